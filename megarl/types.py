@@ -493,8 +493,10 @@ class TrainingSequence:
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
     """Factors of the policy loss: importance-sampling weights between trainer and engine. Zero for tokens excluded by
-    `algorithm.entropy_top_share`.
+    `algorithm.entropy_top_share` or `algorithm.clip_cov_share`.
     """
+    log_ratio_penalties: NDArray[np.float32] | None = None
+    """Coefficients of the absolute log-ratio in the policy loss (`algorithm.kl_cov_share`); zero for most tokens."""
     values: NDArray[np.float32] | None = None
     """Values of the critic before the update, for the state before each token."""
     returns: NDArray[np.float32] | None = None
@@ -513,6 +515,6 @@ class TrainingSequence:
 
 PER_TOKEN = (
     "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
-    "values", "returns", "desirable", "supervised",
+    "log_ratio_penalties", "values", "returns", "desirable", "supervised",
 )  # fmt: skip
 """Names of the optional arrays [tokens] of a TrainingSequence, for code that handles all of them."""

@@ -33,6 +33,11 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"
     if algorithm.off_policy_limit is not None:
         yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {_SAME_POLICY}"
+    if algorithm.kl_cov_share is not None and recipe.loop == "rl":
+        yield (
+            f"algorithm.kl_cov_share = {algorithm.kl_cov_share}: its penalty has no gradient in the first update of a "
+            "step, and there is only one; set train.updates_per_step above 1, or use algorithm.clip_cov_share"
+        )
 
 
 @checks("algorithm")
@@ -69,3 +74,21 @@ def _token_advantages(recipe: Recipe) -> str | None:
             "algorithm.kl_placement=loss"
         )
     return None
+
+
+@checks("algorithm")
+def covariances(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of the choice of tokens by their covariance of log-prob and advantage."""
+    algorithm = recipe.algorithm
+    if recipe.loop != "rl":
+        return
+    for name in ("clip_cov_share", "kl_cov_share"):
+        # Under old_logprobs = rollout the trainer makes no pass before the update.
+        if (share := getattr(algorithm, name)) is not None and algorithm.old_logprobs == "rollout":
+            yield (
+                f"algorithm.{name} = {share}: needs log-probs computed by the trainer before the update, but "
+                "algorithm.old_logprobs = rollout skips this pass; set algorithm.old_logprobs=trainer"
+            )
+    low, high = algorithm.clip_cov_range
+    if algorithm.clip_cov_share is not None and low >= high:
+        yield f"algorithm.clip_cov_range = {[low, high]}: no covariance is between both; give the lower one first"

@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.algorithms.importance import importance_weights, mismatch_moments, unbounded_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
+from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss, ratio
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequence_masks import drop_off_policy
@@ -141,6 +142,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if (weights := per_token.get("importance_weights")) is None and config.importance_sampling is not None:
             weights, unbounded = _importance_weights(config, old_logprobs, batch)
             of_tokens |= weight_metrics(weights, unbounded)
+        if (penalties := per_token.get("log_ratio_penalties")) is not None:
+            loss = loss + penalties * log_ratio(policy_logprobs, old_logprobs).abs()
         if weights is not None:
             loss = loss * weights
         if config.old_logprobs == "trainer":

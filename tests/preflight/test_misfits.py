@@ -188,6 +188,21 @@ MISFITS = {
         "algorithm.off_policy_limit = 0.5",
         ["algorithm.turn_discount = 1.0", "leave out algorithm.turn_discount"],
     ),
+    "a penalty on drift in a single update": Misfit(
+        {"algorithm": {"preset": "kl_cov"}},
+        "algorithm.kl_cov_share = 0.0002",
+        ["train.updates_per_step above 1", "algorithm.clip_cov_share"],
+    ),
+    "covariances without a pass before the update": Misfit(
+        {"algorithm": {"clip_cov_share": 0.1, "old_logprobs": "rollout"}},
+        "algorithm.clip_cov_share = 0.1",
+        ["algorithm.old_logprobs = rollout", "algorithm.old_logprobs=trainer"],
+    ),
+    "a range of covariances upside down": Misfit(
+        {"algorithm": {"preset": "clip_cov", "clip_cov_range": [5, 1]}},
+        "algorithm.clip_cov_range = [5.0, 1.0]",
+        ["the lower one first"],
+    ),
     "no surplus": Misfit(
         {"rollout": {"stragglers": "abort"}}, "rollout.stragglers = abort", ["algorithm.oversampling=1.5"]
     ),

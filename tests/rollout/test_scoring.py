@@ -31,6 +31,7 @@ SEPARATE = {"placement": "separate", "ranks": 1, "max_staleness": 1}
         pytest.param("sequence_mask", {"rollout": TURNS}, False, id="of samples in several segments"),
         pytest.param("tis", {"rollout": SEPARATE, "cluster": {"ranks_per_node": 2}}, False, id="of stale groups"),
         pytest.param("tis", {"algorithm": {"entropy_top_share": 0.2}}, False, id="below an entropy filter"),
+        pytest.param("tis", {"algorithm": {"clip_cov_share": 0.2}}, False, id="below a choice by covariance"),
     ],
 )
 def test_a_correction_is_made_in_the_update_where_that_is_exact(

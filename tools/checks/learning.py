@@ -21,7 +21,7 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import heldout_accuracies, train
 
-DURATION = {"small": "minutes (grpo; not timed)", "full": "hours: a run for each of 36 methods (not timed)"}
+DURATION = {"small": "minutes (grpo; not timed)", "full": "hours: a run for each of 40 methods (not timed)"}
 SMALL = {"only": ["grpo"]}
 LEAST_GAIN = 0.15
 LEAST_WON = 0.9
@@ -71,6 +71,12 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dro": (
         "rl", "algorithm.policy_loss=dro", "algorithm.policy_loss_kwargs={beta: 0.1}", "train.updates_per_step=2",
     ),
+    "off_policy_limit": (
+        "rl", "algorithm.off_policy_limit=0.5", "algorithm.old_logprobs=rollout", "train.updates_per_step=2",
+    ),
+    "kl_unbiased": ("rl", "algorithm.kl_coefficient=0.001", "algorithm.kl_unbiased=true", "train.updates_per_step=2"),
+    "clip_cov": ("rl", "algorithm.preset=clip_cov", "train.updates_per_step=2"),
+    "kl_cov": ("rl", "algorithm.preset=kl_cov", "train.updates_per_step=2"),
     "maxrl": ("rl", "algorithm.advantage=maxrl"),
     "opo": ("rl", "algorithm.advantage=opo"),
     "gmpo": ("rl", "algorithm.policy_loss=gmpo", "algorithm.clip_low=0.4", "algorithm.clip_high=0.4"),

@@ -212,6 +212,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "policy_loss": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05, "old_logprobs": "rollout",
     },
     "vespo": {"advantage": "grpo", "policy_loss": "vespo", "old_logprobs": "rollout"},
+    "clip_cov": {"advantage": "grpo", "clip_cov_share": 2e-4},
+    # Its penalty takes the place of the clip.
+    "kl_cov": {"advantage": "grpo", "policy_loss": "unclipped", "kl_cov_share": 2e-4},
     # clip_low 1 puts the lower bound at ratio 0, so only large ratios are clipped.
     "cispo": {"advantage": "grpo", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 2.0},
     "ppo": {
@@ -243,6 +246,8 @@ class AlgorithmConfig(Section):
             "dppo_tv",
             "dppo_kl",
             "vespo",
+            "clip_cov",
+            "kl_cov",
             "cispo",
             "ppo",
         ]
@@ -322,6 +327,19 @@ class AlgorithmConfig(Section):
     """Share of a step's trained tokens that get a policy loss: the ones with the highest entropy (Wang et al. 2025:
     0.2). Default: all tokens. Denominators, KL and entropy bonus still use all tokens. Needs old_logprobs trainer, to
     compute entropies before the update. Metrics: entropy/threshold, entropy/trained_share."""
+    # Both choices are made once for a step, from the log-probs before its first update.
+    clip_cov_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Clip-Cov (arXiv 2505.22617; 2e-4): drop the policy loss of this share of a step's trained tokens, against a loss
+    of entropy. They are drawn among the tokens with a covariance of log-prob and advantage within clip_cov_range.
+    Default: none. Needs old_logprobs trainer."""
+    clip_cov_range: Annotated[tuple[float, float], OnlyIf(non_empty("algorithm.clip_cov_share", "2e-4"))] = (1.0, 5.0)
+    """Covariances between which clip_cov_share draws its tokens: [low, high]."""
+    kl_cov_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """KL-Cov (arXiv 2505.22617; verl: 2e-4, SkyRL: 0.2): penalise the absolute log-ratio of this share of a step's
+    trained tokens, those with the highest covariance of log-prob and advantage. Default: none. Needs old_logprobs
+    trainer and several updates a step."""
+    kl_cov_coefficient: Annotated[PositiveFloat, OnlyIf(non_empty("algorithm.kl_cov_share", "2e-4"))] = 1.0
+    """Coefficient of the penalty of kl_cov_share."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Coefficient of the KL penalty towards the reference model. 0 (default): no penalty, and no reference model is
     loaded."""
@@ -418,6 +436,11 @@ class AlgorithmConfig(Section):
     (default): none."""
     ptx_conversations: Annotated[PositiveInt, OnlyIf(non_empty("data.ptx", "talk.jsonl"))] = 32
     """Number of conversations of data.ptx used per step (PPO-ptx)."""
+
+    @property
+    def selects_by_covariance(self) -> bool:
+        """Return whether some tokens are dropped or penalised for their covariance of log-prob and advantage."""
+        return self.clip_cov_share is not None or self.kl_cov_share is not None
 
     @property
     def needed_loss_metrics(self) -> dict[str, str]:

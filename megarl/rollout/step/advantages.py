@@ -23,6 +23,7 @@ from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
+from megarl.rollout.step.covariance_selection import select_by_covariance
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.scoring import corrects_in_update
 from megarl.rollout.step.step_metrics import metrics_by_version
@@ -64,8 +65,9 @@ def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: f
     metrics = compute_advantages(batch, recipe, kl_coefficient)
     if not corrects_in_update(recipe):
         metrics |= compute_importance_weights(batch, algorithm)
-    # After the importance weights: it sets some of them to zero.
+    # After the importance weights: these set some of them to zero.
     metrics |= keep_highest_entropies(batch, algorithm)
+    metrics |= select_by_covariance(batch, recipe, weight_version)
     if recipe.rollout.carries_groups:
         # Before stale log-probs are forgotten: the metrics compare them.
         metrics |= metrics_by_version(batch, weight_version, is_trainers=algorithm.old_logprobs == "trainer")

@@ -150,19 +150,22 @@ def _needs_logprobs(recipe: Recipe) -> bool:
     algorithm = recipe.algorithm
     # A KL outside the loss is part of the advantages, computed before the first update.
     is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
-    return is_kl_before or (algorithm.importance_sampling is not None and not corrects_in_update(recipe))
+    if is_kl_before or algorithm.selects_by_covariance:
+        return True
+    return algorithm.importance_sampling is not None and not corrects_in_update(recipe)
 
 
 def corrects_in_update(recipe: Recipe) -> bool:
     """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
 
-    This saves a pass. Four things need the weights, or the log-probs, beforehand: distillation, the entropy filter,
-    metrics of stale groups, and a product over the segments of a trajectory, which may be in different microbatches.
+    This saves a pass. Five things need the weights, or the log-probs, beforehand: distillation, the entropy filter, the
+    choice by covariance, metrics of stale groups, and a product over the segments of a trajectory, which may be in
+    different microbatches.
     """
     algorithm = recipe.algorithm
     if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":
         return False
-    if algorithm.entropy_top_share is not None or recipe.rollout.carries_groups:
+    if algorithm.entropy_top_share is not None or algorithm.selects_by_covariance or recipe.rollout.carries_groups:
         return False
     has_segments = any(source.recipe.rollout.turns_of_attempt > 1 for source in recipe.sources)
     return is_of_single_tokens(name) or not has_segments

@@ -1,0 +1,54 @@
+"""Choice of the tokens whose log-prob and advantage vary together: they lower the policy's entropy most.
+
+All functions are over the tokens of a whole step, so that the choice does not depend on its split into microbatches.
+Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return each token's part of the covariance of log-probs and advantages: float64 [tokens], 0 where not masked.
+
+    It is the product of both differences from their means over the masked tokens (eq. 10). All arguments are [tokens].
+    """
+    logprobs, advantages = (torch.where(mask, values, 0.0).double() for values in (logprobs, advantages))
+    count = mask.sum().clamp(min=1)
+    parts = (logprobs - logprobs.sum() / count) * (advantages - advantages.sum() / count)
+    return torch.where(mask, parts, 0.0)
+
+
+def highest_covariance_mask(parts: Tensor, mask: Tensor, *, share: float) -> Tensor:
+    """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance.
+
+    Tokens equal to the last one are included. `parts` are those of `covariances` [tokens]. KL-Cov adds a penalty to
+    these tokens.
+    """
+    if not mask.any():
+        return mask
+    lowest = torch.topk(parts[mask], _num_tokens(mask, share)).values[-1]
+    return mask & (parts >= lowest)
+
+
+def drawn_covariance_mask(
+    parts: Tensor, mask: Tensor, draws: Tensor, *, share: float, low: float, high: float
+) -> Tensor:
+    """Return bool [tokens]: tokens drawn at random among those with a covariance between `low` and `high`.
+
+    Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds. `parts` are
+    those of `covariances`; the tokens with the smallest `draws` are taken, both [tokens]. Clip-Cov drops their loss.
+    """
+    is_candidate = mask & (parts > low) & (parts < high)
+    count = min(_num_tokens(mask, share), int(is_candidate.sum()))
+    if not count:
+        return torch.zeros_like(mask)
+    last = torch.topk(draws[is_candidate], count, largest=False).values[-1]
+    return is_candidate & (draws <= last)
+
+
+def _num_tokens(mask: Tensor, share: float) -> int:
+    """Return the fraction `share` of the number of masked tokens, rounded down, but at least 1 (as in verl)."""
+    return max(1, int(share * int(mask.sum())))

@@ -1,0 +1,75 @@
+"""Clip-Cov and KL-Cov over a step: fewer updates that lower the policy's entropy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.algorithms.covariance import covariances, drawn_covariance_mask, highest_covariance_mask
+from megarl.config import Recipe
+from megarl.data.token_batch import TokenBatch
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.tracking.metric_rows import MetricRow
+
+METRICS = (
+    MetricRow(
+        "covariance/dropped_share",
+        "share",
+        "trained tokens without policy loss, because their log-prob and advantage vary together",
+        condition="algorithm.clip_cov_share",
+    ),
+    MetricRow(
+        "covariance/penalised_share",
+        "share",
+        "trained tokens with a penalty, because their log-prob and advantage vary together most",
+        condition="algorithm.kl_cov_share",
+    ),
+)
+
+
+def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) -> dict[str, float]:
+    """Drop or penalise tokens of high covariance of log-prob and advantage, if the recipe says so. Return the metrics.
+
+    It sets importance weights to zero, so call it after they are computed. It reads the batch's advantages, and the
+    log-probs before the first update. `weight_version` changes the draw from step to step.
+    """
+    algorithm, mask = recipe.algorithm, torch.from_numpy(batch.loss_mask)
+    if not algorithm.selects_by_covariance or not mask.any():
+        return {}
+    logprobs, advantages = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "advantages"))
+    parts = covariances(logprobs, advantages, mask)
+    metrics: dict[str, float] = {}
+    if (share := algorithm.clip_cov_share) is not None:
+        draws = torch.from_numpy(token_draws(batch, (recipe.seed, weight_version)))
+        low, high = algorithm.clip_cov_range
+        is_dropped = drawn_covariance_mask(parts, mask, draws, share=share, low=low, high=high)
+        weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
+        batch.per_token["importance_weights"] = np.where(is_dropped.numpy(), np.float32(0), weights)
+        metrics["covariance/dropped_share"] = float(is_dropped.sum() / mask.sum())
+    if (share := algorithm.kl_cov_share) is not None:
+        is_penalised = highest_covariance_mask(parts, mask, share=share)
+        coefficient = np.float32(algorithm.kl_cov_coefficient)
+        batch.per_token["log_ratio_penalties"] = np.where(is_penalised.numpy(), coefficient, np.float32(0))
+        metrics["covariance/penalised_share"] = float(is_penalised.sum() / mask.sum())
+    return metrics
+
+
+def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
+    """Return a random number for each token, [tokens], between 0 and 1.
+
+    It depends on `seed`, on the tokens of its sequence and on its position there. The order of sequences and the number
+    of ranks do not matter, so a resized run draws the same tokens. Equal sequences have different numbers.
+    """
+    draws: list[NDArray[np.float64]] = []
+    num_equal: Counter[bytes] = Counter()
+    for token_ids in np.split(batch.token_ids, batch.cu_seqlens[1:-1]):
+        digest = blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).digest()
+        words = np.frombuffer(digest, np.uint32).tolist()
+        draws.append(np.random.default_rng([*seed, num_equal[digest], *words]).random(len(token_ids)))
+        num_equal[digest] += 1
+    return np.concatenate(draws)
