@@ -240,8 +240,13 @@ def takes_margin(_: str) -> Condition:
 
 
 def adam(section: str) -> Condition:
-    """Return the condition that a section's optimizer is Adam."""
-    return one_of(f"{section}.name", "adam")
+    """Return the condition that a section's optimizer updates some parameters by Adam."""
+    return one_of(f"{section}.name", "adam", "muon")
+
+
+def muon(section: str) -> Condition:
+    """Return the condition that the optimizer with this section `muon` is Muon."""
+    return one_of(f"{section.removesuffix('.muon')}.name", "muon")
 
 
 def decays(section: str) -> Condition:

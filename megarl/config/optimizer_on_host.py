@@ -15,5 +15,7 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     if not trainer.distributed_optimizer:
         # No check of optimizer.name: SGD has no state, and it is refused with the distributed optimizer.
         yield "needs the distributed optimizer; leave trainer.distributed_optimizer out"
+    if recipe.optimizer.name == "muon" or (recipe.has_critic and recipe.critic.optimizer.name == "muon"):
+        yield "Muon gathers whole matrices on GPUs; leave it out, or set optimizer.name=adam"
     if recipe.lora.rank:
         yield f"under lora.rank = {recipe.lora.rank} only adapters have an optimizer state; leave it out"

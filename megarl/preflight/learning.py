@@ -232,6 +232,11 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"lora.targets: {' and '.join(packed)} of a {shape.family} model are packed experts, and PEFT has no names "
             "for adapters of one; use qkv_proj and o_proj"
         )
+    if lora.rank and recipe.optimizer.name == "muon":
+        yield (
+            f"lora.rank = {lora.rank}: Muon is for whole weights, and adapters are factors of a change; set "
+            "optimizer.name=adam, or lora.rank=0"
+        )
     if lora.rank and recipe.loop == "reward_model":
         yield f"lora.rank = {lora.rank}: a reward model's new head needs full training; set lora.rank=0"
     if lora.rank and shape.num_experts and recipe.trainer.megatron.get("moe_shared_expert_overlap"):
@@ -393,17 +398,24 @@ def thresholds(recipe: Recipe) -> HealthConfig:
     return recipe.health.model_copy(update={"off": tuple(sorted(off))})
 
 
+def updates_like_adam(optimizer: OptimizerConfig) -> bool:
+    """Return whether an optimizer's updates are about as large as Adam's at an equal learning rate."""
+    if optimizer.name == "muon":
+        return optimizer.muon.scale == "spectral" and 0.1 <= optimizer.muon.scale_factor <= 0.4
+    return optimizer.name == "adam"
+
+
 def learning_rate_finding(recipe: Recipe, step: int = 0) -> Finding | None:
     """Return a finding if the learning rate is unusual for the model. `step` is the last step before the start.
 
-    None: the rate is usual, nothing is trained, or the optimizer is SGD. SGD has no usual range, unless the recipe
-    gives one.
+    None: the rate is usual, or nothing is trained. Optimizers whose updates differ in size from Adam's have no usual
+    range, unless the recipe gives one.
     """
     usual_rates = recipe.health.learning_rate
     if (
         LEARNING_RATE in recipe.health.off
         or not recipe.train.steps
-        or (usual_rates is None and recipe.optimizer.name == "sgd")
+        or (usual_rates is None and not updates_like_adam(recipe.optimizer))
     ):
         return None
     if usual_rates is None:

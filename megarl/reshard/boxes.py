@@ -81,6 +81,25 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
         yield from _within(shape, last, last * row, stop)
 
 
+def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
+    """Yield the parts of a piece that lie in elements `start` to `stop` of its storage.
+
+    Raises ValueError for a piece whose elements do not follow each other in the storage.
+    """
+    shape = piece.box.shape
+    if piece.strides != contiguous_strides(shape):
+        raise ValueError(f"{piece.box.name}: its elements in {piece.storage} do not follow each other")
+    low, high = max(start, piece.offset), min(stop, piece.offset + piece.box.numel)
+    if low >= high:
+        return
+    offset = low
+    for corner, size in flat_boxes(shape, low - piece.offset, high - piece.offset):
+        begin = tuple(a + b for a, b in zip(piece.box.start, corner, strict=True))
+        end = tuple(a + n for a, n in zip(begin, size, strict=True))
+        yield Piece(Box(piece.box.name, begin, end), piece.storage, offset, piece.strides)
+        offset += prod(size)
+
+
 def _within(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -12,6 +13,7 @@ from megatron.core.optimizer import (
     Adam,  # pyright: ignore[reportAttributeAccessIssue]  (it is whichever package's Megatron found)
     ChainedOptimizer,
     MegatronOptimizer,
+    ParamKey,
     get_megatron_optimizer,
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -23,6 +25,18 @@ from megarl.config import OptimizerConfig
 from megarl.training.host_optimizer import set_host_fraction
 
 
+class UpdateRule(Protocol):
+    """A rule by which some parameters are updated in Adam's place."""
+
+    def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
+        """Return Megatron's overrides that put these parameters into groups of their own."""
+        ...
+
+    def replace_adam(self, optimizer: ChainedOptimizer) -> None:
+        """Put an optimizer with this rule in the place of Adam, which Megatron built."""
+        ...
+
+
 def build_optimizer(
     config: OptimizerConfig,
     models: Sequence[DistributedDataParallel],
@@ -30,14 +44,15 @@ def build_optimizer(
     dtype: torch.dtype,
     distributed: bool,
     host_fraction: float = 0.0,
+    rule: UpdateRule | None = None,
 ) -> ChainedOptimizer:
-    """Return AdamW or plain SGD over float32 master weights.
+    """Return AdamW or plain SGD over float32 master weights, or AdamW with another `rule` for some parameters.
 
-    With `distributed`, data-parallel ranks shard Adam's state. Adam comes from Transformer Engine or apex if installed,
+    With `distributed`, data-parallel ranks shard the state. Adam comes from Transformer Engine or apex if installed,
     else from torch. For the `host_fraction` of the parameters it is torch's, in host memory.
     """
     settings = MegatronOptimizerConfig(
-        optimizer=config.name,
+        optimizer="adam" if rule else config.name,
         sgd_momentum=0.0,
         lr=config.learning_rate,
         min_lr=config.min_learning_rate,
@@ -51,13 +66,17 @@ def build_optimizer(
         use_distributed_optimizer=distributed,
     )
     set_host_fraction(settings, host_fraction)
-    optimizer = get_megatron_optimizer(settings, list(models), use_gloo_process_groups=False)
+    overrides: Any = rule.param_group_overrides(settings) if rule else None
+    optimizer = get_megatron_optimizer(settings, list(models), overrides, use_gloo_process_groups=False)
     if host_fraction:
         # Megatron-Core 0.16.1 first builds an optimizer of whole parameters. It occupies gigabytes in both memories and
         # is part of reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
-    return optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
+    chained = optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
+    if rule:
+        rule.replace_adam(chained)
+    return chained
 
 
 def adam_module() -> str:

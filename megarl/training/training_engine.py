@@ -38,7 +38,7 @@ from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import StepNumbers
 from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
-from megarl.training.parts.choice import build_engine_parts, select_model_parts
+from megarl.training.parts.choice import build_engine_parts, select_model_parts, select_update_rule
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.replica import Replica
 from megarl.training.roles import Role, role_of_critic, role_of_policy
@@ -97,6 +97,7 @@ class TrainingEngine(ModelShard):
             dtype=self.dtype,
             distributed=trainer.distributed_optimizer,
             host_fraction=trainer.optimizer_offload_fraction,
+            rule=select_update_rule(self, self.role.optimizer),
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.pending_reduction: Callable[[], None] | None = None

@@ -421,6 +421,10 @@ SWITCHES = {
         "loop: rl\nalgorithm: {preset: ppo}\ncritic: {optimizer: {schedule: wsd}}",
         ["algorithm.advantage=grpo", "critic.optimizer.schedule=constant", "critic.optimizer.warmup_ratio=0.1"],
     ),
+    "muon": (
+        "loop: rl\noptimizer: {name: muon}\nalgorithm: {preset: ppo}\ncritic: {optimizer: {name: muon}}",
+        ["optimizer.name=adam", "critic.optimizer.name=adam"],
+    ),
     "spikes": ("loop: sft\ntrain: {on_spike: rollback}", ["train.on_spike=skip", "train.on_spike=ignore"]),
     "recorded": ("loop: rl\ntrain: {on_spike: skip}", ["train.record=tokens"]),
     "mixture": ("loop: rl\ntrain: {epochs: 1}", ["mixture.a.data.train=u"]),

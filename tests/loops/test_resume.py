@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.checkpoint.manifest import file_record, write_manifest
-from megarl.config import Recipe
+from megarl.config import OptimizerConfig, Recipe
 from megarl.loops.saving.checkpointing import plain_recipe, survey
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
@@ -192,6 +192,18 @@ def test_changes_are_named_and_another_model_is_refused(
     printed = capsys.readouterr().out
     assert "changed since then: train.steps: 100 -> 77\n" in printed
     assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in printed
+
+
+@pytest.mark.parametrize(("before", "now"), [("adam", "muon"), ("muon", "adam")])
+def test_a_state_of_another_optimizer_is_refused(recipe: Recipe, home: Path, before: str, now: str) -> None:
+    def with_optimizer(name: str) -> Recipe:
+        return recipe.model_copy(update={"optimizer": OptimizerConfig.model_validate({"name": name})})
+
+    _write_checkpoint(home / "step_000008", with_optimizer(before), 8)
+    changed = with_optimizer(now)
+    with RunFolder(changed, resume=True) as folder, pytest.raises(ConfigError) as caught:
+        find_origin(changed, folder, "if-any")
+    assert str(caught.value).startswith(f"optimizer.name = {now}: ") and f"optimizer.name={before}" in str(caught.value)
 
 
 def test_a_model_with_a_text_section_is_the_same_in_another_dtype(recipe: Recipe, tmp_path: Path) -> None:

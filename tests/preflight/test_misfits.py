@@ -476,6 +476,14 @@ MISFITS = {
     "lora rank": Misfit({"lora": {"rank": 65}}, "lora.rank = 65", ["64"]),
     "adapters under a head": Misfit({"loop": "reward_model", "lora": {"rank": 8}}, "lora.rank = 8", ["lora.rank=0"]),
     "sgd": Misfit({"optimizer": {"name": "sgd"}}, "optimizer.name = sgd", ["trainer.distributed_optimizer=false"]),
+    "adapters under Muon": Misfit(
+        {"lora": {"rank": 8}, "optimizer": {"name": "muon"}}, "lora.rank = 8", ["optimizer.name=adam", "lora.rank=0"]
+    ),
+    "Muon on the host": Misfit(
+        {"optimizer": {"name": "muon"}, "trainer": {"optimizer_offload_fraction": 0.5}, "model": {"dtype": "bfloat16"}},
+        "trainer.optimizer_offload_fraction = 0.5",
+        ["optimizer.name=adam"],
+    ),
     "FP8 on a CPU": Misfit({"trainer": {"fp8": "blockwise"}}, "trainer.fp8 = blockwise", ["Transformer Engine"]),
     "a dispatcher without experts": Misfit(
         {"trainer": {"moe_dispatcher": "flex"}}, "trainer.moe_dispatcher = flex", ["qwen3"]

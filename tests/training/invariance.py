@@ -116,7 +116,11 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
+DESCENT = {"name": "sgd", "learning_rate": 100.0, "clip_grad_norm": 0.05}
+MUON = {"name": "muon", "learning_rate": 0.01, "clip_grad_norm": 0.05, "muon": {"products": "float32"}}
+
+
+def recipe_of(model: Path, trainer: Mapping[str, Any], optimizer: Mapping[str, Any] = DESCENT) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "invariance",
@@ -129,7 +133,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
                 "distributed_optimizer": False,
                 **trainer,
             },
-            "optimizer": {"name": "sgd", "learning_rate": 100.0, "clip_grad_norm": 0.05},
+            "optimizer": dict(optimizer),
             # The model must let gradients through its entropies; each objective has an algorithm of its own.
             "algorithm": {"entropy_coefficient": 0.05},
         }
@@ -385,6 +389,7 @@ def check(
     only: Sequence[str],
     objectives: Sequence[str] = tuple(OBJECTIVES),
     num_steps: int = NUM_STEPS,
+    optimizer: Mapping[str, Any] = DESCENT,
 ) -> Iterator[dict[str, Any]]:
     """One line for each layout and objective of one model."""
     from megarl.families.shape import read_model_shape
@@ -401,8 +406,9 @@ def check(
         if parallel.world_size > pool.world_size or (only and name not in ("one rank", *only)):
             continue
         ranks = pool.run(
-            train, recipe_of(folder, trainer), parallel, steps, timeout_seconds=900, world_size=parallel.world_size
-        )
+            train, recipe_of(folder, trainer, optimizer), parallel, steps, timeout_seconds=900,
+            world_size=parallel.world_size,
+        )  # fmt: skip
         for objective in objectives:
             reported = [[part for part in step if part] for step in zip(*(r[objective][0] for r in ranks), strict=True)]
             own = [values(merge(parts)) for parts in reported], join([r[objective][1] for r in ranks])

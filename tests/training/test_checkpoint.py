@@ -30,7 +30,7 @@ from tests.token_batches import row_batches, weighed
 Sizes = tuple[int, int, int]
 
 
-def recipe_of(model: Path, **trainer: Any) -> Recipe:
+def recipe_of(model: Path, optimizer: Mapping[str, Any] = {}, **trainer: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "checkpoint",
@@ -38,7 +38,13 @@ def recipe_of(model: Path, **trainer: Any) -> Recipe:
             "model": {"path": str(model), "dtype": trainer.pop("dtype", "float32")},
             "data": {"train": "unused"},
             "trainer": {"max_tokens_per_microbatch": 64, **trainer},
-            "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},
+            "optimizer": {
+                "learning_rate": 3e-3,
+                "weight_decay": 0.1,
+                "schedule": "cosine",
+                "warmup_steps": 2,
+                **optimizer,
+            },
             "train": {"steps": 8},
         }
     )
@@ -186,6 +192,8 @@ def model(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
         pytest.param((1, 1, 2), {"dtype": "bfloat16"}, False, id="dp2 in bfloat16, in place"),
         pytest.param((1, 2, 1), {"distributed_optimizer": False}, True, id="pp2, optimizer not distributed"),
         pytest.param((1, 1, 1), {"distributed_optimizer": False, "dtype": "bfloat16"}, True, id="master weights"),
+        pytest.param((1, 1, 2), {"optimizer": {"name": "muon"}, "dtype": "bfloat16"}, True, id="dp2, Muon"),
+        pytest.param((1, 1, 1), {"optimizer": {"name": "muon"}, "distributed_optimizer": False}, True, id="Muon"),
         pytest.param((1, 1, 2), {"optimizer_offload_fraction": 0.5, "dtype": "bfloat16"}, True, id="half on the host"),
     ],
 )

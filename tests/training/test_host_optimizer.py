@@ -115,7 +115,7 @@ def test_what_is_where_is_what_was_planned(ranks: RankPool, tiny_model: Callable
     layouts = megatron_layouts(shape, parallel_of(SIZES), padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
     for found in ranks.run(held, recipe, SIZES, world_size=2):
         planned = trainer_states(
-            layouts, found["rank"], itemsize=2, is_distributed=True, has_moments=True, is_pinned=False,
+            layouts, found["rank"], itemsize=2, is_distributed=True, optimizer="adam", is_pinned=False,
             host_fraction=fraction,
         )  # fmt: skip
         num_elements = found["on_host"] // 16 + found["main_weights"] // 4

@@ -42,6 +42,23 @@ def test_layouts_train_as_one_rank_does(
     assert any(line["parameter"] > 0 for line in lines), "nothing was split"
 
 
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        pytest.param("dense", ["tp2 dp2"], id="dense"),
+        pytest.param("moe", ["tp2 etp2", "ep2 dp2", "pp2 ep2 dp2"], id="experts", marks=pytest.mark.long),
+    ],
+)
+def test_layouts_train_as_one_rank_does_with_whole_matrices(
+    tiny_model: Callable[..., Path], ranks: RankPool, model: str, layouts: list[str]
+) -> None:
+    """Muon turns small parts of a gradient into large ones, and with them what rounding left there."""
+    folder = tiny_model(**invariance.MODELS[model])
+    lines = list(invariance.check(model, folder, ranks, layouts, ["sft"], num_steps=2, optimizer=invariance.MUON))
+    assert [line["layout"] for line in lines] == layouts
+    assert all(line["met"] for line in lines), lines
+
+
 @pytest.mark.long
 @pytest.mark.timeout(10_000)
 @pytest.mark.parametrize("model", list(invariance.MODELS))

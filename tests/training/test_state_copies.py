@@ -45,9 +45,11 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any]]:
     return has_changed, state() == before, driver
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_a_state_is_restored_bit_for_bit(ranks: RankPool, tiny_model: Callable[..., Path], distributed: bool) -> None:
-    recipe = recipe_of(tiny_model(num_layers=2), distributed_optimizer=distributed)
+@pytest.mark.parametrize(("optimizer", "distributed"), [("adam", True), ("adam", False), ("muon", True)])
+def test_a_state_is_restored_bit_for_bit(
+    ranks: RankPool, tiny_model: Callable[..., Path], optimizer: str, distributed: bool
+) -> None:
+    recipe = recipe_of(tiny_model(num_layers=2), {"name": optimizer}, distributed_optimizer=distributed)
     for has_changed, is_equal, driver in ranks.run(copy_and_restore, recipe, world_size=2):
         assert has_changed and is_equal
         assert driver == {"weight_version": 2}

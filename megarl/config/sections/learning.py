@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Decides, KeywordOf, OnlyIf
+from megarl.config.annotations import Decides, KeywordOf, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
     ADVANTAGES,
     CORRECTION,
@@ -37,6 +37,7 @@ from megarl.config.conditions import (
     TURNS,
     adam,
     decays,
+    muon,
     no_warmup_ratio,
     non_empty,
     one_of,
@@ -141,11 +142,37 @@ class LoraConfig(Section):
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
+class MuonConfig(Section):
+    """Muon (optimizer.name=muon): momentum of matrices, made orthogonal (Jordan et al. 2024; arXiv 2502.16982)."""
+
+    momentum: Annotated[Decay, OnlyIf(muon)] = 0.95
+    """Decay rate of the momentum."""
+    nesterov: Annotated[bool, OnlyIf(muon)] = False
+    """Add the newest gradient to the momentum once more before it is made orthogonal."""
+    coefficients: Annotated[Literal["quintic", "simple", "polar_express", "deepseek_v4"], OnlyIf(muon)] = "quintic"
+    """Newton-Schulz polynomials. quintic (default): five of You Jiacheng. simple: five times that of Jordan et al.
+    polar_express: arXiv 2505.16932. deepseek_v4: ten iterations, nearly exact."""
+    scale: Annotated[Literal["spectral", "shape", "unit_rms"], OnlyIf(muon)] = "spectral"
+    """Factor of an update by its matrix's shape. spectral (default): sqrt(max(out, in)), arXiv 2502.16982. shape:
+    sqrt(max(1, out/in)), Jordan et al. unit_rms: sqrt(out/in)."""
+    scale_factor: Annotated[PositiveFloat, OnlyIf(muon)] = 0.2
+    """Further factor of an update. 0.2 with scale spectral: as large as Adam's, so Adam's learning rates fit
+    (arXiv 2502.16982). 1 is verl's, with adam_rate 0.229."""
+    adam_rate: Annotated[PositiveFloat, OnlyIf(muon)] = 1.0
+    """Learning rate of the parameters that Adam updates (embedding, head, router, norms, biases), as a multiple of
+    learning_rate."""
+    products: Annotated[Literal["bfloat16", "float32"], OnlyIf(muon)] = "bfloat16"
+    """Number type of the Newton-Schulz products. bfloat16 (default) is faster on GPUs, float32 more precise."""
+
+
 class OptimizerConfig(Section):
     """Optimizer, learning-rate schedule and gradient clipping."""
 
-    name: Literal["adam", "sgd"] = "adam"
-    """Optimizer: adam (AdamW), or sgd without momentum (needs trainer.distributed_optimizer=false)."""
+    name: Annotated[Literal["adam", "sgd", "muon"], UntriedOnGpu("muon")] = "adam"
+    """Optimizer. adam (default): AdamW. muon: Muon for matrices, AdamW for other parameters
+    (megarl/training/README.md#muon). sgd: no momentum (needs trainer.distributed_optimizer=false)."""
+    muon: MuonConfig = MuonConfig()
+    """Settings of Muon."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after the warm-up."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"

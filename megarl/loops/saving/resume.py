@@ -124,6 +124,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         earlier = read_driver(surveyed.good)
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_template(earlier, recipe, inputs)
+        _refuse_other_optimizers(earlier, recipe)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
         position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
@@ -250,6 +251,18 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
         f"(model.chat_template at that time: {before}). Restore that text, give this run a new name (name=NEW_NAME), "
         "or start it from the beginning with --restart"
     )
+
+
+def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if a checkpoint lacks the momentum of matrices that the recipe needs, or has another state."""
+    for section in ("optimizer", *(("critic.optimizer",) if recipe.has_critic else ())):
+        field = f"{section}.name"
+        name, before = _value_at(recipe.model_dump(), field), _value_at(earlier["recipe"], field)
+        if before != name and "muon" in (before, name) and before is not None:
+            raise ConfigError(
+                f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or begin a new run "
+                "with model.path set to an export of this one"
+            )
 
 
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:

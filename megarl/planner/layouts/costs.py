@@ -79,7 +79,9 @@ class LayoutCosts:
     def _state_bytes(self) -> dict[str, int]:
         """Return the bytes of a trained parameter by state: weight, float32 gradient, main weight and moments."""
         item = self._item_bytes
-        copies = (item < _FLOAT32) + 2 * (self.recipe.optimizer.name == "adam")
+        # Muon has two moments for embedding and head only, so this is a lower bound.
+        num_moments = {"adam": 2, "muon": 1, "sgd": 0}[self.recipe.optimizer.name]
+        copies = (item < _FLOAT32) + num_moments
         return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
 
     @cached_property

@@ -59,16 +59,20 @@ def communicators_of(
     is_distributed: bool = True,
     shares_embedding: bool = False,
     balance_losses: Collection[str] = (),
+    gathers_matrices: bool = False,
 ) -> list[Communicator]:
     """Return the communicators with several ranks of a rank that trains, samples, or both.
 
     `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the
     first or last stage, and both have the embedding. `balance_losses` are the losses that balance the model's experts.
+    `gathers_matrices`: an optimizer gathers whole matrices from the ranks of a stage.
     """
     communicators: list[Communicator] = []
     if has_trainer:
         communicators += _trainer(parallel, ranks_per_node)
         communicators += _gradient_norm(parallel, has_experts=has_experts, is_distributed=is_distributed)
+        if gathers_matrices:
+            communicators.append(_matrices(parallel, ranks_per_node))
         if shares_embedding:
             communicators.append(Communicator("embedding", min(2, parallel.pp)))
         if has_experts:
@@ -107,6 +111,15 @@ def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distribute
     yield Communicator("tensor and pipeline parallelism", parallel.tp * parallel.pp)
     if has_experts:
         yield Communicator("experts and pipeline parallelism", parallel.etp * parallel.ep * parallel.pp)
+
+
+def _matrices(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
+    """Return the sends and receives of whole matrices among the ranks of a pipeline stage."""
+    stage = parallel.world_size // parallel.pp
+    peers = min(stage, ranks_per_node) - 1
+    return Communicator(
+        "whole matrices", stage, has_collectives=False, num_peers=peers, spans_nodes=stage > ranks_per_node
+    )
 
 
 def _experts(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:

@@ -20,7 +20,7 @@ from megarl.planner.memory.models import Built, Models
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.memory.trainer_bytes import TrainerStates
 
-TEMPORARY = ("activations", "pipeline", "backward", "logits", "engine step")
+TEMPORARY = ("activations", "pipeline", "backward", "logits", "whole matrices", "engine step")
 """Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
 # States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
@@ -160,15 +160,25 @@ class RankPhases:
         passing = activations.backward_bytes(built.shape, built.parallel, settings)
         head = replace(settings, keeps_logits=bool(self.memory.recipe.trainer.keep_logits))
         logits = activations.logits_bytes(built.shape, built.parallel, head) if self._is_last(built) else 0
-        return [
-            *self._list_uses_of_pass(name),
-            *self._idle_engine(),
-            *self._fp8(built),
+        passes = [
             Use("activations", device_bytes=int(saved)),
             Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
             Use("backward", device_bytes=int(passing)),
             Use("logits", device_bytes=int(logits)),
         ]
+        # The optimizer steps when activations are gone.
+        temporary = max(passes, self._optimizer_step(name), key=lambda uses: sum(use.device_bytes for use in uses))
+        return [*self._list_uses_of_pass(name), *self._idle_engine(), *self._fp8(built), *temporary]
+
+    def _optimizer_step(self, name: str) -> list[Use]:
+        """Return the temporary memory of an optimizer's step."""
+        recipe = self.memory.recipe
+        optimizer = recipe.critic.optimizer if name == "critic" else recipe.optimizer
+        if optimizer.name != "muon":
+            return []
+        product_bytes = 2 if optimizer.muon.products == "bfloat16" else 4
+        whole = trainer_bytes.whole_matrix_bytes(self._model_named(name).layouts, product_bytes=product_bytes)
+        return [Use("whole matrices", device_bytes=whole)]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
         """Yield the FP8 copies of weights in an update. The policy retains them until the engine samples. FP8 also

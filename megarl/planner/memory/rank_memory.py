@@ -6,7 +6,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-from megarl.config import Recipe
+from megarl.config import OptimizerConfig, Recipe
 from megarl.config.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
 from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens
@@ -61,13 +61,13 @@ class RankMemory:
         """Return the policy's states as they are after the first update: an optimizer has no moments before."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
-        return self._trainer_states(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
+        return self._trainer_states(self.models.policy, self.recipe.optimizer, self.recipe.lora.rank)
 
     @cached_property
     def critic(self) -> TrainerStates:
         if self.models.critic is None or not self.has_trainer:
             return trainer_bytes.NOTHING
-        return self._trainer_states(self.models.critic, self.recipe.critic.optimizer.name, 0)
+        return self._trainer_states(self.models.critic, self.recipe.critic.optimizer, 0)
 
     @cached_property
     def frozen(self) -> dict[str, int]:
@@ -228,7 +228,14 @@ class RankMemory:
             is_distributed=self.recipe.trainer.distributed_optimizer,
             shares_embedding=self._shares_embedding,
             balance_losses=balance_losses(self.recipe.trainer.megatron),
+            gathers_matrices=self._gathers_matrices,
         )
+
+    @property
+    def _gathers_matrices(self) -> bool:
+        """Return whether the optimizer of a trained model gathers whole matrices."""
+        optimizers = [self.recipe.optimizer, *([self.recipe.critic.optimizer] if self.models.critic else [])]
+        return any(optimizer.name == "muon" for optimizer in optimizers)
 
     @property
     def _shares_embedding(self) -> bool:
@@ -239,14 +246,14 @@ class RankMemory:
         has_copy = shape.tie_word_embeddings or bool(shape.with_mtp(self.recipe.trains_mtp).num_mtp_layers)
         return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
 
-    def _trainer_states(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
+    def _trainer_states(self, built: Built, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
         layouts = built.layouts
         return trainer_bytes.trainer_states(
             layouts,
             self.rank,
             itemsize=self.itemsize,
             is_distributed=self.recipe.trainer.distributed_optimizer,
-            has_moments=optimizer == "adam",
+            optimizer=optimizer.name,
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
             host_fraction=self.recipe.trainer.optimizer_offload_fraction,

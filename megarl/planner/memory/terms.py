@@ -31,7 +31,7 @@ TERMS = {
         _COUNTED,
     ),
     "moments": Term(
-        "two float32 numbers for each weight of Adam, split over data-parallel ranks",
+        "two float32 numbers for each weight of Adam, one for each of Muon, split over data-parallel ranks",
         _COUNTED,
     ),
     "offloaded copies": Term(
@@ -45,6 +45,10 @@ TERMS = {
     "optimizer being built": Term(
         "float32 main weights of whole parameters, while the optimizer is built",
         "Megatron-Core 0.16.1, optimizer/cpu_offloading",
+    ),
+    "whole matrices": Term(
+        "Muon's update of the largest matrix: two copies in float32, and operands in optimizer.muon.products",
+        _OWN,
     ),
     "critic": Term(
         "its parameters, gradients, main weights and moments",

@@ -12,23 +12,27 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
+from typing import Literal
 
 from megarl.config.parallel import FP8_BLOCK
+from megarl.families.tensors.matrices import has_matrices, matrix_templates
 from megarl.reshard.layouts.megatron import MegatronLayouts, chunk_prefix, parameter_shapes
 
 FLOAT32 = 4
+OptimizerName = Literal["adam", "sgd", "muon"]
 _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """Number of elements of one parameter on a rank; whether it has its own bucket in Megatron-Core; whether it has one
-    axis."""
+    axis; how many moments the optimizer has for each element."""
 
     numel: int
     _: KW_ONLY
     has_own_bucket: bool = False
     is_vector: bool = False
+    num_moments: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,7 @@ def trainer_states(
     *,
     itemsize: int,
     is_distributed: bool,
-    has_moments: bool,
+    optimizer: OptimizerName,
     is_pinned: bool,
     adapters: MegatronLayouts | None = None,
     host_fraction: float = 0.0,
@@ -104,14 +108,13 @@ def trainer_states(
         merged = sum(math.prod(shape) for name, shape in shapes.items() if name in linears) * itemsize
         trained = adapters
     states = TrainerStates(parameters=frozen, merged=merged)
-    for parameters, num_shards, shard in buffers_of(trained, rank):
+    for parameters, num_shards, shard in buffers_of(trained, rank, optimizer):
         states += _buffer_states(
             parameters,
             num_shards=num_shards,
             shard=shard,
             itemsize=itemsize,
             is_distributed=is_distributed,
-            num_moments=2 if has_moments else 0,
             is_pinned=is_pinned,
             host_fraction=host_fraction,
         )
@@ -124,6 +127,19 @@ def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> in
     return sum(map(math.prod, shapes.values())) * itemsize
 
 
+def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
+    """Return the bytes that a rank needs to compute Muon's update of the largest matrix.
+
+    `product_bytes` is the size of a number in the products. The matrix is there in float32, and normalised once more.
+    Then come the operands of the products. Staging holds it once for the ranks that send parts.
+    """
+    matrices = matrix_templates(layouts.rules).values()
+    rows, columns = max(matrices, key=math.prod, default=(0, 0))
+    numel, square = rows * columns, min(rows, columns) ** 2
+    products = max((FLOAT32 + product_bytes) * numel, product_bytes * (2 * numel + 2 * square))
+    return 2 * FLOAT32 * numel + products
+
+
 def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
     """Return the bytes of FP8 copies of a rank's linear layers: one by rows, one by columns, and their scales."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
@@ -133,7 +149,9 @@ def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
     return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
 
 
-def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[Parameter], int, int]]:
+def buffers_of(
+    layouts: MegatronLayouts, rank: int, optimizer: OptimizerName
+) -> Iterator[tuple[Sequence[Parameter], int, int]]:
     """Yield the gradient buffers of a rank: parameters, number of data-parallel shards, the rank's own shard."""
     parallel = layouts.parallel
     coordinates = parallel.coordinates(rank)
@@ -143,6 +161,10 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
     is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
     # Buffers of modules are not trained.
     shapes = parameter_shapes(layouts, coordinates, has_buffers=False)
+    num_moments = dict.fromkeys(shapes, 0 if optimizer == "sgd" else 2)
+    if optimizer == "muon":
+        # A matrix has a momentum; Adam has two moments for the rest.
+        num_moments |= dict.fromkeys(parameter_shapes(layouts, coordinates, matches=has_matrices), 1)
     for chunk in range(parallel.vpp):
         prefix = chunk_prefix(chunk, parallel.vpp)
         chunk_shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
@@ -151,11 +173,16 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
                 math.prod(shape),
                 has_own_bucket=is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")),
                 is_vector=len(shape) == 1,
+                num_moments=num_moments[name],
             )
             for name, shape in chunk_shapes.items()
             if ".experts." not in name
         ]
-        experts = [Parameter(math.prod(shape)) for name, shape in chunk_shapes.items() if ".experts." in name]
+        experts = [
+            Parameter(math.prod(shape), num_moments=num_moments[name])
+            for name, shape in chunk_shapes.items()
+            if ".experts." in name
+        ]
         if dense:
             yield dense, dense_shards, coordinates.dp * parallel.cp + coordinates.cp
         if experts:
@@ -170,21 +197,20 @@ def _buffer_states(
     shard: int,
     itemsize: int,
     is_distributed: bool,
-    num_moments: int,
     is_pinned: bool,
     host_fraction: float = 0.0,
 ) -> TrainerStates:
     numel = sum(parameter.numel for parameter in parameters)
     has_main = itemsize < FLOAT32
-    copies = has_main + num_moments
     if not is_distributed:
         # Each parameter, its main weight and its moments have their own storage.
+        moments = sum(parameter.numel * parameter.num_moments for parameter in parameters)
         return TrainerStates(
             parameters=numel * itemsize,
             gradients=numel * FLOAT32,
             main_weights=numel * FLOAT32 * has_main,
-            moments=numel * FLOAT32 * num_moments,
-            saved=numel * (itemsize + FLOAT32 * copies) // num_shards,
+            moments=moments * FLOAT32,
+            saved=(numel * (itemsize + FLOAT32 * has_main) + moments * FLOAT32) // num_shards,
         )
     buckets = _buckets(parameters, num_shards)
     size = buckets[-1].stop
@@ -197,6 +223,13 @@ def _buffer_states(
     owned_numel = sum(owned_parts)
     is_vector = [parameter.is_vector for parameter in reversed(parameters)]
     moved = _numels_on_host(overlaps, is_vector, host_fraction)
+    owned_moments = sum(
+        overlap * parameter.num_moments
+        for overlap, parameter in zip(overlaps, reversed(parameters), strict=True)
+        if overlap > 0
+    )
+    # Only Adam moves to the host, with the same number of moments for all parameters.
+    num_moments = max(parameter.num_moments for parameter in parameters)
     on_device = owned_numel - sum(moved)
     numels = [parameter.numel for parameter in parameters]
     copied = _numels_on_host(numels, [parameter.is_vector for parameter in parameters], host_fraction)
@@ -204,10 +237,10 @@ def _buffer_states(
         parameters=size * itemsize,
         gradients=size * FLOAT32,
         main_weights=on_device * FLOAT32 * has_main,
-        moments=on_device * FLOAT32 * num_moments,
+        moments=(owned_moments - sum(moved) * num_moments) * FLOAT32,
         # Weights are written by one of the ranks holding them. Each rank writes its own part of the optimizer, in
         # float32 even if the weights serve as main weights.
-        saved=numel * itemsize // num_shards + (1 + num_moments) * owned_numel * FLOAT32,
+        saved=numel * itemsize // num_shards + (owned_numel + owned_moments) * FLOAT32,
         # Weights move to the host through pinned copies, and torch's allocator does not free these.
         on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned_bytes(part * FLOAT32, is_pinned) for part in moved)
         + is_pinned * sum(_pinned_bytes(part * itemsize, True) for part in copied),

@@ -6,7 +6,7 @@ compares a rank's layout with the live model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,17 +30,21 @@ def megatron_layouts(
 
 
 def parameter_shapes(
-    layouts: MegatronLayouts, coordinates: Coordinates, *, has_buffers: bool = True
+    layouts: MegatronLayouts,
+    coordinates: Coordinates,
+    *,
+    has_buffers: bool = True,
+    matches: Callable[[Rule], bool] = lambda rule: True,
 ) -> dict[str, tuple[int, ...]]:
     """Return the local shapes of a rank's parameters by name, with vocabulary padding; with `has_buffers` those of the
-    saved buffers too.
+    saved buffers too. `matches` selects parameters by their rules.
     """
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
     experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
     for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
         for rule in layouts.rules:
-            if rule.is_buffer and not has_buffers:
+            if (rule.is_buffer and not has_buffers) or not matches(rule):
                 continue
             if rule.place == "every_layer":
                 layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)

@@ -57,6 +57,8 @@ STATE_FACTOR = 10
 that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp 2 in float32.
 """
 
+_FIRST_MOMENTS = (".exp_avg.", ".momentum_buffer.")
+"""Parts of the names of state tensors that show a step's gradient first: Adam's first moment, Muon's momentum."""
 _MISSING, _ADDED = "recorded, but not there now", "there now only"
 
 StateParts = Mapping[str, Mapping[int, Fingerprint]]
@@ -329,7 +331,8 @@ def _shared_state(before: StateParts, now: StateParts, tolerance: float) -> tupl
         # Other parallel sizes may need another optimizer, with other names.
         names &= before.keys() & now.keys()
     ordered = sorted(names, key=_place_in_step)
-    return [name for name in ordered if ".exp_avg." in name], [name for name in ordered if ".exp_avg." not in name]
+    first_moments = [name for name in ordered if any(part in name for part in _FIRST_MOMENTS)]
+    return first_moments, [name for name in ordered if name not in set(first_moments)]
 
 
 def _metric_differences(
@@ -403,7 +406,7 @@ def _state_differences(name: str, recorded: StepRecord, replayed: StepRecord, to
 
 def _place_in_step(name: str) -> tuple[int, list[str | int]]:
     """Return a sort key of a state tensor: first moments, second moments, main weights, weights; then by layer."""
-    order = (".exp_avg.", ".exp_avg_sq.", ".param.", ".fp32_param.")
+    order = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
     place = next((place for place, part in enumerate(order) if part in name), len(order))
     words = re.split(r"(\d+)", name)
     return place, [int(word) if word.isdigit() else word for word in words]

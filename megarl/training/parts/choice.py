@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config import Recipe
+from megarl.config import OptimizerConfig, Recipe
 from megarl.models.experts.balance import ExpertBalance
 from megarl.training.model import ModelShard
 from megarl.training.model_parts import ModelParts
+from megarl.training.muon.optimizer import MuonRule
+from megarl.training.optimizer import UpdateRule
 from megarl.training.parts.balance import BalancePart
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.parts.lora import LoraPart
@@ -37,3 +39,8 @@ def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[Engine
     balance = ExpertBalance(shard.config, shard.chunks)
     if balance.is_on:
         yield BalancePart(shard, balance)
+
+
+def select_update_rule(shard: ModelShard, config: OptimizerConfig) -> UpdateRule | None:
+    """Return the rule that replaces Adam for some parameters of a model; None if one optimizer updates all of them."""
+    return MuonRule(shard, config) if config.name == "muon" else None

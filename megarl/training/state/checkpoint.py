@@ -39,6 +39,7 @@ from megarl.models.lora import sharded_state
 from megarl.platform import device
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
 from megarl.training.model import FrozenModel
+from megarl.training.muon.optimizer import MuonWithAdam
 from megarl.training.offload import copy_to_pinned_blocks
 from megarl.training.parts.lora import LoraPart
 from megarl.training.state.optimizer_state import copy_into, sharded_optimizer_state
@@ -369,7 +370,8 @@ def _sharded_state(model: Model, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _is_torch(optimizer: Any) -> bool:
-    return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    inner = optimizer.optimizer
+    return isinstance(inner.adam if isinstance(inner, MuonWithAdam) else inner, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _allocate_moments(optimizer: Any) -> None:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megarl.reshard.boxes import flat_boxes
 from megarl.training.host_optimizer import is_hybrid, without_settings
+from megarl.training.muon.optimizer import MOMENTUM
 
-_TENSORS = ("param", "exp_avg", "exp_avg_sq")
-"""Megatron's names of the optimizer's tensors: main weights and Adam's two moments."""
+_TENSORS = ("param", "exp_avg", "exp_avg_sq", MOMENTUM)
+"""Names of the optimizer's tensors: main weights, Adam's two moments, Muon's momentum."""
 
 
 def sharded_optimizer_state(

@@ -85,7 +85,7 @@ def test_a_trained_layer_takes_what_was_planned(
     states = [
         trainer_states(
             megatron_layouts(shape, ONE, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1)), 0,
-            itemsize=itemsize, is_distributed=False, has_moments=True, is_pinned=False,
+            itemsize=itemsize, is_distributed=False, optimizer="adam", is_pinned=False,
         )
         for shape in shapes
     ]  # fmt: skip

@@ -107,10 +107,10 @@ def test_modules_that_are_computed_anew(large: Callable[..., Recipe], name: str,
 
 def test_shards_of_a_buffer() -> None:
     """Last parameter first, each at a multiple of 64 elements; 164 elements are padded to 256, half for each rank."""
-    parameters = [Parameter(100), Parameter(30)]
+    parameters = [Parameter(100, num_moments=2), Parameter(30, num_moments=2)]
     states = [
         trainer_bytes._buffer_states(
-            parameters, num_shards=2, shard=shard, itemsize=2, is_distributed=True, num_moments=2, is_pinned=True
+            parameters, num_shards=2, shard=shard, itemsize=2, is_distributed=True, is_pinned=True
         )
         for shard in (0, 1)
     ]
@@ -124,9 +124,26 @@ def test_shards_of_a_buffer() -> None:
     assert [state.offloaded_bytes(["optimizer"]) for state in states] == [12 * 94, 12 * 36]
     assert states[0].offloaded_bytes(["parameters", "gradients"]) == 512
     whole = trainer_bytes._buffer_states(
-        parameters, num_shards=2, shard=0, itemsize=2, is_distributed=False, num_moments=0, is_pinned=False
+        [Parameter(100), Parameter(30)], num_shards=2, shard=0, itemsize=2, is_distributed=False, is_pinned=False
     )
     assert whole == TrainerStates(parameters=260, gradients=520, main_weights=520, saved=390)
+
+
+def test_matrices_have_one_moment() -> None:
+    """Muon's momentum; the vector of 30 elements has Adam's two moments."""
+    parameters = [Parameter(100, num_moments=1), Parameter(30, num_moments=2)]
+    first, second = (
+        trainer_bytes._buffer_states(
+            parameters, num_shards=2, shard=shard, itemsize=2, is_distributed=True, is_pinned=True
+        )
+        for shard in (0, 1)
+    )
+    assert (first.moments, second.moments) == (4 * (64 + 2 * 30), 4 * 36)
+    assert (first.saved, second.saved) == (130 + 4 * 94 + first.moments, 130 + 4 * 36 + second.moments)
+    whole = trainer_bytes._buffer_states(
+        parameters, num_shards=1, shard=0, itemsize=4, is_distributed=False, is_pinned=False
+    )
+    assert whole.moments == 4 * (100 + 60) and whole.saved == 4 * 130 + whole.moments
 
 
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:

@@ -1,0 +1,1 @@
+"""Muon for the matrices of a model, Adam for its other parameters."""

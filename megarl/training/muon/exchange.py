@@ -1,0 +1,110 @@
+"""Whole matrices of a sharded model, each on the one rank that computes with it.
+
+Tensor-parallel ranks store parts of a matrix, and data-parallel ranks flat ranges of these. A plan copies the parts
+to the matrix's owner. After the computation the plan in the other direction copies the results back. Owners do this in
+rounds, so none has more than about one matrix at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.reshard.boxes import Layout, Piece, dense_piece
+from megarl.reshard.plan import RankPlan, make_plan
+from megarl.reshard.transport import Transport
+from megarl.training.muon.owners import assign_owners, plan_rounds
+
+_BUCKET_BYTES = 1 << 28
+"""Maximum bytes that a rank sends and receives at once."""
+_WHOLE = "whole matrices"
+"""Name of an owner's memory for the matrices of a round."""
+_DTYPE = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """The plans of a round on this rank, and the matrices that it owns then, with their first element."""
+
+    gather: RankPlan
+    scatter: RankPlan
+    matrices: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(prod(shape) for _, shape in self.matrices)
+
+
+class MatrixExchange:
+    """Replaces the values of whole matrices, sharded over the ranks of `group`, by a function of them.
+
+    `layouts` are the pieces of matrices on each rank of the group; `shapes` and `costs` are those of the matrices, by
+    name. `storages` are this rank's float32 tensors [*any] by name. All ranks give the same layouts.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        shapes: Mapping[str, tuple[int, int]],
+        costs: Mapping[str, int],
+        storages: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._storages, self._device, self._group = storages, device, group
+        holders: dict[str, set[int]] = defaultdict(set)
+        for rank, layout in enumerate(layouts):
+            for piece in layout:
+                holders[piece.box.name].add(rank)
+        self.owners = assign_owners({name: costs[name] for name in holders}, holders, len(layouts))
+        """The rank of the group that owns each matrix."""
+        self._rounds = list(_make_rounds(layouts, shapes, self.owners, dist.get_rank(group)))
+
+    @torch.no_grad()
+    def run(self, compute: Callable[[Tensor], Tensor]) -> None:
+        """Replace each matrix [rows, columns] by `compute` of it, on its owner. A collective over the group."""
+        for round_ in self._rounds:
+            whole = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
+            self._copy(round_.gather, self._storages, whole)
+            for first, shape in round_.matrices:
+                matrix = whole[_WHOLE][first : first + prod(shape)].view(shape)
+                matrix.copy_(compute(matrix))
+            self._copy(round_.scatter, whole, self._storages)
+
+    def _copy(self, plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        # Ranks that share memory would create and map files for every round.
+        Transport(plan, sources, destinations, dtype=_DTYPE, group=self._group, shared_memory=False).reshard()
+
+
+def _make_rounds(
+    layouts: Sequence[Layout], shapes: Mapping[str, tuple[int, int]], owners: Mapping[str, int], rank: int
+) -> Iterator[_Round]:
+    """Yield this rank's rounds."""
+    pieces: dict[str, list[list[Piece]]] = {}
+    for holder, layout in enumerate(layouts):
+        for piece in layout:
+            pieces.setdefault(piece.box.name, [[] for _ in layouts])[holder].append(piece)
+    for names_of_owner in plan_rounds(owners, shapes):
+        names = [name for owned in names_of_owner.values() for name in owned]
+        parts = [tuple(piece for name in names for piece in pieces[name][holder]) for holder in range(len(layouts))]
+        whole: list[Layout] = [()] * len(layouts)
+        matrices: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        for owner, owned in names_of_owner.items():
+            firsts = [sum(prod(shapes[other]) for other in owned[:index]) for index in range(len(owned))]
+            whole[owner] = tuple(
+                dense_piece(name, shapes[name], _WHOLE, first) for name, first in zip(owned, firsts, strict=True)
+            )
+            if owner == rank:
+                matrices = tuple((first, shapes[name]) for name, first in zip(owned, firsts, strict=True))
+        gather, scatter = (
+            make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=_BUCKET_BYTES).for_rank(rank)
+            for sources, destinations in ((parts, whole), (whole, parts))
+        )
+        yield _Round(gather, scatter, matrices)

@@ -1,0 +1,38 @@
+"""Which rank computes the update of which matrix, and when. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+
+
+def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int]], num_ranks: int) -> dict[str, int]:
+    """Return the rank that updates each matrix. Ranks get about equal sums of `costs`.
+
+    `holders` are the ranks that store parts of the matrix. One of them owns it, unless another rank has less to do by
+    more than the matrix costs. Costly matrices come first; equal ones in the order of their names.
+    """
+    loads = [0] * num_ranks
+    owners = {}
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        cost = costs[name]
+        owner = min(range(num_ranks), key=lambda rank: loads[rank] + cost * (rank not in holders[name]))
+        owners[name] = owner
+        loads[owner] += cost
+    return owners
+
+
+def plan_rounds(owners: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> list[dict[int, list[str]]]:
+    """Return the matrices of each owner by round. In a round, a rank has no more elements than the largest matrix."""
+    limit = max((prod(shapes[name]) for name in owners), default=0)
+    rounds_of_owner: dict[int, list[list[str]]] = {}
+    for name in sorted(owners, key=lambda name: (-prod(shapes[name]), name)):
+        rounds = rounds_of_owner.setdefault(owners[name], [[]])
+        if sum(prod(shapes[other]) for other in rounds[-1]) + prod(shapes[name]) > limit:
+            rounds.append([])
+        rounds[-1].append(name)
+    num_rounds = max(map(len, rounds_of_owner.values()), default=0)
+    return [
+        {owner: rounds[index] for owner, rounds in sorted(rounds_of_owner.items()) if index < len(rounds)}
+        for index in range(num_rounds)
+    ]
