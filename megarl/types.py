@@ -343,6 +343,8 @@ class Trajectory:
     """
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
+    turn_states: tuple[str | None, ...] = ()
+    """State in which each turn acted, as named by the environment; empty if it named none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_in_thoughts: bool = False
     """Whether the last completion ended before its thoughts were closed. It then gives no answer."""
@@ -412,6 +414,7 @@ class Trajectory:
             "texts": self.texts,
             "messages": self.messages,
             "turn_rewards": self.turn_rewards,
+            "turn_states": self.turn_states,
             "is_in_thoughts": self.is_in_thoughts,
             "problem": self.problem.index,
             "source": self.problem.source,
@@ -434,7 +437,8 @@ class Trajectory:
             texts=tuple(values["texts"]),
             messages=tuple(tuple(new) for new in values["messages"]),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
-            # Records of earlier versions lack it.
+            # Records of earlier versions lack these two.
+            turn_states=tuple(values.get("turn_states", ())),
             is_in_thoughts=values.get("is_in_thoughts", False),
             metrics=values["metrics"] | times["metrics"],
             engine_seconds=times["engine_seconds"],
@@ -450,6 +454,7 @@ class Trajectory:
         observations = dict(enumerate(self.messages[1:]))
         turns = [
             {"completion": text, "reward": rewards.get(number), "observation": observations.get(number, ())}
+            | ({"state": self.turn_states[number]} if self.turn_states else {})
             for number, text in enumerate(self.texts)
         ]
         has_turns = len(turns) > 1 or (len(turns) == 1 and any(observations.values()))

@@ -200,6 +200,19 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return torch.zeros_like(values).masked_scatter(mask, centered)
 
 
+def state_advantages(returns: Tensor, state_groups: Tensor) -> Tensor:
+    """Return each turn's return minus the mean of its step group: [samples, turns], like `returns`.
+
+    `state_groups` int [samples, turns] numbers the turns that act in the same state of the same prompt. A turn alone in
+    its group, or with the number -1, has zero. Source: GiGPO (arXiv 2505.10978, section 4.2), without the deviation.
+    """
+    has_group = state_groups >= 0
+    advantages = torch.zeros_like(returns)
+    if has_group.any():
+        advantages[has_group] = grpo(returns[has_group], state_groups[has_group], normalize_by_std=False)
+    return advantages
+
+
 def _index_groups(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Return the group index of each sample, int [samples], and the group sizes, float [groups]."""
     _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)

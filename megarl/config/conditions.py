@@ -196,6 +196,7 @@ TURNS = (
         lambda recipe: recipe.rollout.turns_of_attempt > 1,
     ),
 )
+STATES = above_zero("algorithm.state_weight", "1")
 NOT_SINGLE_TURN = Condition(
     ("rollout.environment",),
     "set rollout.environment to another",

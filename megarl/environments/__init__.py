@@ -40,11 +40,13 @@ class Start:
     """Start of an attempt: messages for the policy to answer, and tools that it may call.
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {"name": ..., "description": ...,
-    "parameters": {...}}}. The chat template writes them into the prompt.
+    "parameters": {...}}}. The chat template writes them into the prompt. `state` is a text that names the state of the
+    first turn, for `algorithm.state_weight`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Step:
     the text of the last turn. `answer_correct` is the verdict for accuracy metrics and `algorithm.dynamic_sampling`. If
     no step has a verdict, a total reward of 1 counts as right and 0 as wrong; for any other total no accuracy is
     logged. `metrics` are numbers of the step, logged as `environment/NAME`: summed over steps, then averaged over
-    attempts.
+    attempts. `state` names the state in which the next turn acts, as in `Start`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -81,6 +83,7 @@ class Step:
     done: bool = False
     answer_correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    state: str | None = None
 
 
 class EnvironmentUnavailableError(Exception):
@@ -99,7 +102,8 @@ class Environment(Protocol):
     An environment with constant tools may list them in an attribute `tools`, in the format of `Start.tools`. They are
     then checked before a run starts. An environment making each problem itself, from the number `Problem.index`, sets
     `makes_problems = True`. The recipe then names `environment:COUNT` in place of a data file. A problem's record has
-    only the field `split`, train or validation.
+    only the field `split`, train or validation. An environment whose `Start` and `Step` name states sets
+    `names_states = True`.
 
     An optional method `check()` is called once before a run starts, and raises an error if something is wrong.
     """

@@ -78,7 +78,7 @@ async def _await_result(awaitable: Awaitable[Any]) -> Any:
 
 
 def _start(start: Start) -> dict[str, Any]:
-    return {"messages": list(map(dict, start.messages)), "tools": list(map(dict, start.tools))}
+    return {"messages": list(map(dict, start.messages)), "tools": list(map(dict, start.tools)), "state": start.state}
 
 
 def _step(step: Step) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def _step(step: Step) -> dict[str, Any]:
         "done": bool(step.done),
         "answer_correct": None if step.answer_correct is None else bool(step.answer_correct),
         "metrics": {str(name): float(value) for name, value in step.metrics.items()},
+        "state": step.state,
     }
 
 

@@ -12,10 +12,12 @@ from megarl.types import Problem
 class GuessNumber:
     """Game of guessing a number from 1 to `max_number`, drawn from the problem's index.
 
-    The last number in a turn is the guess. The reward is 1 if the number is found within `max_guesses`, else 0.
+    The last number in a turn is the guess. The reward is 1 if the number is found within `max_guesses`, else 0. A state
+    is the range that the hints leave, with the number of guesses made.
     """
 
     makes_problems = True
+    names_states = True
 
     def __init__(self, *, max_number: int = 100, max_guesses: int = 8) -> None:
         if max_number < 2 or max_guesses < 1:
@@ -26,8 +28,9 @@ class GuessNumber:
     async def reset(self, problem: Problem, seed: int) -> Start:
         # A text as seed gives the same problem in every process.
         self.secret = random.Random(f"guess_number {problem.index}").randint(1, self.max_number)
+        self.low, self.high = 1, self.max_number
         question = f"I think of a number from 1 to {self.max_number}. Guess it, one number a turn."
-        return Start((*problem.messages[:-1], {"role": "user", "content": question}))
+        return Start((*problem.messages[:-1], {"role": "user", "content": question}), state=self._state(0))
 
     async def step(self, turn: Turn) -> Step:
         # Limits on text and digits keep the search fast and `int` within Python's limit for any completion.
@@ -38,7 +41,15 @@ class GuessNumber:
         if turn.number + 1 >= self.max_guesses:
             return Step(reward=0.0, done=True, answer_correct=False, metrics={"guesses": 1.0})
         hint = "Give a number." if guess is None else "Higher." if guess < self.secret else "Lower."
-        return Step(({"role": "user", "content": hint},), metrics={"guesses": 1.0})
+        if guess is not None and guess < self.secret:
+            self.low = max(self.low, guess + 1)
+        elif guess is not None:
+            self.high = min(self.high, guess - 1)
+        state = self._state(turn.number + 1)
+        return Step(({"role": "user", "content": hint},), metrics={"guesses": 1.0}, state=state)
+
+    def _state(self, num_guesses: int) -> str:
+        return f"{self.low} to {self.high}, {num_guesses} guesses"
 
     async def close(self) -> None:
         pass

@@ -18,6 +18,7 @@ def checked_start(start: object) -> Start:
     _check_messages(start.messages, "reset")
     if not _are_mappings(start.tools):
         raise TypeError(f"the environment's reset returned tools that are not JSON schemas: {start.tools!r:.80}")
+    _check_state(start.state, "reset")
     return start
 
 
@@ -34,7 +35,13 @@ def checked_step(step: object) -> Step:
         raise ValueError(
             f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"
         )
+    _check_state(step.state, "step")
     return step
+
+
+def _check_state(state: object, method: str) -> None:
+    if not isinstance(state, str | None):
+        raise TypeError(f"the environment's {method} returned a state that is not a text: {state!r:.80}")
 
 
 def _check_messages(messages: object, method: str) -> None:

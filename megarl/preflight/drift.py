@@ -68,6 +68,11 @@ def _token_advantages(recipe: Recipe) -> str | None:
             f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave out "
             "algorithm.turn_discount"
         )
+    if algorithm.state_weight and unmet(recipe, "algorithm.state_weight") is None:
+        return (
+            f"algorithm.state_weight = {algorithm.state_weight:g} gives each turn its own; leave out "
+            "algorithm.state_weight"
+        )
     if algorithm.kl_coefficient and algorithm.kl_placement in ("return", "advantage"):
         return (
             f"algorithm.kl_placement = {algorithm.kl_placement} gives each token its own; set "

@@ -46,6 +46,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
         yield from _command(recipe.rollout.agent.command)
+        yield from _unnamed_states(recipe, None)
         yield from _inherited_variables(recipe)
     else:
         try:
@@ -93,7 +94,24 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
             _refuse_made_problems(recipe)
         if check := getattr(instance, "check", None):
             check()
-        return tuple(getattr(instance, "tools", ()))
+        tools = tuple(getattr(instance, "tools", ()))
+    for fault in _unnamed_states(recipe, instance):
+        raise ConfigError(fault)
+    return tools
+
+
+def _unnamed_states(recipe: Recipe, instance: object) -> Iterator[str]:
+    """Yield an error if `algorithm.state_weight` needs states that the environment `instance` does not name.
+
+    None: a program, which returns no steps.
+    """
+    weight = recipe.algorithm.state_weight
+    if weight and recipe.trains_rewards and not getattr(instance, "names_states", False):
+        yield (
+            f"algorithm.state_weight = {weight:g}: rollout.environment = {recipe.rollout.environment} names no states; "
+            "choose one that does, such as guess_number, return state in Start and Step and set names_states = True in "
+            "your class, or set algorithm.state_weight=0"
+        )
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:

@@ -285,6 +285,11 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
             f"{setting}: algorithm.turn_discount compares returns of turns, which are not scores of reward functions; "
             "leave one of both out"
         )
+    if algorithm.state_weight:
+        yield (
+            f"{setting}: algorithm.state_weight compares returns of turns, which are not scores of reward functions; "
+            "leave one of both out"
+        )
     if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
         yield (
             f"{setting}: the KL penalty in the reward is not a score of a reward function; set another "
@@ -347,6 +352,11 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         yield (
             f"algorithm.importance_sampling_low = {algorithm.importance_sampling_low}: "
             f"set it below algorithm.importance_sampling_high = {algorithm.importance_sampling_high}"
+        )
+    if algorithm.state_weight and algorithm.turn_discount is not None:
+        yield (
+            f"algorithm.state_weight = {algorithm.state_weight:g}: adds to one advantage for the whole sample, but "
+            f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave one of both out"
         )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"

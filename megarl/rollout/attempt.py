@@ -207,6 +207,7 @@ async def attempt(
         turn_rewards=tuple(
             (number, float(step.reward)) for number, step in enumerate(steps) if step.reward is not None
         ),
+        turn_states=conversation.turn_states(),
         metrics=_sum_by_name([step.metrics for step in steps]),
         is_in_thoughts=conversation.is_in_thoughts,
         restarts=restarts,
@@ -379,6 +380,7 @@ def make_trajectory(
     metrics: Mapping[str, float],
     is_in_thoughts: bool,
     turn_rewards: tuple[tuple[int, float], ...] = (),
+    turn_states: tuple[str | None, ...] = (),
     restarts: int = 0,
     engine_seconds: float,
     environment_seconds: float,
@@ -399,6 +401,7 @@ def make_trajectory(
         messages=tuple(tuple(map(_as_json, new)) for new in messages),
         ended=ended,
         turn_rewards=turn_rewards,
+        turn_states=turn_states,
         metrics=metrics,
         is_in_thoughts=is_in_thoughts,
         restarts=restarts,

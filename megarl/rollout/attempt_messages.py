@@ -48,6 +48,8 @@ class AttemptConversation:
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    first_state: str | None = None
+    """The state in which the first turn acts, as named by the environment."""
     is_in_thoughts: bool = False
     """Whether the last completion ended before its thoughts were closed."""
     _rendered: str = ""
@@ -60,7 +62,7 @@ class AttemptConversation:
         environment have different tools.
         """
         start = checked_start(start)
-        self.opening, self.tools = tuple(start.messages), tuple(start.tools)
+        self.opening, self.tools, self.first_state = tuple(start.messages), tuple(start.tools), start.state
         if self.tools and problem.tools and self.tools != tuple(problem.tools):
             raise ValueError(
                 f"the record has tools of its own, {shown([tool['function']['name'] for tool in problem.tools])}, and "
@@ -126,6 +128,11 @@ class AttemptConversation:
         self.prompt = np.concatenate(
             [token_ids, self.dialogue.observation(token_ids, step.messages, self.prompt_tools)]
         )
+
+    def turn_states(self) -> tuple[str | None, ...]:
+        """Return the state in which each turn acted; empty if the environment named none."""
+        states = (self.first_state, *(step.state for step in self.steps))[: len(self.turns)]
+        return states if any(state is not None for state in states) else ()
 
     def before_last(self) -> tuple[Message, ...]:
         """Return all messages before the last completion. Assistant messages are unparsed completions."""

@@ -105,6 +105,19 @@ async def test_the_number_is_found_by_halving() -> None:
     assert (steps[-1].done, steps[-1].reward) == (True, 0.0)
 
 
+async def test_a_state_of_the_number_game_is_what_the_hints_leave() -> None:
+    game = GuessNumber(max_number=100, max_guesses=8)
+    start = await game.reset(problem(0), 5)
+    secret = game.secret
+    guesses = [str(secret - 1), "none", str(secret + 1), "0", str(secret)]
+    steps = [await game.step(Turn(number, text, "stop")) for number, text in enumerate(guesses)]
+    assert start.state == "1 to 100, 0 guesses"
+    assert [step.state for step in steps] == [
+        f"{secret} to 100, 1 guesses", f"{secret} to 100, 2 guesses", f"{secret} to {secret}, 3 guesses",
+        f"{secret} to {secret}, 4 guesses", None,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("guess", "secret", "found"),
     [

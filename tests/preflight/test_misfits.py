@@ -165,6 +165,39 @@ MISFITS = {
         "algorithm.policy_loss = vespo",
         ["algorithm.turn_discount = 0.9", "leave out algorithm.turn_discount"],
     ),
+    "a weight of sequences with advantages of states": Misfit(
+        {
+            "algorithm": {"preset": "vespo", "state_weight": 1.0},
+            "data": {"train": "environment:8"},
+            "rollout": {"environment": "guess_number", "max_turns": 4},
+        },
+        "algorithm.policy_loss = vespo",
+        ["algorithm.state_weight = 1", "leave out algorithm.state_weight"],
+    ),
+    "states of an environment without them": Misfit(
+        {"algorithm": {"preset": "gigpo"}, "rollout": {"environment": "calculator", "max_turns": 4}},
+        "algorithm.state_weight = 1",
+        ["rollout.environment = calculator", "names_states = True", "algorithm.state_weight=0"],
+    ),
+    "states of single turns": Misfit(
+        {"algorithm": {"preset": "gigpo"}},
+        "algorithm.state_weight = 1",
+        ["rollout.environment = single_turn", "guess_number", "algorithm.state_weight=0"],
+    ),
+    "states of an agent": Misfit(
+        {"algorithm": {"preset": "gigpo"}, "rollout": {"environment": "command", "agent": {"command": ["true"]}}},
+        "algorithm.state_weight = 1",
+        ["rollout.environment = command", "algorithm.state_weight=0"],
+    ),
+    "states and discounted turns": Misfit(
+        {
+            "algorithm": {"preset": "gigpo", "turn_discount": 0.9},
+            "data": {"train": "environment:8"},
+            "rollout": {"environment": "guess_number", "max_turns": 4},
+        },
+        "algorithm.state_weight = 1",
+        ["algorithm.turn_discount = 0.9"],
+    ),
     "a weight of sequences with a KL of tokens": Misfit(
         {"algorithm": {"preset": "vespo", "kl_coefficient": 0.1, "kl_placement": "return"}},
         "algorithm.policy_loss = vespo",

@@ -61,6 +61,8 @@ class Acts:
             return "done"
         if self.act == "object":
             return Step(({"role": "user", "content": object()},))
+        if self.act == "state":
+            return Step(state=3)
         if self.act == "nan":
             return Step(reward=float("nan"))
         if self.act == "long":
@@ -80,7 +82,7 @@ class Tools(ToolEnvironment):
 
 class Coroutines:
     async def reset(self, problem, seed):
-        return Start(problem.messages)
+        return Start(problem.messages, state="begin")
 
     async def step(self, turn):
         return Step(reward=1.0, done=True, metrics={"pid": float(os.getpid())})
@@ -93,6 +95,7 @@ def interact(messages):
 '''
 EXPECTED = {
     "raise": ("KeyError: 'x'", 0),
+    "state": ("TypeError: the environment's step returned a state that is not a text: 3", 0),
     "begin": ("TypeError: the environment's reset returned 'at once'; return a megarl.environments.Start", 0),
     "fill": ("MemoryError: ", 1),
     "die": ("EnvironmentProcessError: the environment's process ended with exit code 3", 2),
@@ -195,6 +198,7 @@ def test_a_tool_that_hangs_is_answered_and_its_process_replaced(file: Path) -> N
 def test_coroutines_may_run_in_processes_too(file: Path) -> None:
     [trajectory], _ = attempts(f"{file}:Coroutines", [""], ["sorted"])
     assert trajectory.ended == "done" and trajectory.metrics["pid"] != os.getpid()
+    assert trajectory.turn_states == ("begin",)
 
 
 def test_an_environment_runs_in_processes_where_it_may_block(file: Path) -> None:

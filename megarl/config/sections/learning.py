@@ -32,6 +32,7 @@ from megarl.config.conditions import (
     REWARDS_TRAINED,
     SAMPLES,
     SEQUENCE_MEAN,
+    STATES,
     SURPLUS,
     TOKEN_LOSS,
     TURNS,
@@ -231,6 +232,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "policy_loss": "gspo", "clip_low": 2e-3, "clip_high": 2.5e-3,
         "aggregation": "sequence_mean_token_sum",
     },
+    "gigpo": {
+        "advantage": "grpo", "normalize_by_std": False, "state_weight": 1.0, "state_discount": 0.95,
+    },
     # These three compare with the engine's log-probs, which corrects for staleness and rounding too.
     "dppo_tv": {
         "advantage": "grpo", "policy_loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "old_logprobs": "rollout",
@@ -270,6 +274,7 @@ class AlgorithmConfig(Section):
             "reinforce_plus_plus_baseline",
             "gspo",
             "luspo",
+            "gigpo",
             "dppo_tv",
             "dppo_kl",
             "vespo",
@@ -299,6 +304,12 @@ class AlgorithmConfig(Section):
     """Discount factor per turn: a turn's return is its own reward plus turn_discount times the next turn's return. Its
     baseline is the same turn of the group's other samples. Other rewards count at the last turn. Default: none, all
     tokens get the sum of all rewards. gae always rewards each turn at its last token, and discounts by gamma."""
+    state_weight: Annotated[NonNegativeFloat, OnlyIf(REWARDS_TRAINED, *TURNS)] = 0.0
+    """Weight of a second advantage, of single turns: the turn's return minus the mean over all turns of the prompt's
+    samples that act in the same state (GiGPO, arXiv 2505.10978: 1). The environment names states. 0 (default): none."""
+    state_discount: Annotated[Annotated[float, Field(ge=0.0, le=1.0)], OnlyIf(STATES)] = 0.95
+    """Discount factor per turn of the returns that state_weight compares. Rewards not tied to a turn count at the last
+    one."""
     normalize_by_std: Annotated[bool, KeywordOf("algorithm.advantage")] = True
     """Divide advantages by the group's standard deviation of rewards. true (default): as in GRPO. false: as in Dr.
     GRPO."""

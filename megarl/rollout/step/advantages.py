@@ -26,6 +26,7 @@ from megarl.rewards import metric_name
 from megarl.rollout.step.covariance_selection import select_by_covariance
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.scoring import corrects_in_update
+from megarl.rollout.step.state_advantages import weighted_state_advantages
 from megarl.rollout.step.step_metrics import metrics_by_version
 from megarl.tracking.metric_rows import PER_TOKEN, MetricRow
 from megarl.types import ConfigError
@@ -114,6 +115,8 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
             advantages = broadcast_to_tokens(_sample_advantages(scores, batch, algorithm), cu_samples, len(mask))
         else:
             advantages = _turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
+        if algorithm.state_weight:
+            advantages = advantages + weighted_state_advantages(_rewards_by_turn(scores, batch), batch, algorithm)
     # With gamma and lambda 1 this is the sum of the KL over the following tokens.
     if algorithm.kl_placement == "return":
         divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
@@ -251,12 +254,9 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
     has fewer turns, the advantage of the whole trajectory is used. The part of `scores` [samples] not given for a
     specific turn counts at the last one.
     """
-    rewards = torch.from_numpy(batch.turn_rewards).clone()
+    rewards = _rewards_by_turn(scores, batch)
     num_turns = torch.from_numpy(batch.num_turns)
-    sample = torch.arange(len(scores))
     has_turns = num_turns > 0
-    rest = scores - rewards.sum(1)
-    rewards[sample[has_turns], num_turns[has_turns] - 1] += rest[has_turns]
     returns = turn_returns(rewards, discount)
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     turn_scores = torch.where(has_turns, returns[:, 0], scores)
@@ -270,6 +270,18 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
         is_of_turn = (turns == turn) & broadcast_to_tokens(is_comparable, cu_samples, len(turns))
         advantages = torch.where(is_of_turn, of_turn, advantages)
     return advantages
+
+
+def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
+    """Return the rewards of turns, float64 [samples, turns].
+
+    The part of `scores` [samples] not given for a specific turn counts at the last one.
+    """
+    rewards, num_turns = torch.from_numpy(batch.turn_rewards).clone(), torch.from_numpy(batch.num_turns)
+    has_turns = num_turns > 0
+    rest = scores - rewards.sum(1)
+    rewards[torch.arange(len(scores))[has_turns], num_turns[has_turns] - 1] += rest[has_turns]
+    return rewards
 
 
 def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:

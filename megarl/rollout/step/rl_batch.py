@@ -31,6 +31,10 @@ class RLBatch(TokenBatch):
     """[tokens]: number of the completion containing the token, from 0; -1 if not sampled."""
     turn_rewards: NDArray[np.float64]
     """[samples, turns]: rewards of the environment for single turns. `rewards` includes them."""
+    state_groups: NDArray[np.int64]
+    """[samples, turns]: number of the turn's step group, -1 without one. Turns of a group act in the same state of the
+    same prompt.
+    """
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
     num_sampled: NDArray[np.int64]
@@ -87,6 +91,7 @@ class RLBatch(TokenBatch):
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             turns=np.concatenate([segment.turns for segment in segments]),
             turn_rewards=_turn_rewards(trajectories),
+            state_groups=_state_groups(groups),
             rewards=np.array([0.0 if reward is None else reward.score for reward in rewards], np.float64),
             groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             num_sampled=np.array([trajectory.num_sampled for trajectory in trajectories]),
@@ -189,6 +194,17 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
         for turn, reward in trajectory.turn_rewards:
             rewards[sample, turn] = reward
     return rewards
+
+
+def _state_groups(groups: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
+    placed = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group]
+    numbers = np.full((len(placed), max(trajectory.num_turns for _, trajectory in placed)), -1, np.int64)
+    number_of_state: dict[tuple[int, str], int] = {}
+    for sample, (group, trajectory) in enumerate(placed):
+        for turn, state in enumerate(trajectory.turn_states[: trajectory.num_turns]):
+            if state is not None:
+                numbers[sample, turn] = number_of_state.setdefault((group, state), len(number_of_state))
+    return numbers
 
 
 def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.float64]]:
