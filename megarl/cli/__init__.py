@@ -302,10 +302,11 @@ def doctor(
         examinations, notices = asyncio.run(examine_nodes(loaded, planned_host_bytes(loaded)))
     rows = differences(examinations)
     if as_json:
-        print(json.dumps({"nodes": list(examinations), "notices": notices, "findings": [[n, *f] for n, f in rows]}))
+        lines = [[nodes, f.place, f.level, f.advice] for nodes, f in rows]
+        print(json.dumps({"nodes": list(examinations), "notices": notices, "findings": lines}))
     else:
         print_findings(rows, notices, with_nodes=len(examinations) > 1)
-    if any(finding.state == "bad" for _, finding in rows):
+    if any(finding.level == "bad" for _, finding in rows):
         raise typer.Exit(ConfigError.exit_code)
 
 

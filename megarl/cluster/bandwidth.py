@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megarl.findings import Finding
 from megarl.groups import world
 from megarl.platform import device
 
@@ -111,18 +112,17 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 def slow_links(
     topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
-) -> Iterator[str]:
-    """Yield a message for each rank whose bandwidth is below `least_share` of the median rank's, for a kind of link."""
+) -> Iterator[Finding]:
+    """Yield a fault for each rank whose bandwidth is below `least_share` of the median rank's, for a kind of link."""
     for kind in (WITHIN, ACROSS):
         if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
             continue
         median = statistics.median(known)
         for rank, speeds in enumerate(measured):
             if (speed := speeds.get(kind, median)) < least_share * median:
-                yield (
-                    f"node {topology[rank][0]}: rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank "
-                    f"{median / 1e9:.2f}; exclude the node, or lower cluster.min_bandwidth_fraction"
-                )
+                text = f"rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank {median / 1e9:.2f}"
+                remedy = "exclude the node, or lower cluster.min_bandwidth_fraction"
+                yield Finding("bad", f"node {topology[rank][0]}", text, remedy)
 
 
 def summary(measured: Sequence[Mapping[str, float]]) -> str:

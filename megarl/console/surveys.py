@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.cluster.doctor import Finding
     from megarl.data.survey import Survey
+    from megarl.findings import Finding
     from megarl.sandbox.check import Examination
 
 # A histogram of 12 lines and 40 characters fits a terminal of 80 columns with its numbers.
@@ -25,8 +25,8 @@ def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], 
     table = Table(show_header=False)
     styles = {"good": "green", "absent": "dim", "bad": "bold red"}
     for nodes, finding in rows:
-        state = Text(finding.state, style=styles[finding.state])
-        table.add_row(*([nodes] if with_nodes else []), finding.topic, state, finding.text)
+        state = Text(finding.level, style=styles[finding.level])
+        table.add_row(*([nodes] if with_nodes else []), finding.place, state, finding.advice)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table, *notices, sep="\n")
 

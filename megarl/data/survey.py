@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, pairwise, takewhile
+from itertools import chain, islice, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from megarl.data.formats import FieldNames, RecordFormat
 from megarl.data.kinds import KINDS, AnyKind, KindName, kind_of
 from megarl.data.reader import equal_labels_text, label_of, make_results, read_records
 from megarl.data.records import Record, TooLongError
+from megarl.findings import Finding
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ MAX_LISTED_PLACES = 5
 
 
 @dataclass(slots=True)
-class Fault:
+class _RepeatedError:
     """An error with the same message in one or more records."""
 
     problem: str
@@ -43,12 +44,11 @@ class Fault:
     """Places of the next records with the same error, at most `MAX_LISTED_PLACES`, for example `line 8`."""
     count: int = 1
 
-    def __str__(self) -> str:
-        text = f"{self.place}: {self.problem}" if self.place else self.problem
-        if not self.further:
-            return text
+    @property
+    def finding(self) -> Finding:
         more = ", ..." if self.count - 1 > len(self.further) else ""
-        return f"{text} (and {self.count - 1} more: {', '.join(self.further)}{more})"
+        further = f" (and {self.count - 1} more: {', '.join(self.further)}{more})" if self.further else ""
+        return Finding("bad", self.place, f"{self.problem}{further}", exit_code=DataError.exit_code)
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Survey:
     num_long: int = 0
     """Number of records left out as too long (data.overlong: drop)."""
     num_faults: int = 0
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Finding] = field(default_factory=list)
     """The first different errors, at most `MAX_LISTED_FAULTS`, each with the records having it."""
     num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -107,7 +107,7 @@ def survey(
         other_source: _prompts_of(other_source, other_names, system_prompt)
         for other_source, other_names in (other_sources or {}).items()
     }
-    faults: dict[str, Fault] = {}
+    faults: dict[str, _RepeatedError] = {}
     on_fault = partial(_note_fault, faults)
     records = read_records(source, names, on_fault)
     first = next(records, None)
@@ -142,14 +142,15 @@ def survey(
             result.first = _split_by_mask(tokenizer, example.sequences[0])
     if KINDS[result.kind].is_judged and len(labels) == 1:
         text = equal_labels_text(source)
-        faults[text] = Fault(text, "")
+        faults[text] = _RepeatedError(text, "")
     result.lengths = np.array(lengths, np.int64)
     return _with_faults(result, faults)
 
 
-def _with_faults(result: Survey, faults: Mapping[str, Fault]) -> Survey:
+def _with_faults(result: Survey, faults: Mapping[str, _RepeatedError]) -> Survey:
     result.num_faults = sum(fault.count for fault in faults.values())
-    result.num_different_faults, result.faults = len(faults), list(faults.values())[:MAX_LISTED_FAULTS]
+    result.num_different_faults = len(faults)
+    result.faults = [fault.finding for fault in islice(faults.values(), MAX_LISTED_FAULTS)]
     return result
 
 
@@ -229,14 +230,14 @@ def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tup
     ]
 
 
-def _note_fault(faults: dict[str, Fault], error: DataError, path: Path, place: str) -> None:
+def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path, place: str) -> None:
     """Count an error under its message, without the place. An empty place is that of a whole file."""
     if not place:
-        faults[str(error)] = Fault(str(error), "")
+        faults[str(error)] = _RepeatedError(str(error), "")
         return
     # Without the place, equal faults of many rows have equal messages and are counted together.
     problem = str(error).removeprefix(f"{path}, {place}: ")
-    fault = faults.setdefault(problem, Fault(problem, f"{path}, {place}"))
+    fault = faults.setdefault(problem, _RepeatedError(problem, f"{path}, {place}"))
     if fault.place == f"{path}, {place}":
         return
     fault.count += 1

@@ -13,6 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
+from megarl.findings import Finding
 from megarl.planner.defaults import with_memory_defaults
 from megarl.planner.model_sizes import model_fit
 from megarl.planner.sizes import align_parallel, parallel_of, ranks
@@ -23,7 +24,7 @@ from megarl.preflight.memory.memory_fit import memory_faults
 from megarl.preflight.memory.resources import resource_warnings, slower_layout, small_cache
 from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected_staleness
 from megarl.preflight.overview import overview
-from megarl.preflight.registry import Cost, Fault, faults
+from megarl.preflight.registry import Cost, faults, finding_of
 from megarl.preflight.rewards import check_rewards
 from megarl.types import ConfigError, DataError
 
@@ -55,9 +56,9 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
     """
     errors = _faults(recipe, is_start=is_start, is_trained=is_trained)
     if errors.recipe:
-        raise ConfigError(error_page(f"recipe {recipe.name}", [*errors.recipe, *errors.files]))
+        raise ConfigError(error_page(f"recipe {recipe.name}", list(map(str, [*errors.recipe, *errors.files]))))
     if errors.files:
-        raise DataError(error_page(f"files of recipe {recipe.name}", errors.files))
+        raise DataError(error_page(f"files of recipe {recipe.name}", list(map(str, errors.files))))
     return errors.parallel
 
 
@@ -79,16 +80,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     further = [*([] if "loop" in unread else errors.recipe), *errors.files]
     # Drop each fault that names an unread field. The pattern (?!) matches nothing: then no fault is dropped.
     depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
-    further = [text for text in further if not depends.search(text)]
-    raise draft.error(further)
+    raise draft.error([text for text in map(str, further) if not depends.search(text)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """Errors of a recipe and of its files, one line each. `parallel` is valid only if both lists are empty."""
+    """Errors of a recipe and of its files. `parallel` is valid only if both lists are empty."""
 
-    recipe: list[str]
-    files: list[str]
+    recipe: list[Finding]
+    files: list[Finding]
     parallel: ParallelConfig
 
 
@@ -99,14 +99,14 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         for source in recipe.sources
     }
     facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
-    run_faults = [str(fault) for fault in faults(facts, Cost, per_run=True)]
+    run_faults = list(faults(facts, Cost, per_run=True))
     # The memory table needs valid sizes and readable models, so it is computed only without other faults.
     is_sound = not any(source_faults.recipe or source_faults.files for source_faults in by_source.values())
     sound = next(iter(by_source.values())) if is_sound else None
     if sound is not None and is_trained:
         # A recipe that could not be read in full has no values for the fields that a start would choose.
         planned = with_memory_defaults(recipe, is_start=is_start)
-        run_faults += memory_faults(planned, sound.parallel, is_start=is_start)
+        run_faults += map(finding_of, memory_faults(planned, sound.parallel, is_start=is_start))
     if not recipe.mixture:
         only = by_source[recipe.rollout.environment]
         return replace(only, recipe=[*only.recipe, *run_faults])
@@ -115,12 +115,15 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
     return _Faults([*wrong, *run_faults], broken, next(iter(by_source.values())).parallel)
 
 
-def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
-    """Merge the error lines of all sources: first the lines common to all, then the others with their source's name."""
+def _merge_sources(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
+    """Merge the errors of all sources: first those common to all, then the others with their source's name."""
     first, *further = by_source.values()
-    shared = [text for text in first if all(text in source_lines for source_lines in further)]
+    shared = [fault for fault in first if all(fault in source_faults for source_faults in further)]
     return shared + [
-        f"mixture.{name}: {text}" for name, lines in by_source.items() for text in lines if text not in shared
+        fault._replace(place=": ".join(filter(None, (f"mixture.{name}", fault.place))))
+        for name, source_faults in by_source.items()
+        for fault in source_faults
+        if fault not in shared
     ]
 
 
@@ -129,26 +132,28 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     incomplete = check_model_folder(folder)
     facts: dict[str, Any] = {"recipe": recipe, "dp": parallel.dp, "is_start": is_start, "is_trained": is_trained}
     facts["has_model"] = not incomplete
-    source_faults = [*map(DataError, incomplete), *faults(facts, (Cost.FIELDS, Cost.FILES))]
+    source_faults = [
+        *(finding_of(DataError(line)) for line in incomplete),
+        *faults(facts, (Cost.FIELDS, Cost.FILES)),
+    ]
     if Path(folder).is_dir():
         try:
             shape = read_model_shape(folder, recipe.model.override_config)
             # A check may find a tokenizer that cannot be read: one fault among the others.
             source_faults += faults({**facts, "shape": shape}, (Cost.MODEL,))
         except DataError as error:
-            source_faults.insert(0, error)
+            source_faults.insert(0, finding_of(error))
         else:
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
-            if not _recipe_errors(source_faults):
+            if not any(map(_is_of_recipe, source_faults)):
                 parallel = align_parallel(recipe, shape, parallel)
-    return _Faults(
-        _recipe_errors(source_faults), [str(fault) for fault in source_faults if isinstance(fault, DataError)], parallel
-    )
+    of_recipe = [fault for fault in source_faults if _is_of_recipe(fault)]
+    return _Faults(of_recipe, [fault for fault in source_faults if not _is_of_recipe(fault)], parallel)
 
 
-def _recipe_errors(source_faults: Sequence[Fault]) -> list[str]:
-    """Return the errors of the recipe, without the errors of its files."""
-    return [fault for fault in source_faults if isinstance(fault, str)]
+def _is_of_recipe(fault: Finding) -> bool:
+    """Return whether an error is one of the recipe, not of its files."""
+    return fault.exit_code == ConfigError.exit_code
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:

@@ -17,7 +17,7 @@ from megarl.families.model_tensors import list_aliases
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.planner.gpus_of_run import ranks_on_cpu
 from megarl.preflight.registry import Cost, checks
-from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate, usual_learning_rates
+from megarl.tracking.health import LEARNING_RATE, BrokenRule, unusual_learning_rate, usual_learning_rates
 from megarl.tracking.renamed_metrics import renamed_error
 from megarl.types import ConfigError, DataError
 
@@ -415,7 +415,7 @@ def updates_like_adam(optimizer: OptimizerConfig) -> bool:
     return optimizer.name == "adam"
 
 
-def learning_rate_finding(recipe: Recipe, step: int = 0) -> Finding | None:
+def learning_rate_finding(recipe: Recipe, step: int = 0) -> BrokenRule | None:
     """Return a finding if the learning rate is unusual for the model. `step` is the last step before the start.
 
     None: the rate is usual, or nothing is trained. Optimizers whose updates differ in size from Adam's have no usual

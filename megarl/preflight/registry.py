@@ -11,10 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.types import DataError
+from megarl.findings import Finding, finding_of_line
+from megarl.types import ConfigError, DataError
 
 Fault = str | DataError
-"""An error found by a check: a text for an error in the recipe, or a DataError for an error in one of its files."""
+"""What a check yields: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about its files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
 """Names of the arguments that a check may have. `recipe`, `shape` (sizes of the policy), `dp` (data-parallel size),
@@ -77,9 +78,15 @@ def load_checks() -> tuple[Check, ...]:
     return tuple(sorted(_CHECKS, key=lambda check: check.cost))
 
 
-def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Fault]:
+def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Finding]:
     """Yield the errors found by checks of these costs, for one source or (`per_run`) for the whole recipe."""
     for check in load_checks():
         is_meant = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
         if check.cost in costs and is_meant:
-            yield from check.function(**{name: facts[name] for name in check.facts})
+            yield from map(finding_of, check.function(**{name: facts[name] for name in check.facts}))
+
+
+def finding_of(fault: Fault) -> Finding:
+    """Return the finding that a check yields as a line or an error."""
+    error_type = type(fault) if isinstance(fault, DataError) else ConfigError
+    return finding_of_line("bad", str(fault), error_type.exit_code)

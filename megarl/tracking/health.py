@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from megarl.config.sections.health import HealthConfig
+from megarl.findings import Finding
 from megarl.tracking.step_lines import StepLine
 
 LOWEST_LEARNING_RATE = 1e-8
@@ -36,8 +37,8 @@ class Evidence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """A health rule broken after a step, as reported to the user."""
+class BrokenRule:
+    """A health rule broken after a step, with its facts for status.json."""
 
     rule: str
     step: int
@@ -47,12 +48,20 @@ class Finding:
     remedy: str
 
     @property
+    def finding(self) -> Finding:
+        """The warning for the user: rule, metric, value, problem and remedy."""
+        return Finding(
+            "warning", f"health, {self.rule}", f"{self.metric} is {self.value:.3g} {self.problem}", self.remedy
+        )
+
+    @property
     def text(self) -> str:
-        """Text of the warning: rule, metric, value, problem and remedy."""
-        return f"health, {self.rule}: {self.metric} is {self.value:.3g} {self.problem}. Try this: {self.remedy}."
+        """Text of the warning in sentences."""
+        place, text, remedy = self.finding.place, self.finding.text, self.finding.remedy
+        return f"{place}: {text}. Try this: {remedy}."
 
     def as_json(self) -> dict[str, Any]:
-        """Return the finding as a JSON object for status.json."""
+        """Return the facts as a JSON object for status.json."""
         return asdict(self)
 
 
@@ -228,13 +237,13 @@ class Health:
     warned: set[str] = field(default_factory=set)
     _series: defaultdict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
-    def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+    def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[BrokenRule]:
         """Add a step's metrics. Return the rules broken for the first time."""
         watched = {metric for rule in RULES for metric in rule.metrics}
         for name, value in metrics.items():
             if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
                 self._series[name].append((step, value))
-        findings = []
+        broken: list[BrokenRule] = []
         for rule in RULES:
             # Check a rule only after steps with its metrics.
             if not rule.is_due_after(metrics) or not self.takes(rule.name):
@@ -243,8 +252,8 @@ class Health:
                 # Once per run: a broken rule stays broken in most later steps.
                 self.warned.add(rule.name)
                 metric, value, compared = evidence
-                findings.append(Finding(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
-        return findings
+                broken.append(BrokenRule(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
+        return broken
 
     def takes(self, rule: str) -> bool:
         """Return whether a health rule is enabled in the recipe and has not warned in this run."""
@@ -265,15 +274,15 @@ def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, fl
     return LOWEST_LEARNING_RATE, (LORA_FACTOR if has_lora else 1.0) / hidden_size
 
 
-def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> Finding | None:
-    """Return the finding if a learning rate is outside the usual range. None: it is inside."""
+def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> BrokenRule | None:
+    """Return the broken rule if a learning rate is outside the usual range. None: it is inside."""
     low, high = usual
     if low <= rate <= high:
         return None
     effect = "the model may be destroyed within a few updates" if rate > high else "the model will hardly change"
     problem = f"and {low:.3g} to {high:.3g} is usual for this model: {effect}"
     remedy = f"a rate in this range, or health.learning_rate=[{min(low, rate):.3g}, {max(high, rate):.3g}]"
-    return Finding(LEARNING_RATE, step, "optimizer.learning_rate", rate, problem, remedy)
+    return BrokenRule(LEARNING_RATE, step, "optimizer.learning_rate", rate, problem, remedy)
 
 
 def is_accuracy(name: str) -> bool:

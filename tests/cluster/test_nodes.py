@@ -153,8 +153,8 @@ def test_a_node_without_the_memory_of_the_plan_is_named() -> None:
     planned = RankHostBytes(trainer=60 << 30, engine=10 << 30)
     enough = {"n1": {"memory": 420 << 30}, "n2": {"memory": 430 << 30}, "n3": {"memory": 10 << 30}}
     assert list(memory_shortages(enough, nodes, 14, planned)) == []
-    (text,) = memory_shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
-    assert text.startswith("node n2: its 8 ranks need 430 GiB of host memory") and "--mem=0" in text
+    (fault,) = memory_shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
+    assert str(fault).startswith("node n2: its 8 ranks need 430 GiB of host memory") and "--mem=0" in fault.remedy
 
 
 def test_the_checks_of_nodes_compare_memory() -> None:
@@ -164,8 +164,8 @@ def test_the_checks_of_nodes_compare_memory() -> None:
     planned = RankHostBytes(trainer=60 << 30, engine=0)
     assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", planned) == []
     assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", None) == []
-    (text,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(trainer=61 << 30, engine=0))
-    assert text.startswith("node n1: its 8 ranks need 488 GiB of host memory, but the node has 480")
+    (fault,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(trainer=61 << 30, engine=0))
+    assert str(fault).startswith("node n1: its 8 ranks need 488 GiB of host memory, but the node has 480")
 
 
 def test_groups_on_one_node_see_parts_of_its_gpus() -> None:
@@ -176,8 +176,8 @@ def test_groups_on_one_node_see_parts_of_its_gpus() -> None:
     reports = joined_reports(nodes, [looked[0], *[None] * 3, looked[1], None, looked[2], *[None] * 7])
     assert {node: len(report["usable_gpus"]) for node, report in reports.items()} == {"a": 6, "b": 8}
     assert list(faults(reports, "/runs/a", {"a": 6, "b": 8}, {})) == []
-    (text,) = faults(reports, "/runs/a", {"a": 7, "b": 8}, {})
-    assert text.startswith("node a: CUDA_VISIBLE_DEVICES leaves 6 of its 8 GPUs visible, but 7 ranks")
+    (fault,) = faults(reports, "/runs/a", {"a": 7, "b": 8}, {})
+    assert str(fault).startswith("node a: CUDA_VISIBLE_DEVICES leaves 6 of its 8 GPUs visible, but 7 ranks")
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -260,8 +260,8 @@ def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest
 
 def test_a_node_that_cannot_be_reached_is_named_once() -> None:
     tried = {"n1": {"n3": "no answer in 10 s"}, "n2": {"n3": "no answer in 10 s"}, "n3": {}}
-    (error_text,) = unreached(tried)
-    assert error_text.startswith("node n3: its ports cannot be reached from n1, n2 (no answer in 10 s)")
+    (fault,) = unreached(tried)
+    assert str(fault).startswith("node n3: its ports cannot be reached from n1, n2 (no answer in 10 s)")
 
 
 def test_nodes_of_one_switch_follow_each_other() -> None:
@@ -314,8 +314,8 @@ def test_links_are_measured(ranks: RankPool) -> None:
 def test_a_rank_with_slow_links_is_named() -> None:
     nodes = [("n1",), ("n1",), ("n2",), ("n2",), ("n3",), ("n3",)]
     speeds = [{WITHIN: 200e9, ACROSS: 40e9 if rank != 3 else 9e9} for rank in range(6)]
-    (error_text,) = slow_links(nodes, speeds, 0.25)
-    assert error_text.startswith(
+    (fault,) = slow_links(nodes, speeds, 0.25)
+    assert str(fault).startswith(
         "node n2: rank 3 moves 9.00 GB/s across nodes, the median rank 40.00; exclude the node"
     )
     assert list(slow_links(nodes, speeds, 0.2)) == []

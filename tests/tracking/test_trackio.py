@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import math, sys
 from megarl.config import Recipe
-from megarl.tracking.health import Finding
+from megarl.tracking.health import BrokenRule
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
@@ -33,7 +33,7 @@ with RunFolder(Recipe.model_validate({**sections, "runs_folder": sys.argv[1]}), 
     for step in steps:
         tracker.log(step, {"reward/mean": step / 4, "train/loss": math.nan})
     tracker.samples(steps[-1], [{"prompt": "Two?", "reward": 1.0, "turns": [{"text": "2"}]}, {"prompt": "Three?"}])
-    tracker.unhealthy(Finding("no_gradient", steps[-1], "reward/std", 0.0, "is low", "more samples"))
+    tracker.unhealthy(BrokenRule("no_gradient", steps[-1], "reward/std", 0.0, "is low", "more samples"))
     tracker.close()
 """
 READ = """
