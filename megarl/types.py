@@ -316,6 +316,21 @@ _SEGMENT_ARRAYS = (
 )  # fmt: skip
 
 
+MAIN_AGENT = "main"
+"""Name of an attempt's first agent, which starts all others."""
+
+
+class Caller(NamedTuple):
+    """Agent that made a model call, as its client names it. `parent` is the agent that started it; None: the main one.
+
+    `kind` is the purpose of the call, like `turn` or `compaction`; empty: the client names none.
+    """
+
+    agent: str = MAIN_AGENT
+    parent: str | None = None
+    kind: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """Attempt at a problem: sampled segments and their reward.
@@ -341,6 +356,8 @@ class Trajectory:
     """New messages before each completion, and after the last: JSON values for people to read. The first entry is the
     prompt. A completion not continuing the previous one has all messages it answers.
     """
+    callers: tuple[Caller, ...] = ()
+    """Agents that made the model calls, one per call; empty if megarl made them itself."""
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     turn_states: tuple[str | None, ...] = ()
@@ -413,6 +430,7 @@ class Trajectory:
         return {name: getattr(self, name) for name in _TRAJECTORY_VALUES} | {
             "texts": self.texts,
             "messages": self.messages,
+            "callers": self.callers,
             "turn_rewards": self.turn_rewards,
             "turn_states": self.turn_states,
             "is_in_thoughts": self.is_in_thoughts,
@@ -436,8 +454,9 @@ class Trajectory:
             reward=reward and Reward(**reward),
             texts=tuple(values["texts"]),
             messages=tuple(tuple(new) for new in values["messages"]),
+            callers=tuple(Caller(*caller) for caller in values.get("callers", ())),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
-            # Records of earlier versions lack these two.
+            # Records of earlier versions lack these two, and callers.
             turn_states=tuple(values.get("turn_states", ())),
             is_in_thoughts=values.get("is_in_thoughts", False),
             metrics=values["metrics"] | times["metrics"],
@@ -449,12 +468,16 @@ class Trajectory:
         """Return the trajectory as a JSON object for samples/ in the run folder.
 
         With several turns, `turns` with completions, rewards and the messages answering them replace `completion`.
+        Turns of an agent name their caller, and the training segment that has their tokens; null: none is trained.
         """
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
+        callers = [{"agent": c.agent, "parent": c.parent, "kind": c.kind} for c in self.callers]
+        places = {turn: place for place, segment in enumerate(self.segments) for turn in segment.turns.tolist()}
         turns = [
             {"completion": text, "reward": rewards.get(number), "observation": observations.get(number, ())}
             | ({"state": self.turn_states[number]} if self.turn_states else {})
+            | (callers[number] | {"segment": places.get(number)} if callers else {})
             for number, text in enumerate(self.texts)
         ]
         has_turns = len(turns) > 1 or (len(turns) == 1 and any(observations.values()))

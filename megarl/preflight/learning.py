@@ -66,6 +66,21 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@checks("rollout")
+def credit(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if an agent's rewards of single turns would have no effect, or be summed over the attempt."""
+    algorithm, setting = recipe.algorithm, "rollout.agent.credit = by_turn"
+    if recipe.rollout.agent.credit != "by_turn":
+        return
+    if not recipe.trains_rewards:
+        yield f"{setting}: loop {recipe.loop} trains no rewards; set credit to attempt"
+    elif algorithm.turn_discount is None and algorithm.advantage != "gae":
+        yield (
+            f"{setting}: algorithm.advantage = {algorithm.advantage} gives all tokens the sum of the turns' rewards; "
+            "set algorithm.turn_discount, for example to 1, or set credit to attempt"
+        )
+
+
 @checks("checkpoint", per_run=True)
 def best(recipe: Recipe) -> Iterator[str]:
     """Yield an error if `checkpoint.best` does not name a metric of an evaluated validation set."""

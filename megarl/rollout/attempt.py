@@ -21,7 +21,7 @@ from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.attempt_messages import AttemptConversation, History
 from megarl.rollout.engine_requests import seed_of
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
+from megarl.types import Caller, Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -381,24 +381,29 @@ def make_trajectory(
     is_in_thoughts: bool,
     turn_rewards: tuple[tuple[int, float], ...] = (),
     turn_states: tuple[str | None, ...] = (),
+    callers: tuple[Caller, ...] = (),
+    trained: Sequence[int] | None = None,
     restarts: int = 0,
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
     """Return the trajectory of an attempt's model calls, without a reward.
 
-    `texts` are the completions. `messages` are the new ones before each completion, and after the last one.
+    `texts` are the completions. `messages` are the new ones before each completion, and after the last one. `trained`
+    are the places of the calls to train; None: all.
     """
+    is_empty = not calls or (trained is not None and not trained)
     return Trajectory(
         environment=task.environment,
         problem=task.problem,
         group=task.group,
         number=task.number,
-        segments=stitch(calls or [empty_call(task.problem)]),
+        segments=stitch([empty_call(task.problem)]) if is_empty else stitch(calls, trained),
         reward=None,
         failure=failure,
         texts=tuple(texts),
         messages=tuple(tuple(map(_as_json, new)) for new in messages),
+        callers=callers,
         ended=ended,
         turn_rewards=turn_rewards,
         turn_states=turn_states,

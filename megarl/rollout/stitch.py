@@ -41,8 +41,10 @@ class _Chain:
     digest: bytes
 
 
-def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
+def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> tuple[Segment, ...]:
     """Merge model calls into training segments, ordered by start. Each sampled token is trained in exactly one.
+
+    `trained` are the places of the calls to train, in ascending order; None: all. Tokens of others are context at most.
 
     A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
     are masked. Otherwise it opens a new one, with its whole prompt masked: after a history was rewritten, or after
@@ -52,7 +54,8 @@ def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")
     chains: list[_Chain] = []
-    for number, call in enumerate(calls):
+    for number in range(len(calls)) if trained is None else trained:
+        call = calls[number]
         token_ids = call.token_ids
         extended = _longest_prefix(chains, token_ids[: len(call.prompt_token_ids)])
         if extended is None:

@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
-
 from megarl.config import Recipe
 from megarl.config.sections.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
@@ -23,9 +21,11 @@ from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import EnginePool
+from megarl.serving.answers import Answer
 from megarl.serving.body import finite_reward
 from megarl.serving.codec import Codec
-from megarl.serving.sessions import Answer, Limits, Session, Sessions
+from megarl.serving.credit import read_turn_rewards, trained_answers
+from megarl.serving.sessions import Limits, Session, Sessions
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 
@@ -121,10 +121,20 @@ class AgentProgram:
                 # Ends the session on errors too, which aborts calls still running in the engines.
                 await self.sessions.end(session)
             seconds = time.monotonic() - started
+        turn_rewards: tuple[tuple[int, float], ...] = ()
+        if failure is None and session.turn_rewards is not None:
+            try:
+                turn_rewards = read_turn_rewards(
+                    session.turn_rewards, session.name, session.answers, self.config.credit
+                )
+            except ValueError as error:
+                failure = f"ValueError: {error}"
         trajectory = _trajectory(
             task,
             session,
             failure,
+            turn_rewards,
+            self.config,
             program_seconds=seconds,
             engine_seconds=engine.seconds,
             environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
@@ -132,8 +142,10 @@ class AgentProgram:
         if failure is not None:
             return trajectory
         # A posted reward has priority over a printed one.
-        if (posted_reward := session.reward if session.reward is not None else reward) is not None:
-            return replace(trajectory, reward=Reward(posted_reward, True, verdict_by_value(posted_reward)))
+        reward = session.reward if session.reward is not None else reward
+        if reward is not None or turn_rewards:
+            total = (reward or 0.0) + sum(value for _, value in turn_rewards)
+            return replace(trajectory, reward=Reward(total, True, verdict_by_value(total)))
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
@@ -181,7 +193,10 @@ class AgentProgram:
             raise _ProgramError(f"OSError: {self.config.command[0]}: {ended.refused}")
         if ended.exit_code != 0:
             raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.stderr_tail()}")
-        return _reward(ended.stdout)
+        reward, turn_rewards = _read_output(ended.stdout)
+        if session.turn_rewards is None:
+            session.turn_rewards = turn_rewards
+        return reward
 
     async def _wait_within_limit(self, work: Coroutine[Any, Any, Result], engine: AttemptEngine) -> Result:
         """Wait for `work` and return its result.
@@ -265,31 +280,35 @@ def _check_reward(reward: object) -> float:
     return number
 
 
-def _reward(output: str) -> float | None:
-    """Return the reward in the last line of a program's output; None: there is none. Raises _ProgramError unless it is
-    finite.
+def _read_output(output: str) -> tuple[float | None, Any]:
+    """Return the reward in the last line of a program's output, and its rewards of single turns, unread. None: it has
+    none.
+
+    Raises _ProgramError unless the reward is finite.
     """
     text = output.strip().rpartition("\n")[2]
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):  # a program may print the model's own text last
-        return None
+        return None, None
+    turn_rewards = None
     if isinstance(answer, dict):
-        if "reward" not in answer:
-            return None
-        answer = answer["reward"]
+        turn_rewards = answer.get("turn_rewards")
+        answer = answer.get("reward")
         if answer is None:
-            return None
+            return None, turn_rewards
     # The last line may be any JSON, such as a number in quotes or a list; then the program gave no reward.
     elif isinstance(answer, bool) or not isinstance(answer, int | float):
-        return None
-    return _check_reward(answer)
+        return None, None
+    return _check_reward(answer), turn_rewards
 
 
 def _trajectory(
     task: Task,
     session: Session,
     failure: str | None,
+    turn_rewards: tuple[tuple[int, float], ...],
+    config: AgentConfig,
     *,
     program_seconds: float,
     engine_seconds: float,
@@ -303,6 +322,10 @@ def _trajectory(
         ended = "error"
     elif calls and calls[-1].completion.finish_reason == "length":
         ended = "length"
+    trained = trained_answers(answers, config.credit, config.untrained_kinds)
+    session.counts["untrained_tokens"] += sum(
+        answer.num_sampled_tokens for place, answer in enumerate(answers) if place not in trained
+    )
     counts = {name: float(session.counts[name]) for name in COUNTS}
     return make_trajectory(
         task,
@@ -312,6 +335,9 @@ def _trajectory(
         ended=ended,
         failure=failure,
         is_in_thoughts=bool(answers) and answers[-1].is_in_thoughts,
+        turn_rewards=turn_rewards,
+        callers=tuple(answer.caller for answer in answers),
+        trained=trained,
         metrics=counts | {"model_calls": float(len(calls)), "program_seconds": program_seconds},
         engine_seconds=engine_seconds,
         environment_seconds=environment_seconds,
@@ -321,19 +347,14 @@ def _trajectory(
 def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
     """Return, for each answer, the messages of its prompt that are new.
 
-    If the prompt does not continue the previous answer, all its messages are new.
+    If the prompt does not continue an earlier answer, all its messages are new.
     """
+    by_number = {answer.number: answer for answer in answers}
     new_messages: list[Sequence[Message]] = []
-    before: Answer | None = None
     for answer in answers:
-        num_known = 0
-        if before is not None:
-            known_ids = before.call.token_ids
-            # The prompt begins with all tokens of the previous call, so its messages and its answer are known.
-            if np.array_equal(answer.call.prompt_token_ids[: len(known_ids)], known_ids):
-                num_known = len(before.prompt_messages) + 1
+        continued = None if answer.continued is None else by_number.get(answer.continued)
+        num_known = 0 if continued is None else len(continued.prompt_messages) + 1
         new_messages.append(answer.prompt_messages[num_known:])
-        before = answer
     return new_messages
 
 

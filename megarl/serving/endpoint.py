@@ -12,6 +12,7 @@ from aiohttp import web
 from megarl.config.sections.rollout import EndpointConfig
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
+from megarl.serving.answers import Answer, ModelCallUnderWay
 from megarl.serving.body import MAX_BODY_BYTES, finite_reward, read_body
 from megarl.serving.dialects.chat import Chat, Completions, model, models, read_conversation, read_prompt
 from megarl.serving.dialects.dialect import Dialect, Reply
@@ -22,7 +23,7 @@ from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
 from megarl.serving.monitor import EndpointMetrics, add_pages
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer, ModelCallUnderWay, Session, Sessions
+from megarl.serving.sessions import Session, Sessions
 from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError
 
@@ -168,13 +169,15 @@ class Endpoint:
         chat, without_effect = dialect.as_chat(body)
         asked = self._read_sampling(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
-        call = session.chat(read_conversation(chat), asked.sampling, identity, is_retry=_is_retry(request))
+        conversation, caller = read_conversation(chat), dialect.caller(request.headers)
+        call = session.chat(conversation, asked.sampling, identity, caller, is_retry=_is_retry(request))
         return await self._respond(dialect, request, session, call, asked, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, identity, body = await self._read_request(request)
         asked = self._read_sampling(body, session)
-        call = session.complete(read_prompt(body), asked.sampling, identity, is_retry=_is_retry(request))
+        caller = COMPLETIONS.caller(request.headers)
+        call = session.complete(read_prompt(body), asked.sampling, identity, caller, is_retry=_is_retry(request))
         return await self._respond(COMPLETIONS, request, session, call, asked, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
@@ -210,6 +213,7 @@ class Endpoint:
         reward = finite_reward(body.get("reward"))
         if reward is None:
             raise RequestError(f"reward = {body.get('reward')!r:.40}: give a finite number", param="reward")
+        session.turn_rewards = body.get("turn_rewards")
         await self._sessions.end(session, reward)
         return web.json_response({"id": session.secret, "reward": session.reward})
 

@@ -10,19 +10,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.data.tools.calls import ParsedTurn
-from megarl.environments import Message
 from megarl.rollout.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
+from megarl.serving.answers import MAIN, Answer, ModelCallUnderWay
 from megarl.serving.codec import Codec, too_long
-from megarl.serving.conversation import Conversation, answer_message
+from megarl.serving.conversation import Conversation
 from megarl.serving.history import Answered, AnsweredText, History
 from megarl.serving.refusal import RequestError
-from megarl.types import Completion, Request, SamplingSettings
+from megarl.types import Caller, Completion, Request, SamplingSettings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,77 +42,6 @@ class Limits:
     idle_seconds: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """A finished model call. `number` is its place in the order in which the calls started.
-
-    `text` is the answer without reasoning and tool calls, `completion_text` includes both. `calls` are the tool calls
-    as (id, name, arguments as text). `is_in_thoughts`: the completion ended before its thoughts were closed.
-    """
-
-    number: int
-    call: ModelCall
-    text: str
-    completion_text: str
-    is_in_thoughts: bool
-    prompt_messages: tuple[Message, ...] = ()
-    reasoning: str | None = None
-    calls: tuple[tuple[str, str, str], ...] = ()
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.call.prompt_token_ids)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return len(self.call.completion.token_ids)
-
-    @property
-    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why the completion ended, in OpenAI's terms."""
-        if self.calls:
-            return "tool_calls"
-        return "length" if self.call.completion.finish_reason == "length" else "stop"
-
-    @property
-    def message(self) -> Message:
-        """The answer as a chat message of the conversation."""
-        return answer_message(self.text, self.reasoning, self.calls)
-
-
-@dataclass(slots=True, eq=False)
-class ModelCallUnderWay:
-    """A model call in progress. Several HTTP requests may wait for it: the first one and its repeats.
-
-    `number` is its place in the order in which the session's calls started, from 1. `num_received` requests got its
-    answer. `is_continued`: a later call holds the answer.
-    """
-
-    number: int
-    task: asyncio.Task[Answer]
-    remember: Callable[[Answer], None]
-    num_waiting: int = 0
-    num_received: int = 0
-    is_remembered: bool = False
-    is_continued: bool = False
-
-    @property
-    def is_joinable(self) -> bool:
-        """Whether a repeat of its request can still get its answer. An aborted call will have none."""
-        return not self.task.cancelled() and not self.task.cancelling()
-
-    @property
-    def is_delivered(self) -> bool:
-        """Whether a client has received its answer."""
-        return self.num_received > 0 or self.is_continued
-
-    @property
-    def lacks_delivery(self) -> bool:
-        """Whether it has, or will have, an answer that no client has received so far."""
-        has_failed = self.task.done() and self.task.exception() is not None
-        return not self.is_delivered and not has_failed
-
-
 class Session:
     """Record of one agent's attempt.
 
@@ -129,6 +58,8 @@ class Session:
         self.sampling = sampling
         self.limits = limits
         self.reward: float | None = None
+        # As the agent sent them: they are read at the end, when all answers are known.
+        self.turn_rewards: Any = None
         self.counts: Counter[str] = Counter()
         self.fork_texts: list[str] = []
         self.ended = asyncio.Event()
@@ -152,7 +83,13 @@ class Session:
         return sum(not call.task.done() for call in self._calls.values())
 
     def chat(
-        self, conversation: Conversation, sampling: SamplingSettings, identity: bytes, *, is_retry: bool
+        self,
+        conversation: Conversation,
+        sampling: SamplingSettings,
+        identity: bytes,
+        caller: Caller = MAIN,
+        *,
+        is_retry: bool,
     ) -> ModelCallUnderWay:
         """Start a model call answering a conversation, or join the one that a request repeats (see `_begin`).
 
@@ -164,10 +101,19 @@ class Session:
             token_ids = answer.call.token_ids.astype(np.int32)
             self._history.add(Answered(answered_conversation, token_ids, answer.number))
 
-        return self._begin(identity, is_retry, lambda number: self._chat(number, conversation, sampling), remember)
+        def sample(number: int) -> Coroutine[Any, Any, Answer]:
+            return self._chat(number, conversation, sampling, caller)
+
+        return self._begin(_identify(identity, caller), is_retry, sample, remember)
 
     def complete(
-        self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, identity: bytes, *, is_retry: bool
+        self,
+        prompt: str | NDArray[np.int32],
+        sampling: SamplingSettings,
+        identity: bytes,
+        caller: Caller = MAIN,
+        *,
+        is_retry: bool,
     ) -> ModelCallUnderWay:
         """Start a model call that completes a text or token ids [prompt], or join the one that a request repeats (see
         `_begin`).
@@ -180,7 +126,10 @@ class Session:
                 token_ids = answer.call.token_ids.astype(np.int32)
                 self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
 
-        return self._begin(identity, is_retry, lambda number: self._complete(number, prompt, sampling), remember)
+        def sample(number: int) -> Coroutine[Any, Any, Answer]:
+            return self._complete(number, prompt, sampling, caller)
+
+        return self._begin(_identify(identity, caller), is_retry, sample, remember)
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
@@ -305,7 +254,9 @@ class Session:
         added = conversation.messages[len(answered.conversation.messages) :]
         return await self._codec.extend(answered.token_ids, added, conversation.tools)
 
-    async def _chat(self, number: int, conversation: Conversation, sampling: SamplingSettings) -> Answer:
+    async def _chat(
+        self, number: int, conversation: Conversation, sampling: SamplingSettings, caller: Caller
+    ) -> Answer:
         """Sample an answer to a conversation."""
         self._codec.check_tools(conversation.tools)
         answered = self._history.find(conversation)
@@ -329,9 +280,13 @@ class Session:
             prompt_messages=conversation.messages,
             reasoning=turn.reasoning,
             calls=_sent_calls(turn),
+            caller=caller,
+            continued=None if answered is None else answered.number,
         )
 
-    async def _complete(self, number: int, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
+    async def _complete(
+        self, number: int, prompt: str | NDArray[np.int32], sampling: SamplingSettings, caller: Caller
+    ) -> Answer:
         """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
         if not isinstance(prompt, str):
             token_ids = prompt
@@ -344,7 +299,14 @@ class Session:
         call = await self._sample(number, token_ids, sampling)
         decoded = await self._codec.parse_completion(call, (), number)
         text = _until_stop(decoded.full_text, call.completion, sampling)
-        return Answer(number, call, text=text, completion_text=decoded.full_text, is_in_thoughts=decoded.is_in_thoughts)
+        return Answer(
+            number,
+            call,
+            text=text,
+            completion_text=decoded.full_text,
+            is_in_thoughts=decoded.is_in_thoughts,
+            caller=caller,
+        )
 
     async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
         """Sample a completion of `token_ids` [prompt].
@@ -448,6 +410,11 @@ class Sessions:
         # asyncio keeps only weak references to tasks, so the set prevents their collection.
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def _identify(body: bytes, caller: Caller) -> bytes:
+    """Return the identity of a request: two agents with equal bodies want an answer each."""
+    return hashlib.sha256(body + caller.agent.encode()).digest()
 
 
 def ended_error() -> RequestError:

@@ -600,6 +600,11 @@ MISFITS = {
         "rollout.vllm.kv_cache_dtype = 'fp8'",
         ["rollout.kv_cache_dtype"],
     ),
+    "rewards of single turns that are summed": Misfit(
+        {"rollout": {"environment": "command", "agent": {"command": ["sh"], "credit": "by_turn"}}},
+        "rollout.agent.credit = by_turn",
+        ["algorithm.advantage = grpo", "algorithm.turn_discount"],
+    ),
     # Engines that cannot receive adapters in place of merged weights.
     "adapters beside fp8": Misfit(
         {"rollout": {"quantization": "fp8"}, "lora": ADAPTER},

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from megarl.rollout.stitch import ModelCall
+from megarl.serving.answers import Answer
 from megarl.serving.conversation import Conversation
 from megarl.serving.dialects.chat import Chat, read_conversation
 from megarl.serving.dialects.dialect import Dialect
@@ -22,7 +23,6 @@ from megarl.serving.dialects.responses import Responses
 from megarl.serving.dialects.sampling import Asked
 from megarl.serving.history import Answered, History
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer
 from megarl.types import Completion, SamplingSettings
 
 SAMPLING = SamplingSettings(64, temperature=1.0)

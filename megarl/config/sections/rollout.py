@@ -73,6 +73,13 @@ class AgentConfig(Section):
     (rollout.stragglers). After that the program and its children are killed, and the attempt ends with an error."""
     max_processes: PositiveInt = 64
     """Maximum number of agent programs running at once. All run on the driver's machine."""
+    credit: Literal["attempt", "final_segment", "by_turn"] = "attempt"
+    """Answers that an attempt's reward trains. attempt (default): all answers, those of sub-agents and summaries too,
+    with one advantage. final_segment: only the sequence with the main agent's last answer. by_turn: the program gives
+    rewards to single answers; needs algorithm.turn_discount or advantage gae. See megarl/environments/README.md."""
+    untrained_kinds: tuple[str, ...] = ()
+    """Kinds of requests whose answers are not trained, for example title. Clients name the kind of a request in the
+    header x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
     environment: tuple[str, ...] = ()
     """Names of environment variables passed on to the agent program, for example a search service's key. PATH, HOME,
     locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl.serving.answers import Answer
 from megarl.serving.conversation import Conversation
+from megarl.serving.dialects.caller import read_caller
 from megarl.serving.dialects.events import COMMENT, event, pieces
 from megarl.serving.dialects.sampling import Asked
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer
+from megarl.types import Caller
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,6 +73,9 @@ class Chat:
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         return body, ()
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        return read_caller(headers)
 
     def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
         return _Reply(f"chatcmpl-{name}", model, True, asked.has_usage_chunk, int(time.time()))

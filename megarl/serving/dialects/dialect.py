@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from megarl.serving.answers import Answer
 from megarl.serving.dialects.sampling import Asked
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer
+from megarl.types import Caller
 
 
 class Reply(Protocol):
@@ -54,6 +55,10 @@ class Dialect(Protocol):
 
         Raises RequestError for an invalid request, and for a field that would change the samples.
         """
+        ...
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Return the agent that made a request, as far as its headers say."""
         ...
 
     def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> Reply:

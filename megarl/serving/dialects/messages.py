@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.serving.answers import Answer
+from megarl.serving.dialects.caller import read_claude_code_caller
 from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, pieces
 from megarl.serving.dialects.sampling import (
@@ -25,7 +27,7 @@ from megarl.serving.dialects.sampling import (
     unsupported_field,
 )
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer
+from megarl.types import Caller
 
 _WITHOUT_EFFECT = ("thinking", "output_config")
 """Fields without effect here: the model thinks as it was trained to, whatever effort a request asks for."""
@@ -67,6 +69,9 @@ class Messages:
         if (choice := body.get("tool_choice")) is not None:
             chat["tool_choice"] = choice["type"]
         return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        return read_claude_code_caller(headers)
 
     def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
         return _Reply(f"msg_{name}", model, asked.stops)

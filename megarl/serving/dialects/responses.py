@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.serving.answers import Answer
+from megarl.serving.dialects.caller import read_codex_caller
 from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, pieces
 from megarl.serving.dialects.sampling import (
@@ -25,7 +27,7 @@ from megarl.serving.dialects.sampling import (
     unsupported_field,
 )
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer
+from megarl.types import Caller
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (),
@@ -70,6 +72,9 @@ class Responses:
         if body.get("parallel_tool_calls") is False:
             unused.append("parallel_tool_calls")
         return chat, sorted(set(unused))
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        return read_codex_caller(headers)
 
     def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
         tools = body.get("tools") or ()

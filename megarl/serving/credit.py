@@ -1,0 +1,65 @@
+"""Credit of an attempt with several sequences: which answers are trained, and rewards of single answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from megarl.serving.answers import Answer
+from megarl.serving.body import finite_reward
+
+Credit = Literal["attempt", "final_segment", "by_turn"]
+
+
+def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: Collection[str]) -> list[int]:
+    """Return the places of the answers to train, in ascending order.
+
+    Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment`, only the sequence with
+    the last answer of the main agent remains.
+    """
+    places = [place for place, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
+    if credit != "final_segment" or not places:
+        return places
+    mains = [place for place in places if answers[place].caller.parent is None]
+    last = (mains or places)[-1]
+    prompt = answers[last].call.prompt_token_ids
+    # Of equal answers the first one is continued, as in training segments.
+    by_length: dict[int, int] = {}
+    for place in places:
+        token_ids = answers[place].call.token_ids
+        if place < last and np.array_equal(prompt[: len(token_ids)], token_ids):
+            by_length.setdefault(len(token_ids), place)
+    return [*sorted(by_length.values()), last]
+
+
+def read_turn_rewards(
+    values: Any, session: str, answers: Sequence[Answer], credit: Credit
+) -> tuple[tuple[int, float], ...]:
+    """Return an agent's rewards of single answers, by the places of the answers. `values` has them by response id.
+
+    Raises ValueError for rewards that cannot be honoured.
+    """
+    if credit != "by_turn":
+        raise ValueError(
+            f"turn_rewards: rollout.agent.credit is {credit}, so rewards of single turns have no effect; set it to "
+            "by_turn, or leave them out"
+        )
+    if not isinstance(values, Mapping):
+        raise ValueError(f"turn_rewards = {values!r:.80}: give an object of response ids and numbers")
+    places = {f"{session}.{answer.number}": place for place, answer in enumerate(answers)}
+    rewards: dict[int, float] = {}
+    for name, value in values.items():
+        # Each dialect puts its own word before the name of a call.
+        place = next((places[call] for call in (name, *_without_first_word(name)) if call in places), None)
+        if place is None:
+            raise ValueError(f"turn_rewards.{name!s:.80}: is not the id of an answer of this attempt")
+        if (reward := finite_reward(value)) is None:
+            raise ValueError(f"turn_rewards.{name!s:.80} = {value!r:.40}: give a finite number")
+        rewards[place] = reward
+    return tuple(sorted(rewards.items()))
+
+
+def _without_first_word(name: str) -> list[str]:
+    return [name.partition(mark)[2] for mark in ("-", "_")]

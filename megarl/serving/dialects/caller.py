@@ -1,0 +1,59 @@
+"""The agent making a request, as its client's headers name it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from megarl.types import MAIN_AGENT, Caller
+
+_MAX_CHARACTERS = 128
+"""Characters of a name that are read. Names come from clients, and each call stores them."""
+_MAX_METADATA = 4096
+"""Characters of Codex's metadata that are parsed."""
+
+
+def read_caller(headers: Mapping[str, str]) -> Caller:
+    """Return the agent named by the headers `x-megarl-agent`, `x-megarl-parent` and `x-megarl-kind`.
+
+    Without a name it is the attempt's main agent.
+    """
+    return _caller(headers, None, None, None)
+
+
+def read_claude_code_caller(headers: Mapping[str, str]) -> Caller:
+    """Return the agent named by Claude Code's headers. Its main agent has no id."""
+    agent = headers.get("x-claude-code-agent-id")
+    return _caller(headers, agent, headers.get("x-claude-code-parent-agent-id"), None)
+
+
+def read_codex_caller(headers: Mapping[str, str]) -> Caller:
+    """Return the thread named by Codex's headers. Its main thread has an id, but no parent."""
+    parent = headers.get("x-codex-parent-thread-id")
+    agent = headers.get("thread-id") if parent else None
+    return _caller(headers, agent, parent, _request_kind(headers.get("x-codex-turn-metadata", "")))
+
+
+def _caller(headers: Mapping[str, str], agent: str | None, parent: str | None, kind: str | None) -> Caller:
+    """Return a caller with names of bounded length. The headers of megarl replace those of the client's vendor."""
+    agent = _name(headers.get("x-megarl-agent")) or _name(agent)
+    parent = _name(headers.get("x-megarl-parent")) or _name(parent)
+    kind = _name(headers.get("x-megarl-kind")) or _name(kind)
+    # A parent without an agent names nobody.
+    return Caller(agent, parent or MAIN_AGENT, kind) if agent else Caller(kind=kind)
+
+
+def _name(text: str | None) -> str:
+    return "".join(character for character in (text or "")[:_MAX_CHARACTERS] if character.isprintable()).strip()
+
+
+def _request_kind(metadata: str) -> str | None:
+    """Return the kind of a request in Codex's metadata, like `turn` or `compaction`; None: it has none."""
+    if len(metadata) > _MAX_METADATA:
+        return None
+    try:
+        values = json.loads(metadata)
+    except (ValueError, RecursionError):
+        return None
+    kind = values.get("request_kind") if isinstance(values, dict) else None
+    return kind if isinstance(kind, str) else None
