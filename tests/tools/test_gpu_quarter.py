@@ -220,7 +220,7 @@ def test_ceilings_and_updates_are_measured(tmp_path: Path) -> None:
 def test_products_of_fp8_are_left_out_on_older_gpus(
     tool: Callable[[str], ModuleType], capability: tuple[int, int], has_fp8: bool
 ) -> None:
-    reason = tool("bench.ceilings").explain_missing_fp8(capability)
+    reason = tool("bench.device_parts").explain_missing_fp8(capability)
     assert (reason is None) == has_fp8
     assert has_fp8 or ("8.9 (Ada) or newer" in reason and f"has {capability[0]}.{capability[1]}" in reason)
 
@@ -248,7 +248,7 @@ def test_samples_of_nvidia_smi_are_means(tool: Callable[[str], ModuleType]) -> N
         "power_watts": [],
         "temperature_celsius": [],
     }
-    means = tool("bench.gpu_samples").means_of(samples)
+    means = tool("bench.device_parts").means_of(samples)
     assert means == {"gpu_busy": 0.75, "sm_clock_mhz": 1740.0, "lowest_sm_clock_mhz": 1500.0}
 
 

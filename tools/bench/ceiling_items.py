@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from budget import Budget
-from ceilings import Gemm, copy_rates, explain_missing_fp8, fp8_gemm_tflops, host_copy_rates, page_locking_seconds
+from device_parts import Gemm, copy_rates, explain_missing_fp8, fp8_gemm_tflops, host_copy_rates, page_locking_seconds
 from item_lines import ItemLines, Options, options_of
 
 

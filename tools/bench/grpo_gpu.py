@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import yaml
 from budget import Budget, add_budget
+from device_parts import refuse_missing_cuda
 from report import machine, metric_line, print_line, versions, warm_up_line
 from shapes import SHAPES, config_of, stop_tokens, write_model
 
@@ -306,9 +307,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the recipe")
     add_budget(parser)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("grpo_gpu.py needs CUDA, and torch finds none; --device cpu only tries it out", file=sys.stderr)
-        return 2
+    refuse_missing_cuda(options.device, "--device cpu")
     return run(options, Budget(options.budget_seconds))
 
 

@@ -131,11 +131,7 @@ def options_of(description: str | None) -> Options:
     options.size = SIZES[str(options.size)]
     options.items = {name: float(seconds) for name, _, seconds in (item.partition("=") for item in options.items)}
     if options.device == "cuda":
-        import torch
+        from device_parts import refuse_missing_cuda
 
-        if not torch.cuda.is_available():
-            print(
-                f"{Path(sys.argv[0]).name} needs CUDA, and torch finds none; --device cpu --size tiny only tries it out"
-            )
-            raise SystemExit(2)
+        refuse_missing_cuda(options.device, "--device cpu --size tiny")
     return options

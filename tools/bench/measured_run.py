@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gpu_samples import GpuSamples, means_of
+from device_parts import GpuSamples, means_of
 from run_plan import Settings
 
 from megarl.loops.started_run import Evaluate, Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ceilings import Gemm, copy_rates
+from device_parts import Gemm, copy_rates
 from trainer_settings import set_offload, set_recomputation
 
 from megarl.types import Completion, Request

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import report
 import torch
 from budget import Budget, add_budget
+from device_parts import refuse_missing_cuda, seconds_of
 from shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
 from torch import Tensor
 
@@ -102,16 +101,6 @@ class Exporter:
             self._targets[name].copy_(part.view(tensor.shape))
 
 
-def seconds_of(run: Method, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure(
     model: ModelShape, device: str, rounds: int, budget: Budget
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
@@ -147,7 +136,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for number in budget.rounds(rounds):
         for name, run in methods.items():
-            seconds[name].append(seconds_of(run, device))
+            seconds[name].append(seconds_of(run))
         report.print_line(
             {"round": number, "seconds": {name: round(values[-1], 5) for name, values in seconds.items()}}
         )
@@ -183,11 +172,7 @@ def main() -> None:
     add_budget(parser)
     options = parser.parse_args()
     budget = Budget(options.budget_seconds)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "reshard_gpu.py needs CUDA, and torch finds none; --device cpu --small only tries it out", file=sys.stderr
-        )
-        raise SystemExit(2)
+    refuse_missing_cuda(options.device, "--device cpu --small")
     model = SMALL if options.small else dataclasses.replace(QWEN3_14B, num_layers=options.layers)
     seconds, plan = measure(model, options.device, options.rounds, budget)
     base = {"machine": report.machine(), "versions": report.versions(), "case": f"{plan['bytes'] / 1e9:.3f} GB"}

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from budget import Budget, add_budget
+from device_parts import refuse_missing_cuda
 from driven_engine import Bench, EngineSettings
 from report import machine, metric_line, print_line, versions
 from shapes import SHAPES, config_of, stop_tokens, write_model
@@ -127,9 +126,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_budget(parser)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("rollout_gpu.py needs CUDA, and torch finds none; --device cpu only tries it out", file=sys.stderr)
-        raise SystemExit(2)
+    refuse_missing_cuda(options.device, "--device cpu")
     if options.kv_cache_gib is None:
         options.kv_cache_gib = 24.0 if options.device == "cuda" else 0.25
     asyncio.run(run(options, Budget(options.budget_seconds)))

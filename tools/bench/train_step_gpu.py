@@ -13,23 +13,21 @@ status 2 where no CUDA is.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import report
 import torch
 from budget import Budget, add_budget
-from ceilings import Gemm, device
+from device_parts import Gemm, Timed, device, refuse_missing_cuda, release, time_rounds
 from shapes import SHAPES, config_of
 
 if TYPE_CHECKING:
@@ -164,27 +162,6 @@ class Peer:
         self.optimizer.zero_grad()
 
 
-class Timed(NamedTuple):
-    """Seconds of each round after a first one that warms up; of that one alone where the budget allowed no other."""
-
-    seconds: list[float]
-    is_warm_up: bool
-
-
-def time_rounds(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> Timed:
-    """The rounds that the budget allows. With a name, a line is printed after each."""
-    seconds = []
-    for index in budget.rounds(rounds + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-        if name is not None:
-            report.print_line({"round": index, "warms_up": index == 0, f"{name}_seconds": round(seconds[-1], 4)})
-    return Timed(seconds[1:], False) if len(seconds) > 1 else Timed(seconds, True)
-
-
 def gemm_flops_per_second(budget: Budget) -> tuple[list[float], bool]:
     """Of each round, and whether that is the one alone that warms up."""
     gemm = Gemm(8192 if torch.cuda.is_available() else 512)
@@ -307,12 +284,6 @@ def measure(
     return True
 
 
-def release() -> None:
-    """Free what nothing refers to any more."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def join_world_alone() -> PrivateFolder:
     """Let this process be the only rank of a torch world. Returns the folder to remove in the end."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -338,9 +309,7 @@ def main() -> int:
     add_budget(parser)
     options = parser.parse_args()
     budget = Budget(options.budget_seconds)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA here: --device cpu --shape small --tokens 4096 --row 512 shows that all parts work")
-        return 2
+    refuse_missing_cuda(options.device, "--device cpu --shape small --tokens 4096 --row 512")
     folder = join_world_alone()
     machine, versions = report.machine(), report.versions("megatron-core", "transformer-engine", "transformers")
     sound = True

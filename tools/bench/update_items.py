@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from budget import Budget
-from ceilings import Gemm, seconds_of
+from device_parts import Gemm, release, seconds_of
 from item_lines import ItemLines, LeftOutError, Options, options_of
 from shapes import config_of
 from traces import summary_of
-from train_step_gpu import build_engine, flops, folder_of, join_world_alone, lengths_of, make_batch, release
+from train_step_gpu import build_engine, flops, folder_of, join_world_alone, lengths_of, make_batch
 from trainer_settings import set_chunk_tokens
 
 from megarl.data.packing import pack

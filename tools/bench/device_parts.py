@@ -1,15 +1,28 @@
-"""Ceilings of a device, measured in the same run as what is compared with them: products, copies, page-locking.
+"""Parts that benchmarks of a device share: time of its work, ceilings, and samples by nvidia-smi.
 
-Each function returns one number a round, after a round that warms up.
+Ceilings are measured in the same run as what is compared with them: products, copies, page-locking. Each such function
+returns one number a round, after a round that warms up. The lines that benchmarks print, and the description of the
+machine, are in `report.py`.
 """
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
+import report
 import torch
+from budget import Budget
 from torch import Tensor
 
 from megarl.platform.gpu_needs import Need
@@ -17,11 +30,33 @@ from megarl.platform.visible_gpus import Capability
 
 PRODUCTS = 10
 """Matrix products in a round: enough to hide the time of a launch."""
+QUERIES = {
+    "gpu_busy": "utilization.gpu",
+    "sm_clock_mhz": "clocks.sm",
+    "power_watts": "power.draw",
+    "temperature_celsius": "temperature.gpu",
+}
+"""Fields of nvidia-smi by the names of the samples. `gpu_busy` is the percentage of time in which a kernel ran."""
+PERIOD_MILLISECONDS = 250
 
 
 def device() -> torch.device:
     """Return the GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def refuse_missing_cuda(kind: str, trial: str) -> None:
+    """End with status 2 if a benchmark shall run on `cuda`, and there is none. `trial` are options that need no GPU."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        name = Path(sys.argv[0]).name
+        print(f"{name} needs CUDA, and torch finds none; {trial} only tries it out", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def release() -> None:
+    """Free what nothing refers to any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def wait_for_device() -> None:
@@ -42,6 +77,23 @@ def seconds_of(work: Callable[[], object]) -> float:
 def round_seconds(work: Callable[[], object], rounds: int) -> list[float]:
     """Return the seconds of each round after one that warms up."""
     return [seconds_of(work) for _ in range(rounds + 1)][1:]
+
+
+class Timed(NamedTuple):
+    """Seconds of each round after a first one that warms up; of that one alone where the budget allowed no other."""
+
+    seconds: list[float]
+    is_warm_up: bool
+
+
+def time_rounds(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> Timed:
+    """Time the rounds that the budget allows. With a name, a line is printed after each."""
+    seconds: list[float] = []
+    for index in budget.rounds(rounds + 1):
+        seconds.append(seconds_of(work))
+        if name is not None:
+            report.print_line({"round": index, "warms_up": index == 0, f"{name}_seconds": round(seconds[-1], 4)})
+    return Timed(seconds[1:], False) if len(seconds) > 1 else Timed(seconds, True)
 
 
 class Gemm:
@@ -123,3 +175,55 @@ def page_locking_seconds(num_bytes: int, rounds: int) -> list[float]:
             raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes failed with code {code}")
         runtime.cudaHostUnregister(piece.data_ptr())
     return seconds
+
+
+class GpuSamples:
+    """Samples of the first visible GPU, as a context. Without nvidia-smi, or without its answers, there are none."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._samples: list[list[float]] = []
+
+    def __enter__(self) -> Self:
+        if shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
+            command += [f"--id={os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]}"]
+            command += [f"--loop-ms={PERIOD_MILLISECONDS}"]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                values = [float(text) for text in line.split(",")]
+            # A GPU that does not know one of the values answers [N/A].
+            except ValueError:
+                continue
+            with self._lock:
+                self._samples.append(values)
+
+    def take(self) -> dict[str, list[float]]:
+        """Return the samples since the last call, by name; empty lists where there are none."""
+        with self._lock:
+            samples, self._samples = self._samples, []
+        columns = zip(*samples, strict=True) if samples else [()] * len(QUERIES)
+        return {name: list(column) for name, column in zip(QUERIES, columns, strict=True)}
+
+
+def means_of(samples: dict[str, list[float]]) -> dict[str, float]:
+    """Return the mean of each name that has samples, `gpu_busy` as a share of time, and the lowest clock."""
+    means = {name: statistics.fmean(values) for name, values in samples.items() if values}
+    if "gpu_busy" in means:
+        means["gpu_busy"] /= 100
+        means["lowest_sm_clock_mhz"] = min(samples["sm_clock_mhz"])
+    return means
