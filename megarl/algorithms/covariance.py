@@ -21,16 +21,19 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, parts, 0.0)
 
 
-def highest_covariance_mask(parts: Tensor, mask: Tensor, *, share: float) -> Tensor:
+def highest_covariance_mask(parts: Tensor, mask: Tensor, draws: Tensor, *, share: float) -> Tensor:
     """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance.
 
-    Tokens equal to the last one are included. `parts` are those of `covariances` [tokens]. KL-Cov adds a penalty to
-    these tokens.
+    Of equal tokens, those with the smallest `draws` are taken. `parts` are those of `covariances`, all [tokens].
+    KL-Cov adds a penalty to these tokens.
     """
     if not mask.any():
         return mask
-    lowest = torch.topk(parts[mask], _num_tokens(mask, share)).values[-1]
-    return mask & (parts >= lowest)
+    count = _num_tokens(mask, share)
+    lowest = torch.topk(parts[mask], count).values[-1]
+    # Certain tokens of one sequence have log-prob 0 and one advantage: without a choice all of them would be taken.
+    is_above, is_lowest = mask & (parts > lowest), mask & (parts == lowest)
+    return is_above | _smallest(draws, is_lowest, count - int(is_above.sum()))
 
 
 def drawn_covariance_mask(
@@ -43,8 +46,13 @@ def drawn_covariance_mask(
     """
     is_candidate = mask & (parts > low) & (parts < high)
     count = min(_num_tokens(mask, share), int(is_candidate.sum()))
+    return _smallest(draws, is_candidate, count)
+
+
+def _smallest(draws: Tensor, is_candidate: Tensor, count: int) -> Tensor:
+    """Return bool [tokens]: the `count` candidates with the smallest draws. Draws differ from each other."""
     if not count:
-        return torch.zeros_like(mask)
+        return torch.zeros_like(is_candidate)
     last = torch.topk(draws[is_candidate], count, largest=False).values[-1]
     return is_candidate & (draws <= last)
 

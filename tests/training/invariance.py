@@ -41,6 +41,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dppo_kl": {"policy_loss": "dppo_kl", "clip_low": 0.001, "clip_high": 0.001, "log_ratio_penalty": 0.05},
     "vespo": {"policy_loss": "vespo", "policy_loss_kwargs": {"decay_positive": 0.01, "decay_negative": 0.01}},
     "sequences dropped": {**CLIPS, "off_policy_limit": 0.2, "kl_coefficient": 0.1, "kl_unbiased": True},
+    "drift penalised": {**CLIPS, "dual_clip": 2.5},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "kept sets": {**CLIPS, "dual_clip": 2.5, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "ptx": {**CLIPS, "ptx_coefficient": 0.4},
@@ -169,6 +170,8 @@ def make_steps(objective: str, vocab_size: int, group_size: int = 1, num_steps: 
             if objective in ("all added", "kept sets", "dpo", "sequences dropped"):
                 policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
+            if objective == "drift penalised":
+                policy["log_ratio_penalties"] = np.where(random.random(length) < 0.3, 0.5, 0.0).astype(np.float32)
             token_ids = random.integers(1, vocab_size, size=length)
             if group_size > 1:
                 common = common if len(sequences) % group_size else random.integers(1, vocab_size, size=LONGEST)

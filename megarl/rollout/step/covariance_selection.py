@@ -43,16 +43,16 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
         return {}
     logprobs, advantages = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "advantages"))
     parts = covariances(logprobs, advantages, mask)
+    draws = torch.from_numpy(token_draws(batch, (recipe.seed, weight_version)))
     metrics: dict[str, float] = {}
     if (share := algorithm.clip_cov_share) is not None:
-        draws = torch.from_numpy(token_draws(batch, (recipe.seed, weight_version)))
         low, high = algorithm.clip_cov_range
         is_dropped = drawn_covariance_mask(parts, mask, draws, share=share, low=low, high=high)
         weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
         batch.per_token["importance_weights"] = np.where(is_dropped.numpy(), np.float32(0), weights)
         metrics["covariance/dropped_share"] = float(is_dropped.sum() / mask.sum())
     if (share := algorithm.kl_cov_share) is not None:
-        is_penalised = highest_covariance_mask(parts, mask, share=share)
+        is_penalised = highest_covariance_mask(parts, mask, draws, share=share)
         coefficient = np.float32(algorithm.kl_cov_coefficient)
         batch.per_token["log_ratio_penalties"] = np.where(is_penalised.numpy(), coefficient, np.float32(0))
         metrics["covariance/penalised_share"] = float(is_penalised.sum() / mask.sum())
