@@ -368,6 +368,8 @@ class Trajectory:
     restarts: int = 0
     """Restarts of the attempt because its environment was unavailable."""
     temperature: float = 1.0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools in its first prompt."""
     engine_seconds: float = 0.0
     """Seconds spent waiting for its completions, without pauses of the engines."""
     environment_seconds: float = 0.0
@@ -434,6 +436,7 @@ class Trajectory:
             "turn_rewards": self.turn_rewards,
             "turn_states": self.turn_states,
             "is_in_thoughts": self.is_in_thoughts,
+            "tools": self.tools,
             "problem": self.problem.index,
             "source": self.problem.source,
             "segments": len(self.segments),
@@ -456,9 +459,10 @@ class Trajectory:
             messages=tuple(tuple(new) for new in values["messages"]),
             callers=tuple(Caller(*caller) for caller in values.get("callers", ())),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
-            # Records of earlier versions lack these two, and callers.
+            # Records of earlier versions lack these, and callers.
             turn_states=tuple(values.get("turn_states", ())),
             is_in_thoughts=values.get("is_in_thoughts", False),
+            tools=tuple(values.get("tools", ())),
             metrics=values["metrics"] | times["metrics"],
             engine_seconds=times["engine_seconds"],
             environment_seconds=times["environment_seconds"],

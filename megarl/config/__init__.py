@@ -25,7 +25,7 @@ from megarl.config.secrets import Place
 from megarl.config.section import Section
 from megarl.config.sections.cluster import ClusterConfig
 from megarl.config.sections.data_sets import DataConfig, Name
-from megarl.config.sections.distillation import DistillationConfig
+from megarl.config.sections.distillation import SELF_TEACHERS, DistillationConfig
 from megarl.config.sections.health import HealthConfig
 from megarl.config.sections.learning import (
     OVERLONG_PARTS,
@@ -200,9 +200,14 @@ class Recipe(Section):
     @property
     def has_reference(self) -> bool:
         """Return whether the run needs a reference model (a frozen copy of the initial policy)."""
-        if self.loop == "rl":
-            return self.algorithm.kl_coefficient > 0
-        return self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto")
+        if self.loop == "distillation":
+            return "reference" in self.teacher_models
+        return self.has_kl_penalty or (self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto"))
+
+    @property
+    def has_kl_penalty(self) -> bool:
+        """Return whether a KL to the reference model is part of the rewards, the advantages or the loss of loop rl."""
+        return self.loop == "rl" and self.algorithm.kl_coefficient > 0
 
     @property
     def has_critic(self) -> bool:
@@ -221,7 +226,8 @@ class Recipe(Section):
             "reward.model": self.reward.model if self.loop == "rl" else None,
         }
         if self.loop == "distillation" and self.train.steps:
-            paths |= {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
+            named = {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
+            paths |= {field: teacher for field, teacher in named.items() if teacher not in SELF_TEACHERS}
         return {field: path for field, path in paths.items() if path}
 
     @property
@@ -234,18 +240,32 @@ class Recipe(Section):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Return each different teacher's folder, keyed by its name on the ranks: teacher0, teacher1 and so on."""
+        """Return the folder of each teacher with one, keyed by its name on the ranks: teacher0, teacher1 and so on."""
         folders = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
         return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(folders))}
 
     @property
+    def teacher_models(self) -> tuple[str, ...]:
+        """Return the names on the ranks of all teachers: teacher0 and so on, then `reference` and `live_teacher`.
+
+        The last two are teachers `reference` and `policy` of a recipe.
+        """
+        if self.loop != "distillation" or not self.train.steps:
+            return ()
+        named = {source.recipe.distillation.teacher for source in self.sources}
+        return (*self.teachers, *(name for teacher, name in SELF_TEACHERS.items() if teacher in named))
+
+    @property
     def teacher_of_source(self) -> dict[str, int]:
         """Return the number of the teacher for each source of the mixture, keyed by the source's name."""
-        numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
-        folder_of_source = {
-            source.name: find_folder(source.recipe.distillation.teacher or "") for source in self.sources
+        numbers = {name: number for number, name in enumerate(self.teacher_models)}
+        name_of_folder = {folder: name for name, folder in self.teachers.items()}
+        teacher_of_source = {source.name: source.recipe.distillation.teacher or "" for source in self.sources}
+        names = {
+            source: SELF_TEACHERS.get(teacher) or name_of_folder.get(find_folder(teacher))
+            for source, teacher in teacher_of_source.items()
         }
-        return {name: numbers[folder] for name, folder in folder_of_source.items() if folder in numbers}
+        return {source: numbers[name] for source, name in names.items() if name in numbers}
 
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property
@@ -373,6 +393,13 @@ class Recipe(Section):
         """Return the number of tokens in the longest possible training sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
+
+    @property
+    def teacher_tokens(self) -> int:
+        """Return the limit of tokens in a teacher's sequence with a prompt of its own. 0: there is none."""
+        recipes = [source.recipe for source in self.sources] if self.loop == "distillation" else []
+        longest = self.distillation.max_teacher_tokens or 2 * self.trained_tokens
+        return longest if any(recipe.distillation.teacher_prompt is not None for recipe in recipes) else 0
 
     @property
     def longest_trajectory(self) -> int:

@@ -106,6 +106,7 @@ REWARDS_TRAINED = Condition(
 DIVERGENCE = one_of("distillation.loss", "top_k", "full_vocabulary")
 SAMPLED_TOKEN = one_of("distillation.loss", "sampled_token")
 TOP_K = one_of("distillation.loss", "top_k")
+TEACHER_PROMPT = non_empty("distillation.teacher_prompt", "'{prompt} {context}'")
 SAMPLES = Condition(("data.validation",), "give data.validation", lambda recipe: recipe.has_engine)
 ENGINE = (TOKEN_LOSS, SAMPLES)
 EVALUATED = Condition(
@@ -126,10 +127,11 @@ PTX_COEFFICIENT = Condition(
 GAE = (RL, one_of("algorithm.advantage", "gae", example="algorithm.preset=ppo"))
 KL = above_zero("algorithm.kl_coefficient", "0.001")
 REFERENCE = (
-    one_of("loop", "rl", "preference"),
+    one_of("loop", "rl", "preference", "distillation"),
     Condition(
-        ("algorithm.kl_coefficient", "preference.loss"),
-        "set algorithm.kl_coefficient above 0 in loop rl, preference.loss to dpo, ipo or kto in loop preference",
+        ("algorithm.kl_coefficient", "preference.loss", "distillation.teacher"),
+        "set algorithm.kl_coefficient above 0 in loop rl, preference.loss to dpo, ipo or kto in loop preference, "
+        "distillation.teacher to reference in loop distillation",
         lambda recipe: recipe.has_reference,
         "algorithm.kl_coefficient=0.04",
     ),

@@ -26,7 +26,7 @@ OWN = {
         "history", "budget",
     ),
     "reward": ("functions", "correct_score", "num_workers", "timeout_seconds", "wall_timeout_seconds"),
-    "distillation": ("teacher",),
+    "distillation": ("teacher", "teacher_prompt", "context"),
     "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
 """Recipe fields that a source of a mixture may override, by recipe section."""
@@ -47,7 +47,7 @@ class SourceConfig(Section):
     """Values of `reward` fields for this source: functions, correct_score, num_workers, timeout_seconds,
     wall_timeout_seconds. Others are as in the recipe's `reward`."""
     distillation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Values of `distillation` fields for this source: teacher."""
+    """Values of `distillation` fields for this source: teacher, teacher_prompt, context."""
     evaluation: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of `evaluation` fields for this source: max_problems, samples_per_prompt, k, sampling. Others are as in
     the recipe's `evaluation`."""

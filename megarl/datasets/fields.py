@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.config import DataConfig, Recipe
 from megarl.config.sections.data_sets import DataSet, DataSetConfig, path_of
+from megarl.config.teacher_templates import RECORD
 from megarl.data.formats import FieldNames
 from megarl.data.kinds import KindName
 from megarl.planner.sizes import row_multiple
@@ -67,6 +68,14 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
     if has_own:
         return alone
     return "'data.fields={}'" if field == "data.train" else f"'data.fields={{}}', or for this set alone {alone}"
+
+
+def context_fields(recipe: Recipe) -> dict[str, str]:
+    """Return the record fields for the teachers' prompts, each with the recipe field naming it."""
+    if recipe.loop != "distillation" or recipe.distillation.teacher_prompt is None:
+        return {}
+    sources = [source for source in recipe.distillation.context if source.startswith(RECORD)]
+    return {source.removeprefix(RECORD): "distillation.context" for source in sources}
 
 
 def system_prompt(recipe: Recipe) -> str | None:

@@ -18,7 +18,7 @@ from megarl.data.reader import Collect, Example, Kind, in_memory, read_examples
 from megarl.data.records import TooLongError
 from megarl.data.streamed import Streamed
 from megarl.datasets.environment_tools import tools_of_environment
-from megarl.datasets.fields import field_names, kind_of_set, max_tokens, system_prompt
+from megarl.datasets.fields import context_fields, field_names, kind_of_set, max_tokens, system_prompt
 from megarl.types import DataError, Problem
 
 if TYPE_CHECKING:
@@ -89,13 +89,16 @@ def read_problems(
     curriculum = recipe.data.curriculum
     # The curriculum groups training problems by this field, so each record must have it. Validation has none.
     by = curriculum.by if curriculum.band is not None and not is_heldout else None
+    required_fields = {} if is_heldout else context_fields(recipe)
+    if by is not None:
+        required_fields |= {by: "data.curriculum.by"}
     kind = Problems(
         tokenizer=tokenizer,
         system_prompt=system_prompt(recipe),
         max_tokens=max_tokens(recipe, "problems"),
         has_answers=bool(recipe.reward.functions),
         source_name=name,
-        required_field=by,
+        required_fields=required_fields,
         # Once for all records: an environment may load much when it is made.
         environment_tools=cache(partial(tools_of_environment, recipe)),
     )

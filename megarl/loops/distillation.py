@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from megarl.loops.models import move_reference
 from megarl.loops.on_policy import on_policy_rollout
 from megarl.loops.started_run import Run
 from megarl.rollout.step.advantages import compute_importance_weights
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.teacher_prompts import TeacherPrompts
 from megarl.rollout.step.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
 from megarl.rollout.step.updates import PolicyUpdates
 
@@ -17,7 +19,7 @@ async def train(run: Run) -> None:
     """
     recipe, models, phase = run.recipe, run.models, run.tracker.phase
     algorithm, policy, has_advantages = recipe.algorithm, models["policy"], recipe.has_advantages
-    teachers = Teachers(recipe, models)
+    teachers = Teachers(recipe, models, _prompts_of(run))
 
     async with on_policy_rollout(run) as rollout:
         await rollout.resume()
@@ -30,6 +32,7 @@ async def train(run: Run) -> None:
                     truncated = algorithm.mask_truncated
                     batch = RLBatch.from_groups(groups, mask_truncated=truncated, needs_rewards=recipe.trains_rewards)
                     teachers.assign(batch)
+                    step.log(teachers.write_prompts(batch, groups))
                     if algorithm.old_logprobs == "rollout":
                         batch.start_from_rollout(number)
                     if has_advantages:
@@ -52,8 +55,20 @@ async def train(run: Run) -> None:
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 rollout.log_samples(step, groups)
+                # Before the save: the checkpoint contains the moved reference.
+                step.log(await move_reference(models, recipe, number))
 
                 # Before the reshard: the engines sleep, so their memory is free for the save and the export.
                 await run.checkpoints.begin(number, rollout.state.save)
                 await rollout.reshard(step)
                 await rollout.write_samples(step, groups, token_records)
+
+
+def _prompts_of(run: Run) -> dict[str, TeacherPrompts]:
+    """Return the writers of the teachers' own prompts, by source."""
+    prompts = {}
+    for source in run.data.sources:
+        config = source.recipe.distillation
+        if config.teacher_prompt is not None:
+            prompts[source.name] = TeacherPrompts(config.teacher_prompt, config.context, source.sampler.dialogue)
+    return prompts

@@ -73,12 +73,17 @@ def models_of(
         name: replace(policy, name=name, shape=model_shape, update_passes=3.0)
         for name, model_shape in _shapes_beyond_policy(recipe, shape).items()
     }
-    teacher = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
+    # Teachers with the policy's weights have its parallel sizes too.
+    own_teacher = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
+    teacher = own_teacher
     if recipe.distillation.sizes:
         teacher_recipe = recipe.for_teachers
         teacher = replace(teacher, parallel=parallel_of(teacher_recipe), row_multiple=row_multiple(teacher_recipe))
-    for name, folder in recipe.teachers.items():
-        models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
+    for name in recipe.teacher_models:
+        if (folder := recipe.teachers.get(name)) is None:
+            models[name] = replace(own_teacher, name=name, shape=shape)
+        else:
+            models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         keeps_samples = is_sequence_loss(policy_loss) or recipe.algorithm.off_policy_limit is not None

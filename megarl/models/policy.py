@@ -167,10 +167,7 @@ class PolicyModel(PackedModel):
         # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
         if not self.post_process:
             return hidden_states
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        assert weight is not None
-        weight = weight[: self.num_local_tokens]
+        weight = self.head_weight()
         next_tokens = labels.squeeze(0)
         outputs = self._token_outputs(
             self.gather_states(hidden_states), weight, next_tokens, layer_arguments["packed_seq_params"]
@@ -179,6 +176,13 @@ class PolicyModel(PackedModel):
             if (values := head.outputs(hidden_states, next_tokens, weight.detach(), layer_arguments)) is not None:
                 outputs = torch.cat([outputs, values[None]])
         return outputs
+
+    def head_weight(self) -> Tensor:
+        """Return this rank's rows of the output layer, [local tokens, hidden_size]. For the last stage only."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None
+        return weight[: self.num_local_tokens]
 
     def gather_states(self, hidden_states: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden_size] that each tensor-parallel rank multiplies by its head rows."""

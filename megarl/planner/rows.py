@@ -20,7 +20,7 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
     """Return the greatest row length, below the present one, with which training fits. None: it could not hold a
     sample."""
     multiple = _row_step(recipe, judge.models)
-    shortest = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
+    shortest = -(-(max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)) // multiple)
 
     def fits(count: int) -> bool:
         shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})

@@ -194,6 +194,14 @@ def lengths(recipe: Recipe) -> Iterator[str]:
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + rollout.sampling.max_new_tokens "
             f"{sampling.max_new_tokens} does not fit; raise it to {padded}, or lower these"
         )
+    forward_tokens = trainer.max_tokens_per_forward or trainer.max_tokens_per_microbatch
+    padded_teacher = -(-recipe.teacher_tokens // multiple) * multiple
+    if padded <= trainer.max_tokens_per_microbatch and forward_tokens < padded_teacher:
+        yield (
+            f"trainer.max_tokens_per_forward = {forward_tokens}: one sequence of distillation.max_teacher_tokens "
+            f"{recipe.teacher_tokens} does not fit; raise it to {padded_teacher}, or lower "
+            "distillation.max_teacher_tokens"
+        )
     if sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any "

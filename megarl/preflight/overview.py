@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megarl.config import Recipe
 from megarl.config.judges import judges_answers
+from megarl.config.sections.distillation import SELF_TEACHERS
 from megarl.config.sections.learning import OptimizerConfig
 from megarl.planner.recovery import describe_loss
 from megarl.preflight.learning import num_updates
@@ -70,13 +71,18 @@ def _algorithm(recipe: Recipe) -> Iterator[str]:
     elif recipe.loop in ("preference", "reward_model"):
         yield recipe.preference.loss if recipe.loop == "preference" else "pairwise reward model"
     elif recipe.loop == "distillation":
-        yield f"{recipe.distillation.loss} of {', '.join(recipe.teachers.values()) or 'no teacher'}"
+        yield f"{recipe.distillation.loss} of {_teacher_names(recipe) or 'no teacher'}"
         if recipe.trains_rewards:
             yield f"advantage {recipe.algorithm.advantage} of rewards"
     else:
         yield from _reinforcement(recipe)
     if recipe.lora.rank:
         yield f"LoRA of rank {recipe.lora.rank}" + ", sent alone" * recipe.sends_adapter
+
+
+def _teacher_names(recipe: Recipe) -> str:
+    names = {model: teacher for teacher, model in SELF_TEACHERS.items()} | recipe.teachers
+    return ", ".join(names[model] for model in recipe.teacher_models)
 
 
 def _reinforcement(recipe: Recipe) -> Iterator[str]:

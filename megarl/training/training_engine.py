@@ -236,10 +236,16 @@ class TrainingEngine(ModelShard):
 
         The routers of the model choose the experts.
         """
+        with self.starting_weights():
+            return self.forward([replace(row, experts=None) for row in self.share_rows(rows)])
+
+    @contextmanager
+    def starting_weights(self) -> Iterator[None]:
+        """Context with the weights of the start of training, if they are these weights without some parts."""
         with ExitStack() as stack:
             for part in self.engine_parts:
                 stack.enter_context(part.start_context())
-            return self.forward([replace(row, experts=None) for row in self.share_rows(rows)])
+            yield
 
     def update(
         self,

@@ -6,32 +6,39 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from megarl.training.distillation.targets import StoredTargets
 from megarl.training.model import FrozenModel
 from megarl.training.model_parts import ModelParts
 from megarl.training.state.checkpoint import Model
 from megarl.training.training_engine import StartingPolicy, TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.rank_state import RankState
+from megarl.worker.teachers import teacher_kind
 from megarl.worker.trainer_part import TrainerPart
 
 
 class ScoringModels(TrainerPart):
-    """The models `reference` and `reward_model`, if the recipe has them."""
+    """The models `reference` and `reward_model`, if the recipe has them.
 
-    def __init__(self, state: RankState, builder: ModelBuilder) -> None:
-        self._state, self._builder, self._recipe = state, builder, state.recipe
+    As a teacher, the reference stores its targets in `targets`.
+    """
+
+    def __init__(self, state: RankState, builder: ModelBuilder, targets: StoredTargets) -> None:
+        self._state, self._builder, self._recipe, self._targets = state, builder, state.recipe, targets
         self.models: dict[str, Any] = {}
 
     def build_models(self) -> None:
         recipe = self._recipe
         if recipe.has_reference and not recipe.lora.rank:
-            parts = ModelParts(exact_blocks=recipe.exact_blocks)
-            self.models["reference"] = self._builder.build(partial(FrozenModel, parts=parts), recipe.model.folder)
+            kind = teacher_kind(self._builder, recipe.model.folder, self._targets)
+            kind = partial(kind, parts=ModelParts(exact_blocks=recipe.exact_blocks))
+            self.models["reference"] = self._builder.build(kind, recipe.model.folder)
         if (folder := recipe.further_models.get("reward.model")) is not None:
             self.models["reward_model"] = self._builder.build(FrozenModel, folder, has_value_head=True)
 
     def extend_policy(self, policy: TrainingEngine) -> None:
-        if self._recipe.has_reference and self._recipe.lora.rank:
+        # As a teacher it is one of the teachers' models.
+        if self._recipe.has_reference and self._recipe.lora.rank and not self._recipe.teacher_models:
             # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
             self.models["reference"] = StartingPolicy(policy)
 

@@ -12,22 +12,27 @@ from megarl.checkpoint import safetensors
 from megarl.config.parallel import ParallelConfig
 from megarl.groups.megatron_ranks import RankGroups
 from megarl.models.distillation.teacher_student import StudentModel, target_bytes
+from megarl.models.policy import PolicyModel
 from megarl.training.distillation.targets import StoredTargets, TargetFetcher
 from megarl.training.distillation.teacher import ModelInOwnGroups, Teacher
 from megarl.training.model import FrozenModel
 from megarl.training.replica import Replica
 from megarl.training.training_engine import TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
+from megarl.worker.policy_teacher import PolicyTeacher
+from megarl.worker.rank_state import RankState
 from megarl.worker.trainer_part import TrainerPart
 
 
 class Teachers(TrainerPart):
     """The teachers of a recipe: teacher0, teacher1 and so on. `parallel` are their parallel sizes."""
 
-    def __init__(self, builder: ModelBuilder, parallel: ParallelConfig) -> None:
-        self._builder, self._parallel, self._recipe = builder, parallel, builder.recipe
+    def __init__(
+        self, state: RankState, builder: ModelBuilder, parallel: ParallelConfig, targets: StoredTargets
+    ) -> None:
+        self._state, self._builder, self._parallel, self._recipe = state, builder, parallel, builder.recipe
         self.models: dict[str, Any] = {}
-        self.targets = StoredTargets()
+        self.targets = targets
         """Targets that this rank stores for the next update."""
         self._separate_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
         """Process groups of teachers that cannot share the policy's process groups. Keys: parallel sizes, and whether
@@ -43,8 +48,14 @@ class Teachers(TrainerPart):
             self.models[name] = self._build_teacher(folder)
 
     def extend_policy(self, policy: TrainingEngine) -> None:
-        if self._recipe.teachers and not self._recipe.has_advantages:
-            policy.feeds.append(self._target_feed(policy))
+        recipe = self._recipe
+        if "reference" in recipe.teacher_models and recipe.lora.rank:
+            # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
+            self.models["reference"] = PolicyTeacher(policy, self.targets, at_start=True)
+        if "live_teacher" in recipe.teacher_models:
+            self.models["live_teacher"] = PolicyTeacher(policy, self.targets, at_start=False)
+        if recipe.teacher_models and not recipe.has_advantages:
+            policy.update_feeds.append(self._target_feed(policy))
 
     def built_models(self) -> Mapping[str, Any]:
         return self.models
@@ -55,7 +66,7 @@ class Teachers(TrainerPart):
 
     def _build_teacher(self, folder: str) -> FrozenModel | ModelInOwnGroups:
         """Build the teacher model in a folder. It gets process groups of its own if the policy's do not fit."""
-        kind = self._teacher_kind(folder)
+        kind = teacher_kind(self._builder, folder, self.targets)
         has_experts = [bool(self._builder.shape_of(model).num_experts) for model in (folder, self._recipe.model.folder)]
         if self._parallel == self._builder.parallel and has_experts[0] == has_experts[1]:
             return self._builder.build(kind, folder)
@@ -67,16 +78,6 @@ class Teachers(TrainerPart):
         with groups.in_place():
             return ModelInOwnGroups(self._builder.build(kind, folder, parallel=self._parallel, replica=replica), groups)
 
-    def _teacher_kind(self, folder: str) -> Callable[..., FrozenModel]:
-        """Return the class of a teacher: one scoring sampled tokens, or one storing whole distributions."""
-        if self._recipe.has_advantages:
-            return FrozenModel
-        return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), stored=self.targets)
-
-    def _num_common_tokens(self, teacher: str) -> int:
-        """Return the number of tokens that the vocabularies of policy and teacher share. Further rows are padding."""
-        return min(self._builder.shape_of(folder).vocab_size for folder in (teacher, self._recipe.model.folder))
-
     def _target_feed(self, policy: TrainingEngine) -> TargetFetcher:
         """Return the feed of the teachers' targets for the policy's update.
 
@@ -85,15 +86,44 @@ class Teachers(TrainerPart):
         recipe, last = self._recipe, policy.chunks[-1]
         assert isinstance(last, StudentModel)
         widths, num_local_tokens = [], []
-        heads: list[Tensor | None] = []
-        for folder in recipe.teachers.values():
+        heads: list[Callable[[], Tensor] | None] = []
+        for name in recipe.teacher_models:
+            folder = recipe.teachers.get(name, recipe.model.folder)
             shape, dtype = self._builder.shape_of(folder), policy.dtype
             widths.append(target_bytes(recipe.distillation, shape.hidden_size, dtype))
             rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
             # The last tensor-parallel ranks may hold padding rows only: then the range is empty.
-            rows = rows[: max(0, self._num_common_tokens(folder) - rows.start)]
+            rows = rows[: max(0, num_common_tokens(self._builder, folder) - rows.start)]
             num_local_tokens.append(len(rows))
             has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
-            override = recipe.override_of(folder)
-            heads.append(safetensors.head_rows(folder, rows, override=override).to(dtype) if has_head else None)
+            heads.append(self._head_of(name, rows, policy) if has_head else None)
         return TargetFetcher(self.targets, policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads)
+
+    def _head_of(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:
+        """Return a function to a teacher's `rows` of its output layer, [rows, hidden], at the time of the call."""
+        recipe = self._recipe
+        if (folder := recipe.teachers.get(name)) is not None:
+            head = safetensors.head_rows(folder, rows, override=recipe.override_of(folder)).to(policy.dtype)
+            return lambda: head
+        # A reference with weights of its own may have moved. LoRA adapts no head, so the policy's is the reference's.
+        scoring_models = self._state.parts["scoring_models"].built_models()
+        model = scoring_models["reference"] if name == "reference" and not recipe.lora.rank else policy
+        last = model.chunks[-1]
+        assert isinstance(last, PolicyModel)
+        return lambda: last.head_weight().detach()
+
+
+def teacher_kind(builder: ModelBuilder, folder: str, targets: StoredTargets) -> Callable[..., FrozenModel]:
+    """Return the class of a frozen model: one computing log-probs of sampled tokens, or a teacher storing `targets`.
+
+    The recipe decides: a distillation by distributions needs targets.
+    """
+    recipe = builder.recipe
+    if recipe.loop != "distillation" or recipe.has_advantages:
+        return FrozenModel
+    return partial(Teacher, num_common_tokens=num_common_tokens(builder, folder), stored=targets)
+
+
+def num_common_tokens(builder: ModelBuilder, teacher: str) -> int:
+    """Return the number of tokens in both vocabularies, of policy and teacher. Further rows are padding."""
+    return min(builder.shape_of(folder).vocab_size for folder in (teacher, builder.recipe.model.folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.parallel import ParallelConfig
+from megarl.training.distillation.targets import StoredTargets
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.rank_state import RankState
 from megarl.worker.replayed_experts import ReplayedExperts
@@ -21,11 +22,12 @@ def build_trainer_parts(
     """Return the parts of a training rank, by the name under which the driver calls their methods.
 
     They stand in the order in which they build their models. `frozen_parallel` are the parallel sizes of
-    teachers.
+    teachers with other weights than the policy's.
     """
+    targets = StoredTargets()
     return {
-        "scoring_models": ScoringModels(state, builder),
-        "teachers": Teachers(builder, frozen_parallel),
+        "scoring_models": ScoringModels(state, builder, targets),
+        "teachers": Teachers(state, builder, frozen_parallel, targets),
         "replayed_experts": ReplayedExperts(state.recipe, state.rank, world_size),
         "replicated_state": ReplicatedState(state),
         "weight_checks": WeightChecks(state, builder),

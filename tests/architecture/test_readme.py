@@ -306,7 +306,8 @@ def test_the_readmes_recipe_is_short() -> None:
         ("my/agent.py", lambda r: r.rollout.agent.command, ("python", "my/agent.py")),
         ("my/shop.py", lambda r: r.rollout.environment, "my/shop.py:Shop"),
         ("my/learning.py", lambda r: r.algorithm.policy_loss, "my/learning.py:leaky"),
-        ("distillation:", lambda r: r.teachers, {"teacher0": "models/Qwen3-32B"}),
+        ("teacher: models/Qwen3-32B", lambda r: r.teachers, {"teacher0": "models/Qwen3-32B"}),
+        ("teacher: reference", lambda r: r.teacher_models, ("reference",)),
         ("groups:", lambda r: r.cluster.groups.engines.gpu_memory_gib, "h100"),
     ],
 )

@@ -293,6 +293,20 @@ from tests.config.refusals import faults
             id="clip of a divergence",
         ),
         pytest.param(
+            ["loop=distillation", "distillation.teacher=policy", "algorithm.reference_update_steps=4"],
+            "algorithm.reference_update_steps = 4",
+            "distillation.teacher=policy",
+            "distillation.teacher to reference",
+            id="moving reference of a live teacher",
+        ),
+        pytest.param(
+            ["loop=distillation", "distillation.context=[success]"],
+            "distillation.context = ",
+            "without distillation.teacher_prompt",
+            "give distillation.teacher_prompt",
+            id="context without a prompt",
+        ),
+        pytest.param(
             ["loop=distillation", "algorithm.kl_coefficient=0.1"],
             "algorithm.kl_coefficient = 0.1",
             "under loop=distillation",

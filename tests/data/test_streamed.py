@@ -72,7 +72,7 @@ def test_an_empty_source_and_faults(read: Callable[..., Any]) -> None:
     with pytest.raises(TooLongError, match="line 1: the prompt has"):
         read(streamed=True, max_tokens=1, on_long=None)
     with pytest.raises(DataError, match=r"line 1: has no field 'level', named by data\.curriculum\.by"):
-        read(streamed=True, required_field="level")
+        read(streamed=True, required_fields={"level": "data.curriculum.by"})
 
 
 def test_results_may_only_be_counted() -> None:

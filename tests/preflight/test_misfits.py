@@ -13,6 +13,8 @@ SEPARATE = {"placement": "separate"}
 TWO_ENGINES = SEPARATE | {"ranks": 2}
 ENGINES_2 = {"groups": {"engines": {"ranks_per_node": 2}}}
 ADAPTER = {"rank": 8, "sync": "adapter"}
+DISTILLED: dict[str, Any] = {"loop": "distillation"}
+TAUGHT = {"teacher": "policy", "teacher_prompt": "{prompt} {context}", "context": ["record.gt_answer"]}
 UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
 """Functions of the user's, none of which says that it judges the answer."""
 
@@ -604,6 +606,72 @@ MISFITS = {
         {"rollout": {"environment": "command", "agent": {"command": ["sh"], "credit": "by_turn"}}},
         "rollout.agent.credit = by_turn",
         ["algorithm.advantage = grpo", "algorithm.turn_discount"],
+    ),
+    # The policy as its own teacher, and prompts that only a teacher reads.
+    "a teacher equal to the policy": Misfit(
+        {**DISTILLED, "distillation": {"teacher": "policy"}}, "distillation.teacher = policy", ["teacher_prompt"]
+    ),
+    "a reference that reads the same": Misfit(
+        {**DISTILLED, "distillation": {"teacher": "reference", "teacher_prompt": "{prompt}"}},
+        "distillation.teacher = reference",
+        ["distillation.teacher_prompt", "distillation.context"],
+    ),
+    "sizes of a teacher without a folder": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "tp": 1}}, "distillation.tp", ["distillation.teacher = policy"]
+    ),
+    "a teacher without the question": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "teacher_prompt": "{context}"}},
+        "distillation.teacher_prompt = '{context}'",
+        ["{prompt}"],
+    ),
+    "a context that is not read": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "teacher_prompt": "Well: {prompt}"}},
+        "distillation.teacher_prompt = 'Well: {prompt}'",
+        ["{context}", "distillation.context"],
+    ),
+    "no context to read": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "context": []}},
+        "distillation.teacher_prompt = '{prompt} {context}'",
+        ["distillation.context", "[record.solution]"],
+    ),
+    "another name in a template": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "teacher_prompt": "{prompt} {context} {hint}"}},
+        "distillation.teacher_prompt = '{prompt} {context} {hint}'",
+        ["{hint}", "{prompt} or {context}"],
+    ),
+    "an unknown context": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "context": ["solution"]}},
+        "distillation.context = solution",
+        ["success", "feedback", "record.NAME"],
+    ),
+    "a context given twice": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "context": ["record.gt_answer", "record.gt_answer"]}},
+        "distillation.context = ['record.gt_answer', 'record.gt_answer']",
+        ["record.gt_answer twice"],
+    ),
+    "a lone success": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "context": ["success"]}, "train": {"samples_per_prompt": 1}},
+        "train.samples_per_prompt = 1",
+        ["distillation.context success", "2 or more"],
+    ),
+    "success without a judge": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "context": ["success"]}, "reward": {"functions": []}},
+        "reward.functions is empty",
+        ["distillation.context success"],
+    ),
+    "feedback of no environment": Misfit(
+        {**DISTILLED, "distillation": {**TAUGHT, "context": ["feedback"]}},
+        "rollout.environment = single_turn",
+        ["distillation.context feedback"],
+    ),
+    "a teacher that reads more than a row": Misfit(
+        {
+            **DISTILLED,
+            "distillation": {**TAUGHT, "max_teacher_tokens": 900},
+            "trainer": {"max_tokens_per_microbatch": 512},
+        },
+        "trainer.max_tokens_per_forward = 512",
+        ["distillation.max_teacher_tokens 900", "raise it to 900"],
     ),
     # Engines that cannot receive adapters in place of merged weights.
     "adapters beside fp8": Misfit(

@@ -7,18 +7,32 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.annotations import KeywordOf, OnlyIf
-from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TASK_REWARDS, TOP_K
+from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TASK_REWARDS, TEACHER_PROMPT, TOP_K
 from megarl.config.formulas import Formula
 from megarl.config.section import Section
+
+SELF_TEACHERS = {"reference": "reference", "policy": "live_teacher"}
+"""Teachers with the policy's own weights, initial or live, and the names of these teachers on the ranks."""
 
 
 class DistillationConfig(Section):
     """Teachers and loss of a distillation."""
 
     teacher: str | None = None
-    """Teacher: a folder of a Hugging Face language model with the policy's tokenizer, or its name OWNER/NAME on the
-    Hub. If one vocabulary has more rows than the other, the additional rows are ignored as padding. Each source
-    of a mixture may have its own teacher."""
+    """Teacher: policy (its weights before each update), reference (the initial policy, moved by
+    algorithm.reference_update_steps), or the folder or Hub name of a language model with the policy's tokenizer, its
+    additional vocabulary rows ignored as padding. Each source of a mixture may have its own teacher."""
+    teacher_prompt: str | None = None
+    """Last user message of the teacher's own prompt, with {prompt} for the policy's message and {context} for text
+    hidden from the policy. Self-distillation: OPSD (arXiv 2601.18734), SDFT (2601.19897), SDPO (2601.20802).
+    Default: the teacher reads the policy's prompt."""
+    context: Annotated[tuple[str, ...], OnlyIf(TEACHER_PROMPT)] = ()
+    """Parts of {context} in teacher_prompt, joined by empty lines. record.NAME: a field of the record. feedback: the
+    environment's messages after the last completion. success: the first other attempt of the group with a correct
+    answer. A sample without any part is not trained (metric distillation/no_context)."""
+    max_teacher_tokens: Annotated[PositiveInt | None, OnlyIf(TEACHER_PROMPT)] = None
+    """Maximum length of the teacher's prompt and the sampled tokens together. Longer samples are not trained (metric
+    distillation/too_long). Default: twice data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
     tp: PositiveInt | None = None
     """Tensor-parallel size of the teachers. Without any of the teachers' parallel sizes, they all equal the trainer's.
     If another of them is given, the default of this one is 1."""

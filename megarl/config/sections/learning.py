@@ -402,7 +402,8 @@ class AlgorithmConfig(Section):
     """Horizon n of the adaptive KL controller: after n samples the coefficient has changed by at most a fifth."""
     reference_update_steps: Annotated[PositiveInt | None, OnlyIf(*REFERENCE)] = None
     """Number of steps between two updates of the reference model towards the policy (Gorbatovski et al. 2024), for the
-    KL penalty or a preference loss. Default: the reference always is the initial model. Metric: kl/reference_moved."""
+    KL penalty, a preference loss, or distillation.teacher reference. Default: the reference always is the initial
+    model. Metric: kl/reference_moved."""
     reference_mixing: Annotated[
         float, Field(gt=0.0, le=1.0), OnlyIf(*REFERENCE, non_empty("algorithm.reference_update_steps", "64"))
     ] = 1.0

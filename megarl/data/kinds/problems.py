@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,17 +66,17 @@ class Problems(TokenisedKind):
     """Whether a gold answer is required. Otherwise answers are empty."""
     source_name: str = ""
     """The problems' `source`."""
-    required_field: str | None = None
-    """Field that each record must have."""
+    required_fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that each record must have, with the recipe field naming each."""
     environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
     """Function returning the tools that the environment offers. A record with other ones is refused."""
 
     def make(self, index: int, record: Record) -> Problem:
-        if self.required_field is not None and self.required_field not in record.fields:
-            raise record.error(
-                f"has no field {self.required_field!r}, named by data.curriculum.by; add it to every record, or name "
-                "another field"
-            )
+        for name, source in self.required_fields.items():
+            if name not in record.fields:
+                raise record.error(
+                    f"has no field {name!r}, named by {source}; add it to every record, or name another field"
+                )
         messages, answer = self._messages_and_answer(record)
         tools = record.tools()
         prompt = self._encode_prompt(record, messages, tools)

@@ -1,4 +1,4 @@
-"""The two models of distillation by distributions: a teacher computing targets, and a policy learning from them.
+"""The models of distillation by distributions: a teacher computing targets, and a policy learning from them.
 
 A target is a row of bytes for each trained token, because one tensor is easier to send than several. With
 full_vocabulary it is the teacher's hidden state before its head. With top_k it is the ids of the most likely tokens,
@@ -44,26 +44,28 @@ def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtyp
     return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
-class TeacherModel(PolicyModel):
-    """A teacher. Its last pipeline stage returns targets of the requested tokens, uint8 [tokens, bytes of a target].
+class TargetModel(PolicyModel):
+    """A policy or teacher computing targets on request: its last stage then returns uint8 [tokens, bytes]."""
 
-    `num_common_tokens` counts the tokens shared with the policy's vocabulary.
-    """
-
-    def __init__(self, *args: Any, distillation: DistillationConfig, num_common_tokens: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._distillation = distillation
-        # Further rows of either vocabulary are padding; no tokenizer produces them.
-        self.num_local_tokens = max(0, min(self.num_local_tokens, num_common_tokens - self.first_token_id))
-        self._is_wanted = torch.zeros(0, dtype=torch.bool)
+        self._is_wanted: Tensor | None = None
 
     def request_targets(self, is_wanted: Tensor) -> None:
         """Request targets from the next forward pass at positions with `is_wanted`, bool [tokens], True."""
         self._is_wanted = is_wanted
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        """Return the targets of all positions in order, zeros at positions not requested."""
-        trained_hidden = row.states_at(hidden, self._is_wanted)
+        """Return the requested targets of all positions in order, zeros at positions not requested.
+
+        Without a request it returns the outputs of a policy.
+        """
+        # A request holds for one pass: the next one may be an update of this same model.
+        is_wanted, self._is_wanted = self._is_wanted, None
+        if is_wanted is None:
+            return super()._token_outputs(hidden, weight, labels, row)
+        trained_hidden = row.states_at(hidden, is_wanted)
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
                 trained_hidden,
@@ -78,9 +80,18 @@ class TeacherModel(PolicyModel):
             rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
         else:
             rows = trained_hidden.contiguous().view(torch.uint8)
-        all_targets = rows.new_zeros(len(self._is_wanted), rows.size(-1))
-        all_targets[self._is_wanted] = rows
+        all_targets = rows.new_zeros(len(is_wanted), rows.size(-1))
+        all_targets[is_wanted] = rows
         return all_targets
+
+
+class TeacherModel(TargetModel):
+    """A teacher with weights of its own. `num_common_tokens` counts the tokens shared with the policy's vocabulary."""
+
+    def __init__(self, *args: Any, num_common_tokens: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Further rows of either vocabulary are padding; no tokenizer produces them.
+        self.num_local_tokens = max(0, min(self.num_local_tokens, num_common_tokens - self.first_token_id))
 
 
 class TeacherTargets(NamedTuple):
@@ -97,15 +108,14 @@ class TeacherTargets(NamedTuple):
     """The teacher's rows for these tokens, [local tokens, teacher's hidden_size] (full_vocabulary; else None)."""
 
 
-class StudentModel(PolicyModel):
+class StudentModel(TargetModel):
     """A policy learning from targets. Its last stage returns log-probs, entropies and divergences [3, tokens].
 
     Only the divergences, float32, in nats, carry gradient. They are zero at positions without a target.
     """
 
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._distillation = distillation
+        super().__init__(*args, distillation=distillation, **kwargs)
         self._divergence = bind_divergence(distillation)
         self._targets: Sequence[TeacherTargets] = ()
 
@@ -114,6 +124,8 @@ class StudentModel(PolicyModel):
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
+        if self._is_wanted is not None:
+            return super()._token_outputs(hidden, weight, labels, row)
         with torch.no_grad():
             logprobs, entropies = super()._token_outputs(hidden, weight, labels, row)
         divergences = torch.zeros_like(logprobs)

@@ -165,7 +165,7 @@ class Candidates:
         if multiple is None:
             multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
             self._multiples[trainer.tp, trainer.cp] = multiple
-        longest = placed.trained_tokens + bool(placed.reward.model)
+        longest = max(placed.trained_tokens + bool(placed.reward.model), placed.teacher_tokens)
         return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
 
     def _model_faults(self, candidate: Recipe) -> Iterator[str]:

@@ -281,7 +281,7 @@ class RankMemory:
             pads_attention=not self.platform.is_gpu or not is_bf16,
             lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
             has_logit_kernels=has_logit_kernels(self.recipe, is_gpu=self.platform.is_gpu),
-            longest=self.recipe.trained_tokens,
+            longest=max(self.recipe.trained_tokens, self.recipe.teacher_tokens),
             expert_load=float(megatron.get("moe_expert_capacity_factor") or self.expert_load),
         )
 

@@ -14,6 +14,7 @@ from megarl.planner import model_sizes as model_rules
 from megarl.planner import sizes
 from megarl.preflight.model import model_sizes
 from megarl.preflight.registry import Fault, checks
+from megarl.preflight.self_distillation import longest_teacher_sequence
 from megarl.types import DataError
 
 
@@ -113,6 +114,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             fit = (
                 *layout_fit(recipe, further_shape),
                 *model_sizes.positions(recipe, further_shape, is_evaluated=False),
+                *longest_teacher_sequence(recipe, further_shape),
             )
         fit += tuple(model_rules.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)

@@ -87,7 +87,7 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         metrics["advantages/groups_below_k"] = float((num_scored < algorithm.pass_k).sum())
     divergence = torch.zeros(len(mask))
     # A preset's KL penalty has no effect in distillation, where the teacher takes the reference's place.
-    if recipe.has_reference and algorithm.kl_placement != "loss":
+    if recipe.has_kl_penalty and algorithm.kl_placement != "loss":
         divergence = _divergence(batch, algorithm)
         if algorithm.k3_max is not None:
             metrics["kl/capped"] = float((divergence[mask] >= algorithm.k3_max).float().mean())
@@ -133,7 +133,7 @@ def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
 
     Rewards, returns and advantages count. None: there is no such penalty.
     """
-    if not recipe.has_reference or recipe.algorithm.kl_placement == "loss":
+    if not recipe.has_kl_penalty or recipe.algorithm.kl_placement == "loss":
         return None
     return float(_divergence(batch, recipe.algorithm)[torch.from_numpy(batch.loss_mask)].mean())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -16,7 +17,9 @@ from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.advantages import compute_advantages
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.teacher_prompts import Opening, TeacherPrompts, join_openings
 from megarl.tracking.metric_rows import MetricRow
+from megarl.types import Trajectory
 
 METRICS = (
     MetricRow(
@@ -30,15 +33,44 @@ METRICS = (
         "sampled tokens excluded from training because the teacher's vocabulary lacks them",
     ),
     MetricRow("distillation/clipped", "share", "tokens with a log-ratio clipped to distillation.max_log_ratio"),
+    MetricRow(
+        "distillation/no_context",
+        "share",
+        "samples excluded from training because the teacher's prompt has no context",
+        condition="distillation.teacher_prompt",
+    ),
+    MetricRow(
+        "distillation/too_long",
+        "share",
+        "sequences excluded from training because the teacher's exceeds distillation.max_teacher_tokens",
+        condition="distillation.teacher_prompt",
+    ),
+    MetricRow(
+        "distillation/teacher_prompt_tokens",
+        "tokens",
+        "length of the teacher's prompt, mean",
+        condition="distillation.teacher_prompt",
+    ),
 )
+
+_NO_PROMPTS: Mapping[str, TeacherPrompts] = MappingProxyType({})
+_NO_OPENING = Opening(0, np.zeros(0, np.int64))
 
 
 class Teachers:
-    """The teacher models of a distillation run. A sample's source determines its teacher."""
+    """The teacher models of a distillation run. A sample's source determines its teacher.
 
-    def __init__(self, recipe: Recipe, models: Mapping[str, RankModel]) -> None:
-        self._of_source = recipe.teacher_of_source
-        self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teachers]
+    `prompts` write the teachers' own prompts, by source. In other sources teachers read the policy's prompt.
+    """
+
+    def __init__(
+        self, recipe: Recipe, models: Mapping[str, RankModel], prompts: Mapping[str, TeacherPrompts] = _NO_PROMPTS
+    ) -> None:
+        self._of_source, self._prompts = recipe.teacher_of_source, prompts
+        self._max_tokens = recipe.teacher_tokens
+        self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teacher_models]
+        self._openings: list[Opening] = []
+        """The teacher's opening of each sequence of the step; it replaces nothing where both prompts are equal."""
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: number of the teacher, and of the sequence within the step."""
@@ -46,6 +78,40 @@ class Teachers:
         numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
         batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
+        self._openings = [_NO_OPENING] * batch.num_sequences
+
+    def write_prompts(self, batch: RLBatch, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """Write the teacher's prompts of an assigned batch made of `groups`, and return metrics.
+
+        Samples without context, and sequences too long for the teacher, are excluded from the loss.
+        """
+        if not self._prompts:
+            return {}
+        trajectories = [(trajectory, group) for group in groups for trajectory in group]
+        num_samples = num_without = num_long = 0
+        lengths: list[int] = []
+        first_segments = np.cumsum(batch.num_segments) - batch.num_segments
+        for (trajectory, group), first in zip(trajectories, first_segments, strict=True):
+            if (prompts := self._prompts.get(trajectory.environment)) is None:
+                continue
+            num_samples += 1
+            openings = prompts.openings(trajectory, group)
+            num_without += openings is None
+            for number, opening in enumerate(openings or [None] * len(trajectory.segments), first):
+                start, end = batch.cu_seqlens[number : number + 2]
+                is_long = opening is not None and opening.length_of(int(end - start)) > self._max_tokens
+                num_long += is_long
+                # Trained on the policy's own prompt, a sample without context would teach nothing.
+                if opening is None or is_long:
+                    batch.loss_mask[start:end] = False
+                else:
+                    self._openings[number] = opening
+                    lengths.append(len(opening.token_ids))
+        return {
+            "distillation/no_context": num_without / max(num_samples, 1),
+            "distillation/too_long": num_long / max(num_long + len(lengths), 1),
+            "distillation/teacher_prompt_tokens": float(np.mean(lengths)) if lengths else 0.0,
+        }
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
         """Exclude tokens missing in their teacher's vocabulary from the loss, like padding ids sampled by the policy.
@@ -59,24 +125,37 @@ class Teachers:
         return {"distillation/unknown": float(1 - batch.loss_mask.sum() / max(num_trained, 1))}
 
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Return the teachers' log-probs of the batch, float32 [tokens]; zero on the first token of each sequence."""
+        """Return the teachers' log-probs of the batch, float32 [tokens]; zero on the first token of each sequence.
+
+        They are zero in sequences without a trained token, and on tokens before the first one sampled.
+        """
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
-            logprobs[batch.tokens_of(sequences)] = await model.forward(
-                _replace_unknown_tokens(batch.select(sequences), model)
-            )
+            sent, places = self._as_read(batch.select(sequences))
+            values = await model.forward(_replace_unknown_tokens(sent, model))
+            logprobs[batch.tokens_of(sequences)[places[places >= 0]]] = values[places >= 0]
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
         """Let the teachers store their distributions over this minibatch, for the policy's next update on it."""
         for model, sequences in self._parts(minibatch):
-            await model.teach(_replace_unknown_tokens(minibatch.select(sequences), model))
+            sent, _ = self._as_read(minibatch.select(sequences))
+            await model.teach(_replace_unknown_tokens(sent, model))
+
+    def _as_read(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
+        """Return sequences as their teacher reads them, and each token's place in `batch`, -1 for the teacher's own."""
+        assert batch.target_keys is not None
+        return join_openings(batch, [self._openings[number] for number in batch.target_keys[:, 1]])
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[TeacherRankModel, NDArray[np.int64]]]:
-        """Yield each teacher with the indices of its sequences in the batch [sequences of the teacher]."""
+        """Yield each teacher with the indices of its sequences in the batch [sequences of the teacher].
+
+        Sequences without a trained token are left out.
+        """
         assert batch.target_keys is not None
+        is_trained = np.logical_or.reduceat(batch.loss_mask, batch.cu_seqlens[:-1])
         for number, model in enumerate(self._models):
-            sequences = np.flatnonzero(batch.target_keys[:, 0] == number)
+            sequences = np.flatnonzero(is_trained & (batch.target_keys[:, 0] == number))
             if len(sequences):
                 yield model, sequences
 
@@ -102,6 +181,10 @@ def compute_teacher_advantages(
     includes discounted differences of the sample's later tokens. Returns metrics (METRICS).
     """
     mask = torch.from_numpy(batch.loss_mask)
+    # A mean over no tokens would be NaN.
+    if not mask.any():
+        batch.per_token["advantages"] = np.zeros(len(mask), np.float32)
+        return {}
     log_ratios = torch.from_numpy(teacher_logprobs - batch.per_token["old_logprobs"])
     log_ratios = torch.where(mask, log_ratios, 0.0)
     # Measured before clipping, so the metric stays an estimate of the KL.

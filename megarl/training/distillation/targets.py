@@ -7,7 +7,7 @@ rows (`TargetFetcher`). Teacher and policy may have different parallel sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class TargetFetcher(RowFeed):
 
     A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
     bytes of a target. `num_local_tokens` counts the rows of this rank's part of the policy's head with tokens known to
-    the teacher. `heads` are the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
+    the teacher. `heads` return the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TargetFetcher(RowFeed):
         *,
         widths: Sequence[int],
         num_local_tokens: Sequence[int],
-        heads: Sequence[Tensor | None],
+        heads: Sequence[Callable[[], Tensor] | None],
     ) -> None:
         self._stored, self._device = stored, device
         self._widths, self._num_local_tokens, self._heads = widths, num_local_tokens, heads
@@ -136,7 +136,7 @@ class TargetFetcher(RowFeed):
                 of_row.append(TeacherTargets(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
         self._stored.clear()
         # Heads are on the device during an update only; they are as large as the policy's own head.
-        self._on_device = [None if head is None else head.to(self._device) for head in self._heads]
+        self._on_device = [None if head is None else head().to(self._device) for head in self._heads]
         return all_targets if is_last else [[] for _ in rows]
 
     def apply(self, chunk: torch.nn.Module, values: Sequence[TeacherTargets]) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.groups.megatron_ranks import RankGroups
-from megarl.models.distillation.teacher_student import TeacherModel
+from megarl.models.distillation.teacher_student import TargetModel, TeacherModel
 from megarl.models.policy import PackedModel
 from megarl.training.distillation.targets import StoredTargets, TargetPositions
-from megarl.training.model import FrozenModel
+from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.microbatch import Microbatch, whole_row
 
@@ -28,8 +28,9 @@ class TaughtTokensFeed(RowFeed):
         return [batch.mask for batch in batches]
 
     def apply(self, chunk: torch.nn.Module, values: Tensor) -> None:
-        assert isinstance(chunk, TeacherModel)
-        chunk.request_targets(values)
+        if chunk.post_process:
+            assert isinstance(chunk, TargetModel)
+            chunk.request_targets(values)
 
 
 class Teacher(FrozenModel):
@@ -41,7 +42,6 @@ class Teacher(FrozenModel):
     def __init__(self, *args: Any, num_common_tokens: int, stored: StoredTargets, **kwargs: Any) -> None:
         self._num_common_tokens, self._stored = num_common_tokens, stored
         super().__init__(*args, **kwargs)
-        self.feeds = [TaughtTokensFeed()]
 
     def _build(self, index: int) -> PackedModel:
         return self.parts.build_policy(
@@ -55,39 +55,50 @@ class Teacher(FrozenModel):
         )
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Store the targets of the trained tokens of this replica's rows, by sequence number.
-
-        `rows` are given as in `forward`. The last stage's ranks take turns storing a row's targets.
-        """
-        replica_rows = self.share_rows(rows)
-        num_tensor = parallel_state.get_tensor_model_parallel_world_size()
-        num_storing = num_tensor * parallel_state.get_context_parallel_world_size()
-        place = parallel_state.get_context_parallel_rank() * num_tensor
-        place += parallel_state.get_tensor_model_parallel_rank()
-        numbered_rows = enumerate(replica_rows)
-
-        def store_targets(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-            """Store the next row's targets, `output` [local tokens, bytes]. Megatron would collect all rows' on the
-            device.
-            """
-            index, row = next(numbered_rows)
-            targets = whole_row(output, batch.row)
-            if index % num_storing == place:
-                self._keep(row, batch, targets)
-
+        """Store the targets of the trained tokens of this replica's rows. `rows` are given as in `forward`."""
         with self.in_memory():
-            self.run_forward(replica_rows, store_targets)
+            store_targets(self, rows, self._stored)
 
-    def _keep(self, row: TokenBatch, batch: Microbatch, targets: Tensor) -> None:
-        """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""
-        assert row.target_keys is not None
-        positions = TargetPositions.of_row(row, batch.padded)
-        values = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
-        counts = np.bincount(positions.sequence, minlength=row.num_sequences)
-        for number, of_sequence in zip(
-            row.target_keys[:, 1].tolist(), np.split(values, np.cumsum(counts)[:-1]), strict=True
-        ):
-            self._stored.keep(number, of_sequence)
+
+def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: StoredTargets) -> None:
+    """Store a model's targets of the trained tokens of this replica's rows, by sequence number.
+
+    The last stage's ranks take turns storing a row's targets.
+    """
+    replica_rows = model.share_rows(rows)
+    num_tensor = parallel_state.get_tensor_model_parallel_world_size()
+    num_storing = num_tensor * parallel_state.get_context_parallel_world_size()
+    place = parallel_state.get_context_parallel_rank() * num_tensor
+    place += parallel_state.get_tensor_model_parallel_rank()
+    numbered_rows = enumerate(replica_rows)
+
+    def store_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
+        """Store the next row's targets, `output` [local tokens, bytes]. Megatron would collect all rows' on the
+        device.
+        """
+        index, row = next(numbered_rows)
+        targets = whole_row(output, batch.row)
+        if index % num_storing == place:
+            _store_by_sequence(row, batch, targets, stored)
+
+    feed = TaughtTokensFeed()
+    model.feeds.append(feed)
+    try:
+        model.run_forward(replica_rows, store_row)
+    finally:
+        model.feeds.remove(feed)
+
+
+def _store_by_sequence(row: TokenBatch, batch: Microbatch, targets: Tensor, stored: StoredTargets) -> None:
+    """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""
+    assert row.target_keys is not None
+    positions = TargetPositions.of_row(row, batch.padded)
+    values = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
+    counts = np.bincount(positions.sequence, minlength=row.num_sequences)
+    for number, of_sequence in zip(
+        row.target_keys[:, 1].tolist(), np.split(values, np.cumsum(counts)[:-1]), strict=True
+    ):
+        stored.keep(number, of_sequence)
 
 
 class ModelInOwnGroups:

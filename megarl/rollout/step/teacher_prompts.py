@@ -1,0 +1,177 @@
+"""The teachers' own prompts: the policy's prompt with more context, before the same sampled tokens.
+
+The teacher scores the sampled tokens after its own prompt (self-distillation with privileged context: OPSD, arXiv
+2601.18734; SDFT, 2601.19897; SDPO, 2601.20802). Token ids are joined; sampled tokens are never tokenised again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config.teacher_templates import RECORD, fill_template
+from megarl.data.dialogue import Dialogue
+from megarl.data.token_batch import TokenBatch, borders, select_retained
+from megarl.types import MegarlError, Trajectory
+
+
+class Opening(NamedTuple):
+    """The beginning of a sequence as a teacher reads it: `token_ids` [tokens] replace its first `num_replaced` ones."""
+
+    num_replaced: int
+    token_ids: NDArray[np.int64]
+
+    def length_of(self, num_tokens: int) -> int:
+        """Return the length of a sequence with this opening, instead of `num_tokens` with its own."""
+        return num_tokens - self.num_replaced + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class TeacherPrompts:
+    """Writes the teacher's prompts for one source of problems.
+
+    `template` and `context` are the fields `distillation.teacher_prompt` and `distillation.context`.
+    """
+
+    template: str
+    context: tuple[str, ...]
+    dialogue: Dialogue
+    _checked: tuple[bytes, str] | None = None
+    """The newest prompt found to be its messages in the chat template. Attempts of a group usually share it."""
+
+    def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
+        """Return the teacher's opening of each segment; None for a segment without sampled tokens.
+
+        `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
+        if the chat template did not write the prompt: then the teacher's cannot be written.
+        """
+        parts = [part for source in self.context if (part := _context(source, trajectory, group))]
+        if self.context and not parts:
+            return None
+        prompt, messages = trajectory.first_prompt, trajectory.messages[0] if trajectory.messages else ()
+        if prompt is None:
+            return [None for _ in trajectory.segments]
+        # Written for each attempt, because its context may be its own.
+        teacher_prompt = self._render(_rewritten(self.template, messages, "\n\n".join(parts)), trajectory)
+        self._check_prompt(prompt, messages, trajectory)
+        openings: list[Opening | None] = []
+        for segment in trajectory.segments:
+            if not segment.loss_mask.any():
+                openings.append(None)
+                continue
+            # Sampled tokens stay as they are, whatever the prompts have in common with them.
+            limit = int(segment.loss_mask.argmax())
+            opening = splice(segment.token_ids[:limit], prompt=prompt, teacher_prompt=teacher_prompt)
+            if opening is None:
+                raise _prompt_error(trajectory, "a later model call does not begin with the first prompt")
+            openings.append(opening)
+        return openings
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], trajectory: Trajectory) -> NDArray[np.int64]:
+        try:
+            return self.dialogue.opening(messages, trajectory.tools).astype(np.int64)
+        except ValueError as error:
+            raise _prompt_error(trajectory, str(error)) from error
+
+    def _check_prompt(
+        self, prompt: NDArray[np.int64], messages: Sequence[Mapping[str, Any]], trajectory: Trajectory
+    ) -> None:
+        if (key := (prompt.tobytes(), f"{messages}{trajectory.tools}")) == self._checked:
+            return
+        if not np.array_equal(self._render(messages, trajectory), prompt):
+            raise _prompt_error(trajectory, "its prompt is not its messages in the chat template")
+        self._checked = key
+
+
+def splice(
+    token_ids: NDArray[np.int64], *, prompt: NDArray[np.int64], teacher_prompt: NDArray[np.int64]
+) -> Opening | None:
+    """Return the teacher's opening of a sequence. Its tokens before the first sampled one are `token_ids` [tokens].
+
+    A later segment may write the end of `prompt` [tokens] otherwise, for example without the opening of thoughts. That
+    end must be common to both prompts. Returns None if the sequence differs from the prompt earlier.
+    """
+    num_equal = _common_length(token_ids, prompt)
+    # The sequence lacks these tokens of the prompt: both prompts must end with them.
+    rest = len(prompt) - num_equal
+    if rest > _common_length(prompt[::-1], teacher_prompt[::-1]):
+        return None
+    return Opening(num_equal, teacher_prompt[: len(teacher_prompt) - rest])
+
+
+def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[TokenBatch, NDArray[np.int64]]:
+    """Return a batch as the teacher reads it, and each of its tokens' place in `batch`: int64 [teacher's tokens].
+
+    There is an opening for each sequence. The place of the teacher's own tokens is -1.
+    """
+    pieces: list[NDArray[np.int64]] = []
+    places: list[NDArray[np.int64]] = []
+    for opening, start, end in zip(openings, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        first = int(start) + opening.num_replaced
+        pieces += [opening.token_ids, batch.token_ids[first:end]]
+        places.append(np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first, end)]))
+    place = np.concatenate(places)
+    joined = TokenBatch(
+        token_ids=np.concatenate(pieces),
+        loss_mask=(place >= 0) & batch.loss_mask[place],
+        cu_seqlens=borders([len(of_sequence) for of_sequence in places]),
+        samples=batch.samples,
+        # The engine chose experts for the policy's prompt, so the teacher's routers choose their own.
+        retained_sets=None if batch.retained_sets is None else select_retained(batch.retained_sets, place),
+        temperatures=batch.temperatures,
+        target_keys=batch.target_keys,
+    )
+    return joined, place
+
+
+def _common_length(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+    """Return the number of equal tokens at the beginning of both."""
+    size = min(len(left), len(right))
+    differs = np.flatnonzero(left[:size] != right[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def _context(source: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
+    """Return one part of a trajectory's context; empty if it has none."""
+    if source == "feedback":
+        # The messages before each completion come first; those after the last one follow.
+        replies = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
+        return "\n\n".join(_text(message.get("content")) for new in replies for message in new).strip()
+    if source == "success":
+        return next((peer.text for peer in group if peer is not trajectory and _is_success(peer)), "").strip()
+    return _text(trajectory.problem.record.get(source.removeprefix(RECORD))).strip()
+
+
+def _is_success(trajectory: Trajectory) -> bool:
+    return trajectory.reward is not None and trajectory.reward.answer_correct is True
+
+
+def _text(value: Any) -> str:
+    """Return a text as it is, nothing for null, and another JSON value as JSON."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _rewritten(template: str, messages: Sequence[Mapping[str, Any]], context: str) -> list[Mapping[str, Any]]:
+    """Return the messages with the last user message rewritten by the template."""
+    number = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    if number is None or not isinstance(messages[number].get("content"), str):
+        raise MegarlError(
+            "distillation.teacher_prompt: a prompt has no user message with a text; leave these records out, or the "
+            "field"
+        )
+    prompt = messages[number]["content"]
+    rewritten = {**messages[number], "content": fill_template(template, {"prompt": prompt, "context": context})}
+    return [*messages[:number], rewritten, *messages[number + 1 :]]
+
+
+def _prompt_error(trajectory: Trajectory, problem: str) -> MegarlError:
+    return MegarlError(
+        f"distillation.teacher_prompt: the teacher's prompt for problem {trajectory.problem.index} of environment "
+        f"{trajectory.environment} cannot be written: {problem}; use an environment with prompts by megarl, or "
+        "leave the field out"
+    )

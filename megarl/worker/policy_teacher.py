@@ -1,0 +1,33 @@
+"""The policy as its own teacher, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.token_batch import TokenBatch
+from megarl.training.distillation.targets import StoredTargets
+from megarl.training.distillation.teacher import store_targets
+from megarl.training.training_engine import TrainingEngine
+
+
+class PolicyTeacher:
+    """The policy as its own teacher: with its present weights, or `at_start` with those of the start of training.
+
+    It computes without gradient, from rows with prompts of their own.
+    """
+
+    def __init__(self, policy: TrainingEngine, stored: StoredTargets, *, at_start: bool) -> None:
+        self._policy, self._stored, self._at_start = policy, stored, at_start
+
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        return self._policy.forward_frozen(rows) if self._at_start else self._policy.forward(rows)
+
+    def teach(self, rows: Sequence[TokenBatch] | None) -> None:
+        """Store the targets of the trained tokens of this replica's rows, as a `Teacher` does."""
+        start = self._policy.starting_weights() if self._at_start else nullcontext()
+        with start, self._policy.in_memory():
+            store_targets(self._policy, rows, self._stored)
