@@ -32,6 +32,7 @@ from megarl.platform import native_stacks
 from megarl.processes.fork_server import ForkedProcess, end_fork_servers, fork_server
 from megarl.processes.open_files import provide_open_files
 from megarl.processes.process_tree import ENDING_SIGNALS, die_with
+from megarl.sandbox.containers.host import ContainerHost
 from megarl.types import MegarlError
 
 _GATHER_SECONDS = 0.05
@@ -86,6 +87,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = PrivateFolder()
         self._memory = MemoryFiles()
+        self._containers = ContainerHost()
         self._requests: dict[str, Callable[..., Awaitable[Any]]] = {
             "fork": self._fork,
             "stacks": self._read_stacks,
@@ -97,6 +99,7 @@ class Agent:
             "keep_only": self._memory.keep_only,
             "offer": self._memory.offer,
             "fetch": self._memory.fetch,
+            "container": self._containers.request,
         }
 
     async def run(self, reader: asyncio.StreamReader) -> None:
@@ -113,6 +116,7 @@ class Agent:
             for rank in self._ranks.values():
                 rank.forked.kill()
             end_fork_servers()
+            await self._containers.close()
             self._folder.remove()
 
     async def _take_message(self, reader: asyncio.StreamReader) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from megarl import faults
+from megarl.cluster.agent_link import AgentLink
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.rank_errors import RankFailedError
@@ -67,6 +68,11 @@ class RunRanks:
     def world_size(self) -> int:
         """Number of ranks of all groups."""
         return sum(group.world_size for group in self.groups)
+
+    @property
+    def agents(self) -> list[AgentLink]:
+        """The agents of the nodes with ranks. Some may be lost."""
+        return list(dict.fromkeys(place.agent for group in self.groups for place in group.places))
 
     @property
     def topology(self) -> list[tuple[str, ...]]:

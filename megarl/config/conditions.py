@@ -212,6 +212,8 @@ AGENT = Condition(
     f"set rollout.environment to {either(AGENTS)}",
     lambda recipe: recipe.rollout.environment in AGENTS or ":" in recipe.rollout.environment,
 )
+COMMAND = one_of("rollout.environment", "command")
+CONTAINER = one_of("rollout.agent.sandbox", "sandbox")
 NOT_AGENT = Condition(
     ("rollout.environment",),
     "set rollout.environment to another",

@@ -198,6 +198,7 @@ async def _start_run(
         sources = await make_sources(
             recipe, data, rewards, pool, tokenizer, stack, folder.logs_folder, tracker,
             is_abandoned=lambda: bool(stop), earlier=[step.metrics for step in folder.logged_steps()],
+            agents=lambda: ranks.agents,
         )  # fmt: skip
         spikes = spike_detector(recipe, origin.spikes)
         models = models_of(recipe, parallel, ranks.trainers, spikes)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.cluster.agent_link import AgentLink
 from megarl.cluster.launchers import server_processes
 from megarl.config import Recipe
 from megarl.config.judges import judges_answers
@@ -150,10 +151,12 @@ async def make_sources(
     *,
     is_abandoned: Callable[[], bool] = lambda: False,
     earlier: Sequence[Mapping[str, Any]] = (),
+    agents: Callable[[], Sequence[AgentLink]] = tuple,
 ) -> list[Source]:
     """Start the environments, closed with `stack`, and return the recipe's sources sampling with `pool`.
 
     Completions also end at the chat template's ends of turns. `earlier`: metrics of the run's earlier steps.
+    `agents` returns the agents of the run's nodes, on which containers may start.
     """
     folder = recipe.model.folder
     ends = added_turn_ends(folder, tokenizer)
@@ -173,6 +176,7 @@ async def make_sources(
             is_abandoned,
             screen,
             had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
+            agents,
         )
         for given in recipe.sources
     ]
@@ -189,6 +193,7 @@ async def make_source(
     is_abandoned: Callable[[], bool],
     screen: Screen,
     had_ended: bool = False,
+    agents: Callable[[], Sequence[AgentLink]] = tuple,
 ) -> Source:
     """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
@@ -205,7 +210,7 @@ async def make_source(
     if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, given.name)):
         screen.notice(text)
     sampling = sampling_settings(rollout.sampling)
-    agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, screen.notice))
+    agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, screen.notice, agents))
     if agent is not None:
         screen.info(f"endpoint at {agent.endpoint.base_url}/v1")
     sampler = GroupSampler(

@@ -4,9 +4,7 @@ turn."""
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from megarl.data.templates.history import REFUSES, history_faults
 from megarl.data.tools.schemas import check_tools
 from megarl.datasets.environment_tools import environment_errors, environment_factory
 from megarl.datasets.fields import data_paths, takes_problems
+from megarl.preflight.agent_programs import command_faults
 from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError, MegarlError
 
@@ -45,7 +44,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     name = recipe.rollout.environment
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
-        yield from _command(recipe.rollout.agent.command)
+        yield from command_faults(recipe.rollout.agent)
         yield from _unnamed_states(recipe, None)
         yield from _inherited_variables(recipe)
     else:
@@ -149,36 +148,6 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
                 f"rollout.environment = {name!r}: the chat template does not write tools, so the policy would not see "
                 "them; give the model folder one that does, or use an environment without tools"
             )
-
-
-def _command(command: Sequence[str]) -> Iterator[str]:
-    """Yield errors of `rollout.agent.command`, for example a program that does not exist."""
-    if not command:
-        yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
-    elif shutil.which(command[0]) is None:
-        yield f"rollout.agent.command = {list(command)!r}: there is no program {command[0]!r}; give its full path"
-    elif (script := _script(command)) is not None and not Path(script).is_file():
-        yield (
-            f"rollout.agent.command = {list(command)!r}: there is no file {script!r}; give its path from the folder "
-            f"that megarl is started in ({Path.cwd()}), or an absolute one"
-        )
-
-
-# Endings of script files. An argument with one of them must be a file that exists.
-_SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
-
-
-def _script(command: Sequence[str]) -> str | None:
-    """Return the script run by an interpreter: the first argument ending like a script, or None.
-
-    After -m or -c, all arguments belong to a module or to code, so there is no script.
-    """
-    for argument in command[1:]:
-        if argument in ("-m", "-c"):
-            return None
-        if not argument.startswith("-") and argument.endswith(_SCRIPTS):
-            return argument
-    return None
 
 
 def _inherited_variables(recipe: Recipe) -> Iterator[str]:

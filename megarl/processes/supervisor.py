@@ -43,12 +43,12 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     sinks: dict[int, _Sink] = {}
     ends: list[int] = []
     # One pipe for both outputs keeps the order of their lines in the log.
-    for sink in [_CappedLog(log)] if log else [_Tail(), _Tail()]:
+    for sink in [_CappedLog(log)] if log else [OutputTail(), OutputTail()]:
         output, printed = os.pipe()
         sinks[output] = sink
         ends.append(printed)
     refused, refuse = os.pipe()
-    child = fork_child(lambda: _become(settings["command"], ends[0], ends[-1], refuse))
+    child = fork_child(lambda: become_program(settings["command"], ends[0], ends[-1], refuse))
     # Without these the driver would not see the child's end, and the pipes would never report theirs.
     for descriptor in {*ends, refuse, settings["connection"]} - {None}:
         os.close(descriptor)
@@ -58,7 +58,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     for output, sink in sinks.items():
         while part := os.read(output, _PART_BYTES):
             sink.add(part)
-    tails = [sink.text() for sink in sinks.values() if isinstance(sink, _Tail)] or ["", ""]
+    tails = [sink.text() for sink in sinks.values() if isinstance(sink, OutputTail)] or ["", ""]
     report = {
         "exit_code": exit_code,
         "stdout": tails[0],
@@ -71,7 +71,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     os._exit(0)
 
 
-def _become(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
+def become_program(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
     """Replace this process by a program, keeping the supervisor's standard input."""
     # Python ignores these, and a program would inherit that: a writer would not end with the reader of its pipe.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -101,7 +101,7 @@ def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> in
         poll.register(descriptor, select.POLLIN)
     while True:
         # Also before the first poll(): the child may have ended before the SIGCHLD handler was installed.
-        exit_code = _reap(child)
+        exit_code = reap(child)
         if exit_code is not None:
             return exit_code
         ready = {descriptor for descriptor, _ in poll.poll()}
@@ -114,10 +114,10 @@ def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> in
                 poll.unregister(output)
         if control.fileno() in ready:
             # The child may have ended at the same moment.
-            return _reap(child)
+            return reap(child)
 
 
-def _reap(child: int) -> int | None:
+def reap(child: int) -> int | None:
     """Reap all ended children. Returns the exit code of `child` (128 + signal if killed); None: it still runs."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -134,7 +134,7 @@ class _Sink(Protocol):
     def add(self, part: bytes) -> None: ...
 
 
-class _Tail:
+class OutputTail:
     """The last bytes of a process's output."""
 
     def __init__(self) -> None:

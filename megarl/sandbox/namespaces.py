@@ -50,20 +50,27 @@ _NOBODY = 65534
 
 
 def become_unprivileged() -> None:
-    """As root, become a user who owns nothing on this machine, for good. Raises OSError if that is impossible.
-
-    `nobody` is the second choice: other services may run as that user.
-    """
-    for user in (_FIRST_USER + os.getpid(), _NOBODY):
+    """As root, become a user who owns nothing on this machine, for good. Raises OSError if that is impossible."""
+    for user in unprivileged_users():
         try:
-            # Groups first: after setresuid the process has no right to change them.
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            become_user(user)
         except OSError:
             continue
         return
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")
+
+
+def unprivileged_users() -> tuple[int, int]:
+    """Return ids of users without rights. `nobody` is the second choice: other services may run as that user."""
+    return _FIRST_USER + os.getpid(), _NOBODY
+
+
+def become_user(user: int) -> None:
+    """As root, become this user for good. Raises OSError."""
+    # Groups first: after setresuid the process has no right to change them.
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def enter(trees: Sequence[str], prepare: bool) -> None:
@@ -84,9 +91,9 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
         socket.sethostname(HOST_NAME)
         prctl(PR_SET_DUMPABLE, 1)  # Otherwise root owns its files in /proc.
         # Linux requires denying setgroups before an unprivileged process may write gid_map.
-        _write(proc, "self/setgroups", "deny")
-        _write(proc, "self/uid_map", f"{user} {user} 1")
-        _write(proc, "self/gid_map", f"{group} {group} 1")
+        write_process_file(proc, "self/setgroups", "deny")
+        write_process_file(proc, "self/uid_map", f"{user} {user} 1")
+        write_process_file(proc, "self/gid_map", f"{group} {group} 1")
         if not prepare:
             _build_root(trees)
     finally:
@@ -110,7 +117,7 @@ def mount_private_tmp(size_bytes: int) -> None:
         os.symlink(target, f"{_TMP}/{name}")
 
 
-def _write(proc: int, name: str, text: str) -> None:
+def write_process_file(proc: int, name: str, text: str) -> None:
     file = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
     try:
         os.write(file, text.encode())

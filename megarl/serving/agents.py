@@ -6,25 +6,29 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from megarl.cluster.agent_link import AgentLink
 from megarl.config import Recipe
 from megarl.config.sections.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
+from megarl.data.sources.harbor import FIELD, task_image
 from megarl.environments import Agent, Message, environment_maker, is_agent
-from megarl.processes.supervised_process import SupervisedProcess
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import EnginePool
+from megarl.sandbox.containers.container import ContainerError
 from megarl.serving.answers import Answer
 from megarl.serving.body import finite_reward
 from megarl.serving.codec import Codec
+from megarl.serving.containers import AttemptContainer, Containers
 from megarl.serving.credit import read_turn_rewards, trained_answers
+from megarl.serving.harbor import HarborTask, VerifierError
 from megarl.serving.sessions import Limits, Session, Sessions
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
@@ -50,6 +54,14 @@ METRICS = (
     MetricRow("environment/untrained_tokens", "tokens", "sampled tokens of an agent not trained on", PER_ATTEMPT),
     MetricRow("environment/model_calls", "count", "completions of an agent", PER_ATTEMPT),
     MetricRow("environment/program_seconds", "seconds", "run time of an agent's program", PER_ATTEMPT),
+    MetricRow("environment/container_start_seconds", "seconds", "start of an attempt's container", PER_ATTEMPT),
+    MetricRow("environment/model_seconds", "seconds", "an agent's program waited for completions", PER_ATTEMPT),
+    MetricRow("environment/tool_seconds", "seconds", "an agent's program ran without waiting for one", PER_ATTEMPT),
+    MetricRow("environment/verifier_seconds", "seconds", "run time of a task's verifier", PER_ATTEMPT),
+    MetricRow("environment/live_containers", "count", "containers living when an attempt ended", PER_ATTEMPT),
+    MetricRow(
+        "environment/leaked_containers", "count", "containers of an attempt that could not be ended", PER_ATTEMPT
+    ),
 )
 
 Result = TypeVar("Result")
@@ -69,6 +81,12 @@ further variables.
 """
 _LEAVE_SECONDS = 2.0
 """Seconds to wait for a cancelled agent to end."""
+_LOOK_SECONDS = 1.0
+"""Interval of looks at the refused calls of a running program."""
+_MAX_REFUSED_CALLS = 100
+"""Refused calls after which a program is ended: it repeats them without end."""
+_TAIL_CHARACTERS = 400
+"""Characters of standard error in the text of a failure."""
 _TICK_SECONDS = 0.05
 """Shortest wait, in seconds, between two checks of a program's time limit.
 
@@ -97,6 +115,7 @@ class AgentProgram:
     endpoint: Endpoint
     sessions: Sessions
     score: Score
+    containers: Containers
     places: asyncio.Semaphore
     make_agent: Callable[[], Agent] | None = None
 
@@ -105,44 +124,74 @@ class AgentProgram:
         recorded.
         """
         began = time.monotonic()
-        # The semaphore limits the programs running at once (rollout.agent.max_processes).
-        async with self.places:
+        harbor = HarborTask.of(task.problem)
+        verifier_seconds = 0.0
+        async with AsyncExitStack() as stack:
+            container: AttemptContainer | None = None
+            start_failure: str | None = None
+            try:
+                if self.make_agent is None:
+                    # Ahead of the attempt's turn.
+                    opening = self.containers.container(task.name, None if harbor is None else self._image(harbor))
+                    container = await stack.enter_async_context(opening)
+            except ContainerError as error:
+                start_failure = str(error)
+            # The semaphore limits the programs running at once (rollout.agent.max_processes).
+            await stack.enter_async_context(self.places)
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
             session = self.sessions.open(task.name, _seed(task), task.sampling, limits, engine)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
             try:
-                run = self._run if self.make_agent is None else self._ask
-                reward = await run(task, session, engine)
+                if start_failure is not None:
+                    raise _ProgramError(start_failure)
+                if container is None:
+                    reward = await self._ask(task, session, engine)
+                else:
+                    reward = await self._run(task, session, engine, container, harbor)
             except _ProgramError as error:
                 failure = str(error)
             finally:
                 # Ends the session on errors too, which aborts calls still running in the engines.
                 await self.sessions.end(session)
             seconds = time.monotonic() - started
+            if failure is None and harbor is not None and container is not None:
+                reward, failure = await _verify(harbor, container)
+                verifier_seconds = time.monotonic() - started - seconds
+            num_living = self.containers.num_living
         turn_rewards: tuple[tuple[int, float], ...] = ()
-        if failure is None and session.turn_rewards is not None:
+        if failure is None and harbor is None and session.turn_rewards is not None:
             try:
                 turn_rewards = read_turn_rewards(
                     session.turn_rewards, session.name, session.answers, self.config.credit
                 )
             except ValueError as error:
                 failure = f"ValueError: {error}"
+        metrics = {"program_seconds": seconds, "model_seconds": engine.seconds}
+        if container is not None:
+            metrics |= {
+                "container_start_seconds": container.seconds_to_start,
+                "tool_seconds": max(0.0, seconds - engine.seconds_by_clock),
+                "verifier_seconds": verifier_seconds,
+                "live_containers": float(num_living),
+                "leaked_containers": float(container.is_leaked),
+            }
         trajectory = _trajectory(
             task,
             session,
             failure,
             turn_rewards,
             self.config,
-            program_seconds=seconds,
+            metrics,
             engine_seconds=engine.seconds,
             environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
         )
         if failure is not None:
             return trajectory
-        # A posted reward has priority over a printed one.
-        reward = session.reward if session.reward is not None else reward
+        # A posted reward has priority over a printed one, and a verifier over both.
+        if harbor is None and session.reward is not None:
+            reward = session.reward
         if reward is not None or turn_rewards:
             total = (reward or 0.0) + sum(value for _, value in turn_rewards)
             return replace(trajectory, reward=Reward(total, True, verdict_by_value(total)))
@@ -154,64 +203,92 @@ class AgentProgram:
         assert self.make_agent is not None
         try:
             run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
-            reward = await self._wait_within_limit(run, engine)
+            reward = await self._wait_within_limit(run, engine, session, self.config.timeout_seconds)
         except TimeoutError:
             raise _ProgramError(
                 f"TimeoutError: the agent did not end within {self.config.timeout_seconds:g} s"
             ) from None
+        except _ProgramError:
+            raise
         # A user's agent may raise anything. Its error ends the attempt, not the run.
         except Exception as error:
             raise _ProgramError(f"{type(error).__name__}: {error}") from error
         return None if reward is None else _check_reward(reward)
 
-    async def _run(self, task: Task, session: Session, engine: AttemptEngine) -> float | None:
+    def _image(self, harbor: HarborTask) -> str | None:
+        return task_image(harbor.fields, self.config.image, is_unpacked=self.config.sandbox == "sandbox")
+
+    async def _run(
+        self,
+        task: Task,
+        session: Session,
+        engine: AttemptEngine,
+        container: AttemptContainer,
+        harbor: HarborTask | None,
+    ) -> float | None:
         """Run the agent program and return its reward; None: it prints none. Raises _ProgramError."""
-        names = (*INHERITED, *self.config.environment)
-        environment = {
-            **{name: os.environ[name] for name in names if name in os.environ},
-            "OPENAI_BASE_URL": self.endpoint.url_of(session),
-            "OPENAI_API_KEY": session.secret,
-            # Anthropic's clients append `/v1` themselves.
-            "ANTHROPIC_BASE_URL": self.endpoint.url_of(session).removesuffix("/v1"),
-            "ANTHROPIC_AUTH_TOKEN": session.secret,
-        }
+        program, limit = self.config.command[0], self.config.timeout_seconds
+        if harbor is not None:
+            limit = harbor.limit_seconds(limit)
+        running = container.execute(
+            self.config.command,
+            self._variables(session, container),
+            stdin=json.dumps(_task_input(task)).encode() + b"\n",
+            folder=None if harbor is None else harbor.workdir,
+        )
         try:
-            program = SupervisedProcess(
-                self.config.command, environment=environment, stdin=json.dumps(_task_input(task)).encode() + b"\n"
-            )
-        except OSError as error:
-            raise _ProgramError(f"OSError: {self.config.command[0]}: {error.strerror}") from error
-        try:
-            ended = await self._wait_within_limit(program.wait_for_end(), engine)
+            ended = await self._wait_within_limit(running, engine, session, limit)
         except TimeoutError:
-            text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
+            text = f"TimeoutError: the program did not end within {limit:g} s"
             raise _ProgramError(text) from None
-        finally:
-            # Its descendants are killed with it.
-            await program.stop()
+        except ContainerError as error:
+            raise _ProgramError(str(error)) from error
         if ended.refused:
-            raise _ProgramError(f"OSError: {self.config.command[0]}: {ended.refused}")
+            raise _ProgramError(f"OSError: {program}: {ended.refused}")
+        if ended.outcome:
+            raise _ProgramError(ended.outcome)
         if ended.exit_code != 0:
-            raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.stderr_tail()}")
+            tail = " ".join(ended.stderr.split())[-_TAIL_CHARACTERS:]
+            raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {tail}")
         reward, turn_rewards = _read_output(ended.stdout)
         if session.turn_rewards is None:
             session.turn_rewards = turn_rewards
         return reward
 
-    async def _wait_within_limit(self, work: Coroutine[Any, Any, Result], engine: AttemptEngine) -> Result:
+    def _variables(self, session: Session, container: AttemptContainer) -> dict[str, str]:
+        """Return the environment variables of a program. Only those of the machine itself inherit the usual ones."""
+        inherited = INHERITED if self.config.sandbox == "process" else ()
+        url = container.url + self.endpoint.url_of(session).removeprefix(self.endpoint.base_url)
+        return {
+            **{name: os.environ[name] for name in (*inherited, *self.config.environment) if name in os.environ},
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": session.secret,
+            # Anthropic's clients append `/v1` themselves.
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_AUTH_TOKEN": session.secret,
+        }
+
+    async def _wait_within_limit(
+        self, work: Coroutine[Any, Any, Result], engine: AttemptEngine, session: Session, seconds: float
+    ) -> Result:
         """Wait for `work` and return its result.
 
-        Raises TimeoutError after rollout.agent.timeout_seconds, not counting time in which the engines are paused.
+        Raises TimeoutError after `seconds`, not counting time in which the engines are paused.
+        Raises _ProgramError if the endpoint refuses too many calls of the session.
         """
         # Seconds in which the engines were paused before the start must not extend the limit.
-        ends = time.monotonic() - engine.seconds_paused + self.config.timeout_seconds
+        ends = time.monotonic() - engine.seconds_paused + seconds
         ending = asyncio.create_task(work)
         try:
             while not ending.done():
                 seconds_left = ends - time.monotonic() + engine.seconds_paused
                 if seconds_left <= 0:
                     raise TimeoutError
-                await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, seconds_left))
+                if session.counts["refused_calls"] > _MAX_REFUSED_CALLS:
+                    raise _ProgramError(
+                        f"RefusedCalls: the program went on after {_MAX_REFUSED_CALLS} calls had been refused"
+                    )
+                await asyncio.wait({ending}, timeout=min(_LOOK_SECONDS, max(_TICK_SECONDS, seconds_left)))
         finally:
             ending.cancel()
             await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
@@ -220,13 +297,18 @@ class AgentProgram:
 
 @asynccontextmanager
 async def agent_program(
-    recipe: Recipe, pool: EnginePool, score: Score, sampling: SamplingSettings, notify: Callable[[str], object]
+    recipe: Recipe,
+    pool: EnginePool,
+    score: Score,
+    sampling: SamplingSettings,
+    notify: Callable[[str], object],
+    agents: Callable[[], Sequence[AgentLink]] = tuple,
 ) -> AsyncIterator[AgentProgram | None]:
     """Start the endpoint for the recipe's agent, and stop it at the end. Yields None if the environment is not an
     agent.
 
     `sampling` has the sampling parameters of training. `notify` is called with a text for the first change or refusal
-    of a client's request of each kind.
+    of a client's request of each kind. `agents` returns the agents of the run's nodes.
     """
     name = recipe.rollout.environment
     if not is_agent(name):
@@ -240,18 +322,32 @@ async def agent_program(
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
     sessions = Sessions(codec)
+    containers: Containers | None = None
     endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, notice=notify, load=pool.load)
     try:
         await endpoint.start()
         config = recipe.rollout.agent
+        containers = Containers(config, endpoint.address, agents=agents, notify=notify)
+        await containers.start()
         make_agent = None
         if name != "command":
             make_agent = cast("Callable[[], Agent]", environment_maker(name, recipe.rollout.environment_kwargs))
-        yield AgentProgram(config, endpoint, sessions, score, asyncio.Semaphore(config.max_processes), make_agent)
+        places = asyncio.Semaphore(config.max_processes)
+        yield AgentProgram(config, endpoint, sessions, score, containers, places, make_agent)
     finally:
+        if containers is not None:
+            await containers.close()
         # The endpoint first: its sessions still use the codec.
         await endpoint.close()
         codec.close()
+
+
+async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
+    """Return the reward of a task's verifier, or None and why it gives none."""
+    try:
+        return await harbor.verify(container), None
+    except VerifierError as error:
+        return None, str(error)
 
 
 def _seed(task: Task) -> str:
@@ -265,7 +361,8 @@ def _task_input(task: Task) -> dict[str, Any]:
     return {
         "messages": [dict(message) for message in problem.messages],
         "answer": problem.answer,
-        "record": dict(problem.record),
+        # The folder of a task is of no use in its container.
+        "record": {name: value for name, value in problem.record.items() if name != FIELD},
         "index": problem.index,
         "number": task.number,
         "seed": _seed(task),
@@ -309,8 +406,8 @@ def _trajectory(
     failure: str | None,
     turn_rewards: tuple[tuple[int, float], ...],
     config: AgentConfig,
+    metrics: Mapping[str, float],
     *,
-    program_seconds: float,
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
@@ -338,7 +435,7 @@ def _trajectory(
         turn_rewards=turn_rewards,
         callers=tuple(answer.caller for answer in answers),
         trained=trained,
-        metrics=counts | {"model_calls": float(len(calls)), "program_seconds": program_seconds},
+        metrics=counts | {"model_calls": float(len(calls)), **metrics},
         engine_seconds=engine_seconds,
         environment_seconds=environment_seconds,
     )

@@ -110,6 +110,11 @@ class Endpoint:
         if self._server is not None:
             await self._server.close()
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port on which the endpoint listens."""
+        return self._config.host, int(self.base_url.rpartition(":")[2])
+
     def url_of(self, session: Session) -> str:
         """Return the base URL with which an OpenAI client makes calls in a session."""
         return f"{self.base_url}/s/{session.secret}/v1"

@@ -101,3 +101,23 @@ def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
         check(recipe(**changed))
     (model / "chat_template.jinja").write_text(f"{{{{ tools }}}}{plain}")
     check(recipe(**changed))
+
+
+@pytest.mark.parametrize(
+    ("agent", "cluster", "place", "facts"),
+    [
+        ({"command": ["python", "agent.py"]}, {}, "rollout.agent.command = ['python', 'agent.py']", "folders"),
+        ({"image": "/no/image"}, {}, "rollout.agent.image = /no/image", "unpack"),
+        ({"folders": ["/usr", "usr"]}, {}, "rollout.agent.folders.1 = usr", "absolute"),
+        ({"nodes": "all"}, {"launcher": "slurm"}, "rollout.agent.nodes = all", "rollout.endpoint.host=0.0.0.0"),
+    ],
+    ids=["a relative script", "no image", "a relative folder", "unreachable nodes"],
+)
+def test_a_container_that_cannot_work_is_refused(
+    recipe: Callable[..., Recipe], agent: dict[str, Any], cluster: dict[str, Any], place: str, facts: str
+) -> None:
+    agent = {"command": ["true"], "sandbox": "sandbox"} | agent
+    with pytest.raises(ConfigError) as error:
+        check(recipe(rollout={"environment": "command", "agent": agent}, cluster=cluster))
+    [line] = [line for line in str(error.value).splitlines() if "rollout.agent" in line]
+    assert place in line and facts in line, error.value

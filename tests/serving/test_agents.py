@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sections.rollout import AgentConfig, EndpointConfig
 from megarl.data.chat import load_tokenizer
+from megarl.data.sources.harbor import read_task
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task
@@ -23,6 +25,7 @@ from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import EnginePool
 from megarl.serving.agents import AgentProgram
 from megarl.serving.codec import Codec
+from megarl.serving.containers import Containers
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
@@ -53,20 +56,29 @@ async def by_length(sample: Sample) -> Scored:
 def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Callable[..., Trajectory]:
     """`attempt(command, seconds)` is the trajectory of a program."""
 
-    def make(*command: str, seconds: float = 60.0, environment: tuple[str, ...] = ()) -> Trajectory:
+    def make(
+        *command: str,
+        seconds: float = 60.0,
+        environment: tuple[str, ...] = (),
+        record: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Trajectory:
         async def drive() -> Trajectory:
             codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
             pool = EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8)
             sessions = Sessions(codec)
             endpoint = Endpoint(sessions, EndpointConfig(), model="policy")
             await endpoint.start()
-            config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment)
-            program = AgentProgram(config, endpoint, sessions, by_length, asyncio.Semaphore(1))
-            problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", {"level": 2})
+            config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment, **fields)
+            containers = Containers(config, endpoint.address)
+            await containers.start()
+            program = AgentProgram(config, endpoint, sessions, by_length, containers, asyncio.Semaphore(1))
+            problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", record or {"level": 2})
             try:
                 task = Task("command", problem, 1, 2, "seed", SAMPLING)
                 return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), AttemptEngine(pool))
             finally:
+                await containers.close()
                 await endpoint.close()
                 codec.close()
                 await pool.wait_until_drained()
@@ -202,3 +214,97 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
         assert step["environment/model_calls"] >= 1 and step["rollout/ended/error"] == 0
         assert step["logprob_gap/max"] < 1e-4 and step["environment/forks"] == 0
     assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
+
+
+def test_a_program_in_a_sandbox_is_recorded_like_any_other(attempt: Callable[..., Trajectory], tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(ASKING + "print(os.getcwd(), sorted(os.environ), file=sys.stderr); print(0.25)")
+    plain = attempt(sys.executable, "-c", ASKING + "print(0.25)")
+    boxed = attempt(sys.executable, str(program), sandbox="sandbox", folders=(str(tmp_path),))
+    assert boxed.failure is None and boxed.reward == plain.reward == Reward(0.25, True, None)
+    assert boxed.segments[0].token_ids.tolist() == plain.segments[0].token_ids.tolist()
+    for metric in ("container_start_seconds", "model_seconds", "tool_seconds", "live_containers"):
+        assert boxed.metrics[metric] > 0, metric
+    assert boxed.metrics["leaked_containers"] == 0
+    failed = attempt("sh", "-c", "echo $HOME $OPENAI_BASE_URL >&2; exit 3", sandbox="sandbox")
+    assert failed.failure is not None and "/home/agent http://127.0.0.1:11811/s/" in failed.failure
+    flooded = attempt("sh", "-c", "yes", sandbox="sandbox", output_mib=1)
+    assert flooded.failure == "OutputLimit: the program printed more than 1048576 bytes"
+    absent = attempt("true", sandbox="sandbox", folders=("/no/such/folder",))
+    assert absent.failure is not None and absent.failure.startswith("ContainerError: it does not start")
+
+
+REPEATING = """
+while True:
+    try:
+        ask(told["messages"])
+    except Exception:
+        pass
+"""
+
+
+def test_a_program_that_repeats_refused_calls_is_ended(attempt: Callable[..., Trajectory]) -> None:
+    found = attempt(sys.executable, "-c", ASKING + REPEATING)
+    assert found.failure == "RefusedCalls: the program went on after 100 calls had been refused"
+
+
+HARBOR_AGENT = """
+import os, subprocess, time
+assert not os.path.exists("/tests") and "harbor" not in told["record"]
+open("answer.txt", "w").write(answer)
+open("/logs", "w").write("no folder")
+subprocess.Popen(["sh", "-c", "while true; do echo 0 > /logs/verifier/reward.txt; done 2> /dev/null"])
+print(77)
+"""
+GRADER = """
+grep -q . answer.txt && echo graded && pwd
+[ "$(ls /proc | grep -c '^[0-9]')" -lt 8 ] && printf REWARD
+"""
+
+
+@pytest.fixture
+def harbor_task(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`harbor_task(test, toml)` is the record of a task with this verifier."""
+
+    def make(test: str, toml: str = "") -> dict[str, Any]:
+        folder = tmp_path / "task"
+        (folder / "tests").mkdir(parents=True, exist_ok=True)
+        (folder / "tests/test.sh").write_text(test)
+        (folder / "instruction.md").write_text("Add.")
+        (folder / "task.toml").write_text(toml)
+        return read_task(folder / "task.toml")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("written", "reward", "failure"),
+    [
+        ("0.5 > /logs/verifier/reward.txt", 0.5, None),
+        ("'{\"accuracy\": 1}' > /logs/verifier/reward.json", 1.0, None),
+        ('\'{"reward": 0, "other": 1}\' > /logs/verifier/reward.json; exit 1', 0.0, None),
+        ('\'{"one": 0, "other": 1}\' > /logs/verifier/reward.json', None, "the reward is None"),
+        ("nan > /logs/verifier/reward.txt", None, "the reward is nan"),
+        ("none > /logs/verifier/reward.txt", None, "could not convert"),
+        ("tests are broken", None, "neither reward.json nor reward.txt in /logs/verifier: graded /workspace"),
+        ("x; sleep 600", None, "the tests did not end within 3 s"),
+        ("x; yes", None, "OutputLimit"),
+    ],
+    ids=["a text", "one number", "a failed test", "two numbers", "not a number", "no number", "none", "late", "flood"],
+)
+def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
+    written: str,
+    reward: float | None,
+    failure: str | None,
+    attempt: Callable[..., Trajectory],
+    harbor_task: Callable[..., dict[str, Any]],
+) -> None:
+    record = harbor_task(GRADER.replace("REWARD", written), "[verifier]\ntimeout_sec = 3\n")
+    command = sys.executable, "-c", ASKING + HARBOR_AGENT
+    found = attempt(*command, record=record, sandbox="sandbox", output_mib=1)
+    if failure is None:
+        assert found.failure is None and found.reward is not None and found.reward.score == reward
+    else:
+        assert found.failure is not None and found.failure.startswith("VerifierError: ") and failure in found.failure
+        assert found.reward is None
+    assert found.metrics["verifier_seconds"] > 0 and found.num_sampled > 0

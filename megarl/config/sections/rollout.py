@@ -11,6 +11,8 @@ from megarl.config.annotations import Decides, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
     AGENT,
     COLOCATED,
+    COMMAND,
+    CONTAINER,
     NOT_AGENT,
     NOT_COMMAND,
     NOT_SINGLE_TURN,
@@ -26,6 +28,9 @@ from megarl.config.sections.sampling import SamplingConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that only this machine can reach."""
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+"""Addresses of all interfaces of a machine. They can be listened on, not connected to."""
 
 MIN_TOKEN_CHARACTERS = 16
 """Minimum length of a token on a public address. 16 random letters and digits have 95 bits, too many to guess."""
@@ -72,7 +77,8 @@ class AgentConfig(Section):
     """Maximum seconds that an agent program runs in an attempt, not counting pauses of the engines for an update
     (rollout.stragglers). After that the program and its children are killed, and the attempt ends with an error."""
     max_processes: PositiveInt = 64
-    """Maximum number of agent programs running at once. All run on the driver's machine."""
+    """Maximum number of agent programs running at once, on all nodes together (nodes). Containers of four more attempts
+    start ahead of their turn."""
     credit: Literal["attempt", "final_segment", "by_turn"] = "attempt"
     """Answers that an attempt's reward trains. attempt (default): all answers, those of sub-agents and summaries too,
     with one advantage. final_segment: only the sequence with the main agent's last answer. by_turn: the program gives
@@ -80,9 +86,41 @@ class AgentConfig(Section):
     untrained_kinds: tuple[str, ...] = ()
     """Kinds of requests whose answers are not trained, for example title. Clients name the kind of a request in the
     header x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
+    sandbox: Annotated[Literal["process", "sandbox"], OnlyIf(COMMAND)] = "process"
+    """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces of
+    its own, which need no daemon and no image. See megarl/environments/README.md."""
+    image: Annotated[str | None, OnlyIf(COMMAND, CONTAINER)] = None
+    """Image of the container. With sandbox: a folder with an unpacked image, whose files the program sees below a layer
+    of its own. Default: the machine's system folders and megarl's Python, read-only."""
+    folders: Annotated[tuple[str, ...], OnlyIf(COMMAND, CONTAINER)] = ()
+    """Folders of the machine shown read-only at the same place in the container, for example that of the program.
+    Absolute paths."""
+    network: Annotated[Literal["endpoint", "host"] | None, OnlyIf(COMMAND, CONTAINER)] = None
+    """Network of the program. endpoint (default in a container): only the endpoint can be reached. host: the machine's
+    network. Programs with sandbox process always have it."""
+    nodes: Annotated[Literal["driver", "all"], OnlyIf(COMMAND)] = "driver"
+    """Machines that run the programs. driver (default): the driver's. all: every node of the job, by free memory; then
+    rollout.endpoint.host must be an address that they reach, 0.0.0.0 for example."""
+    processes: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
+    """Maximum number of processes and threads of an attempt. A program with more ends with ProcessLimit. Default:
+    none."""
+    memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
+    """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
+    MemoryLimit. Default: none."""
+    disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, CONTAINER)] = None
+    """Maximum size of an attempt's new files in GiB. They are held in memory. A program that fills it ends with
+    DiskLimit. Default: 4."""
+    output_mib: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
+    """Maximum output of a program in MiB. A program that prints more ends with OutputLimit. Default: none. The last
+    64 KiB are kept."""
     environment: tuple[str, ...] = ()
     """Names of environment variables passed on to the agent program, for example a search service's key. PATH, HOME,
     locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
+
+    @property
+    def reach(self) -> Literal["endpoint", "host"]:
+        """Network of the programs."""
+        return self.network or ("host" if self.sandbox == "process" else "endpoint")
 
 
 class BudgetConfig(Section):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from megarl.data.sources.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
 from megarl.data.sources.file_kinds import refuse_other_text
+from megarl.data.sources.harbor import read_task, task_files
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.shipped import input_command
 from megarl.files.strict_json import MEDIUM, parse
@@ -72,6 +73,9 @@ def data_files(source: str | Path) -> list[Path]:
         if split is not None:
             raise DataError(f"{source}: {path} is one file, so it has no splits; remove {split}@")
         return [path]
+    # The folders of tasks hold files of any kind, which are not data.
+    if split is None and (tasks := task_files(path)):
+        return tasks
     inside = [
         file
         for file in sorted(path.rglob("*"))
@@ -430,6 +434,10 @@ def _to_python(value: Any) -> Any:
     return value
 
 
+def _task(path: Path) -> Iterator[Row]:
+    yield Row(1, "line", read_task(path))
+
+
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
@@ -440,5 +448,6 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
     ".arrow": _arrow,
+    ".toml": _task,
 }
 """Functions reading a file's rows, keyed by file extension."""

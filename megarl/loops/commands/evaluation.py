@@ -238,7 +238,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
         source: ((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
         for source, sets in heldout.items()
     }
-    return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen)
+    return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: ranks.agents)
 
 
 class _Screen:

@@ -1,0 +1,95 @@
+"""Tasks in Harbor's format: folders with `instruction.md`, `task.toml`, `environment/` and `tests/test.sh`.
+
+A folder of tasks is a data source. Its records have the instruction as prompt, and the task in the field `harbor`.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.types import DataError
+
+TASK_FILE = "task.toml"
+FIELD = "harbor"
+"""Field of a record with its task."""
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_VERIFIER_SECONDS = 600.0
+"""Harbor's default."""
+
+
+def task_files(folder: Path) -> list[Path]:
+    """Return the description of each task in a folder, or in one task's folder; empty: it has none."""
+    if (folder / TASK_FILE).is_file():
+        return [folder / TASK_FILE]
+    return sorted(folder.glob(f"*/{TASK_FILE}"))
+
+
+def read_task(path: Path) -> dict[str, Any]:
+    """Return the record of a task, described by the file `path`. Raises DataError."""
+    folder = path.parent
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: is not valid TOML ({error})") from None
+    instruction = folder / "instruction.md"
+    if not instruction.is_file() or not (prompt := instruction.read_text(encoding="utf-8", errors="replace")).strip():
+        raise DataError(f"{path}: the task has no instruction; write {instruction}")
+    if not (folder / "tests/test.sh").is_file():
+        raise DataError(f"{path}: the task has no verifier; write {folder}/tests/test.sh, or remove the task")
+    if compose := next((name for name in _COMPOSE if (folder / "environment" / name).exists()), None):
+        raise DataError(f"{path}: environment/{compose}: several containers for a task are not supported; remove it")
+    verifier, environment = _section(path, settings, "verifier"), _section(path, settings, "environment")
+    if verifier.get("environment_mode", "shared") != "shared":
+        raise DataError(
+            f"{path}: verifier.environment_mode = {verifier['environment_mode']!r}: the verifier runs in the agent's "
+            "container; set it to shared"
+        )
+    if environment.get("network_mode", "no-network") == "allowlist":
+        raise DataError(f"{path}: environment.network_mode = allowlist is not supported; set it to no-network")
+    task = {
+        "folder": str(folder.resolve()),
+        "image": _text(path, environment, "docker_image"),
+        "workdir": _text(path, environment, "workdir"),
+        "has_dockerfile": (folder / "environment/Dockerfile").is_file(),
+        "needs_network": environment.get("network_mode", "no-network") == "public",
+        "agent_seconds": _seconds(path, _section(path, settings, "agent"), None),
+        "verifier_seconds": _seconds(path, verifier, _VERIFIER_SECONDS),
+    }
+    return {"prompt": prompt, "gt_answer": folder.name, FIELD: task}
+
+
+def task_image(task: Mapping[str, Any], image: str | None, *, is_unpacked: bool) -> str | None:
+    """Return the image of a task's container: `image` with the task's name for {task}, else its own.
+
+    `is_unpacked`: images are folders, so the name of one in a registry is of no use.
+    """
+    if image is not None:
+        return image.replace("{task}", Path(task["folder"]).name)
+    return None if is_unpacked else task["image"]
+
+
+def _section(path: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = settings.get(name, {})
+    if not isinstance(section, dict):
+        raise DataError(f"{path}: {name} = {section!r}: must be a table")
+    return section
+
+
+def _text(path: Path, section: Mapping[str, Any], name: str) -> str | None:
+    value = section.get(name)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{path}: environment.{name} = {value!r}: must be a text")
+    return value
+
+
+def _seconds(path: Path, section: Mapping[str, Any], default: float | None) -> float | None:
+    value = section.get("timeout_sec", default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+        raise DataError(f"{path}: timeout_sec = {value!r}: must be a number of seconds above 0")
+    return float(value)

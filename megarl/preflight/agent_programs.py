@@ -1,0 +1,136 @@
+"""Checks of the agent program of environment `command`, and of its container."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.sections.rollout import LOOPBACK, AgentConfig
+from megarl.data.sources.harbor import FIELD, TASK_FILE, read_task, task_files, task_image
+from megarl.datasets.fields import data_paths
+from megarl.preflight.registry import Cost, checks
+from megarl.sandbox.containers.container import ContainerSettings, start_fault
+from megarl.sandbox.layers import REMEDIES
+from megarl.types import DataError
+
+# Endings of script files. An argument with one of them must be a file that exists.
+_SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
+
+
+def command_faults(agent: AgentConfig) -> Iterator[str]:
+    """Yield errors of `rollout.agent.command`, for example a missing program."""
+    command = agent.command
+    where = f"rollout.agent.command = {list(command)!r}"
+    if not command:
+        yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
+    elif agent.sandbox != "process":
+        if (script := _script(command)) is not None and not os.path.isabs(script):
+            yield (
+                f"{where}: the container has a working folder of its own, without {script!r}; give its absolute path, "
+                "and its folder in rollout.agent.folders"
+            )
+    elif shutil.which(command[0]) is None:
+        yield f"{where}: there is no program {command[0]!r}; give its full path"
+    elif (script := _script(command)) is not None and not Path(script).is_file():
+        yield (
+            f"{where}: there is no file {script!r}; give its path from the folder "
+            f"that megarl is started in ({Path.cwd()}), or an absolute one"
+        )
+
+
+def _script(command: Sequence[str]) -> str | None:
+    """Return the script run by an interpreter: the first argument ending like a script, or None.
+
+    After -m or -c, all arguments belong to a module or to code, so there is no script.
+    """
+    for argument in command[1:]:
+        if argument in ("-m", "-c"):
+            return None
+        if not argument.startswith("-") and argument.endswith(_SCRIPTS):
+            return argument
+    return None
+
+
+@checks("rollout")
+def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if programs of other nodes could not reach the endpoint."""
+    rollout = recipe.rollout
+    is_elsewhere = rollout.agent.nodes == "all" and recipe.cluster.launcher != "local"
+    if is_elsewhere and rollout.endpoint.host in LOOPBACK:
+        yield (
+            f"rollout.agent.nodes = all: other nodes cannot reach rollout.endpoint.host = {rollout.endpoint.host}; set "
+            "rollout.endpoint.host=0.0.0.0, and rollout.endpoint.token to ${oc.env:NAME}"
+        )
+
+
+@checks("rollout", Cost.FILES)
+def containers(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of the container: missing folders, or a machine unable to start one."""
+    agent = recipe.rollout.agent
+    tasks = _harbor_tasks(recipe)
+    if tasks and (recipe.rollout.environment != "command" or agent.sandbox == "process"):
+        yield (
+            f"data.train has tasks with verifiers ({tasks[0]['folder']}), which run in the container of a program; set "
+            "rollout.environment=command and rollout.agent.sandbox=sandbox"
+        )
+    if tasks and agent.credit == "by_turn":
+        yield "rollout.agent.credit = by_turn: the verifier of a task gives one reward; choose attempt or final_segment"
+    if recipe.rollout.environment != "command" or agent.sandbox == "process":
+        return
+    faults = [
+        f"rollout.agent.folders.{place} = {folder}: there is no such folder; give an absolute path"
+        for place, folder in enumerate(agent.folders)
+        if not (os.path.isabs(folder) and os.path.exists(folder))
+    ]
+    images = dict.fromkeys(task_image(task, agent.image, is_unpacked=True) for task in tasks) or {agent.image: None}
+    faults += [fault for task in tasks for fault in _task_faults(task, agent)]
+    faults += [
+        f"rollout.agent.image = {image}: is not a folder with an unpacked image (it has no bin/sh); unpack "
+        "one there, with `docker export CONTAINER | tar -x -C FOLDER` for example, or leave the field out"
+        for image in images
+        if image is not None and not os.path.lexists(Path(image, "bin/sh"))
+    ]
+    yield from faults
+    if faults:
+        return
+    image = next(iter(images))
+    settings = ContainerSettings(
+        kind=agent.sandbox,
+        name="megarl-check",
+        address=("127.0.0.1", 9),
+        image=image,
+        folders=agent.folders,
+        network=agent.reach,
+    )
+    if (fault := start_fault(settings)) is not None:
+        yield f"rollout.agent.sandbox = {agent.sandbox}: no container starts ({fault}); {REMEDIES['namespaces']}"
+
+
+def _harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
+    """Return the tasks of the recipe's data without faulty ones. The check of the data reports these."""
+    tasks: list[Mapping[str, Any]] = []
+    for path in data_paths(recipe).values():
+        if Path(path).is_dir():
+            with suppress(DataError):
+                tasks += [read_task(file)[FIELD] for file in task_files(Path(path))]
+    return tasks
+
+
+def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
+    """Yield errors of a task not fitting the recipe's containers."""
+    where = f"{task['folder']}/{TASK_FILE}"
+    if agent.image is None and (task["has_dockerfile"] or task["image"]):
+        yield (
+            f"{where}: the task has an image of its own, which is not built or downloaded; unpack it, and set "
+            "rollout.agent.image to its folder. {task} in it stands for the task's name"
+        )
+    if task["needs_network"] and agent.reach != "host":
+        yield (
+            f"{where}: environment.network_mode = public: the container reaches the endpoint only; set "
+            "rollout.agent.network=host, or the task's network_mode to no-network"
+        )

@@ -1,0 +1,201 @@
+"""A container as its host sees it: start, programs, files, lease and end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+from megarl.files.shipped import PACKAGE
+from megarl.processes.frames import HEADER_BYTES, FrameError, decode, encode, payload_size, receive, within
+from megarl.processes.supervised_process import SupervisedProcess
+from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
+
+LEASE_SECONDS = 60.0
+"""Seconds from the last renewal of a lease to the end of its container."""
+_TRIAL_SECONDS = 60.0
+_KEEPER = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from megarl.sandbox.containers.keeper import main
+main()
+"""
+
+
+class ContainerError(Exception):
+    """Raised if a container does not start, is lost, or refuses a request. The text has the form `KIND: reason`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSettings:
+    """Settings of a container. `name` holds the run, the attempt and the try."""
+
+    kind: str
+    name: str
+    address: tuple[str, int]
+    """Address of the endpoint, as this node reaches it."""
+    image: str | None = None
+    folders: tuple[str, ...] = ()
+    network: str = "endpoint"
+    limits: Limits = field(default_factory=Limits)
+    lease_seconds: float = LEASE_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executed:
+    """How a program in a container ended. `outcome` is the exceeded limit, as `KIND: text`; empty: none."""
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    outcome: str
+    refused: str
+    """Why the program could not be started."""
+
+
+class Container:
+    """One container of this node. Call `start` first, and `stop` at the end."""
+
+    def __init__(self, settings: ContainerSettings) -> None:
+        self.settings = settings
+        self.url = ""
+        """Base URL of the endpoint, as the container's programs reach it."""
+        self.seconds_to_start = 0.0
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._process: SupervisedProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the container. Raises ContainerError."""
+        began = time.monotonic()
+        try:
+            self._process = start_keeper(self.settings)
+        except OSError as error:
+            raise ContainerError(f"OSError: {error.strerror}") from error
+        # A duplicate: the process closes its own end when it is stopped.
+        reader, self._writer = await asyncio.open_connection(sock=self._process.connection.dup())
+        try:
+            first = await _read_frame(reader)
+        except (EOFError, OSError, FrameError) as error:
+            ended = await self._process.stop()
+            raise ContainerError(f"ContainerError: it does not start: {ended.stderr_tail() or ended}") from error
+        if "refused" in first:
+            await self._process.stop()
+            raise ContainerError(f"ContainerError: it does not start: {first['refused']}")
+        self.url = first["url"]
+        self._reading = asyncio.create_task(self._read(reader))
+        self.seconds_to_start = time.monotonic() - began
+
+    async def execute(
+        self, command: list[str], environment: Mapping[str, str], *, stdin: str = "", folder: str | None = None
+    ) -> Executed:
+        """Run a program to its end, and kill all other programs of the container then. Raises ContainerError.
+
+        `stdin` is its standard input, in base64. Cancelling the call kills them too.
+        """
+        try:
+            answer = await self._request(
+                "exec",
+                command=command,
+                environment=dict(environment),
+                stdin=stdin,
+                folder=folder,
+            )
+        except asyncio.CancelledError:
+            self._send({"do": "cancel"})
+            raise
+        return Executed(**answer)
+
+    async def put(self, folder: str, files: Mapping[str, tuple[int, str]]) -> None:
+        """Replace a folder by one with these files: relative path to mode and content in base64. Raises
+        ContainerError.
+        """
+        await self._request("put", folder=folder, files=dict(files))
+
+    async def get(self, path: str, max_bytes: int) -> str:
+        """Return the content of a file, in base64. Raises ContainerError if there is no such file, or a longer one."""
+        return (await self._request("get", path=path, max_bytes=max_bytes))["content"]
+
+    def renew(self) -> None:
+        """Renew the lease."""
+        self._send({"do": "renew"})
+
+    async def stop(self) -> None:
+        """End the container with all its programs and files."""
+        if self._process is not None:
+            await self._process.stop()
+        if self._writer is not None:
+            self._writer.close()
+        if self._reading is not None:
+            await self._reading
+
+    async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
+        assert self._reading is not None, "requests come after the start"
+        if self._reading.done():
+            raise ContainerError("ContainerLost: the container has ended")
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"do": do, "id": number, **fields})
+            answer = await future
+        finally:
+            self._answers.pop(number, None)
+        del answer["id"]
+        if "error" in answer:
+            raise ContainerError(f"OSError: {answer['error']}")
+        return answer
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Pass answers to their requests until the connection ends. Then fail the others."""
+        try:
+            while True:
+                answer = await _read_frame(reader)
+                # The answer to a cancelled request has no reader.
+                if (future := self._answers.get(answer.get("id", 0))) is not None and not future.done():
+                    future.set_result(answer)
+        except (EOFError, OSError, FrameError):
+            pass
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(ContainerError("ContainerLost: the container ended before its program"))
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Return the next message. Raises EOFError, OSError or FrameError."""
+    size = payload_size(await reader.readexactly(HEADER_BYTES), MAX_MESSAGE_BYTES)
+    return decode(await reader.readexactly(size))
+
+
+def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
+    """Start the keeper of a container. Its first message says whether it is ready. Raises OSError."""
+    # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
+    command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]
+    return SupervisedProcess(
+        [*command, json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})],
+        environment={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
+        has_connection=True,
+    )
+
+
+def start_fault(settings: ContainerSettings) -> str | None:
+    """Start a container and end it at once. Returns why it does not start; None: it does."""
+    keeper = start_keeper(settings)
+    try:
+        return receive(keeper.connection, MAX_MESSAGE_BYTES, within(_TRIAL_SECONDS)).get("refused")
+    except (EOFError, OSError, FrameError) as error:
+        return keeper.end().stderr_tail() or str(error)
+    finally:
+        keeper.kill()

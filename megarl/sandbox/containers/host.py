@@ -1,0 +1,97 @@
+"""Host of one node's containers: starts them, passes requests to them, renews their leases, and ends them.
+
+It runs in the driver, or in the agent of a node. Requests and answers are JSON values, so both are reached alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings
+from megarl.sandbox.containers.requests import Limits
+
+
+class ContainerHost:
+    """The containers of this node, by name."""
+
+    def __init__(self) -> None:
+        self._containers: dict[str, Container] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        """Program in progress by the name of its container."""
+
+    async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out a request, and return its answer. A failure is an answer with `error`, as `KIND: reason`."""
+        try:
+            return await getattr(self, f"_{verb}")(**fields)
+        except ContainerError as error:
+            return {"error": str(error)}
+
+    async def close(self) -> None:
+        """End all containers."""
+        await asyncio.gather(*(self._stop(name) for name in list(self._containers)))
+
+    async def _start(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        limits = Limits(**settings["limits"])
+        address = settings["address"][0], settings["address"][1]
+        arguments = {**settings, "limits": limits, "folders": tuple(settings["folders"]), "address": address}
+        container = Container(ContainerSettings(**arguments))
+        try:
+            await container.start()
+        except BaseException:
+            await container.stop()
+            raise
+        self._containers[container.settings.name] = container
+        return {"url": container.url, "seconds": container.seconds_to_start}
+
+    async def _execute(self, name: str, **fields: Any) -> dict[str, Any]:
+        running = asyncio.create_task(self._find(name).execute(**fields))
+        self._running[name] = running
+        try:
+            await asyncio.wait({running})
+        finally:
+            running.cancel()
+            del self._running[name]
+        # Cancelled by `_cancel`, and not because the host ends.
+        if running.cancelled():
+            raise ContainerError("Cancelled: the program was ended")
+        return asdict(running.result())
+
+    async def _cancel(self, name: str) -> dict[str, Any]:
+        if (running := self._running.get(name)) is not None:
+            running.cancel()
+        return {}
+
+    async def _put(self, name: str, folder: str, files: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
+        await self._find(name).put(folder, files)
+        return {}
+
+    async def _get(self, name: str, path: str, max_bytes: int) -> dict[str, Any]:
+        return {"content": await self._find(name).get(path, max_bytes)}
+
+    async def _stop(self, name: str) -> dict[str, Any]:
+        if (container := self._containers.pop(name, None)) is not None:
+            await container.stop()
+        return {}
+
+    async def _renew(self) -> dict[str, Any]:
+        """Renew all leases. Returns the names of the living containers, and the node's free memory."""
+        for container in self._containers.values():
+            container.renew()
+        return {"names": [*self._containers], "free_bytes": free_memory_bytes()}
+
+    def _find(self, name: str) -> Container:
+        if name not in self._containers:
+            raise ContainerError(f"ContainerLost: this node has no container {name}")
+        return self._containers[name]
+
+
+def free_memory_bytes() -> int:
+    """Return the memory available to new programs of this node (proc(5), meminfo)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0

@@ -1,0 +1,136 @@
+"""Keeper: a process for each container. It sets it up and holds its connection to the host. They end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from megarl.processes.frames import send
+from megarl.processes.process_tree import die_with, fork_child
+from megarl.sandbox.containers.places import MachinePlace, NamespacePlace
+from megarl.sandbox.containers.relay import Relay
+from megarl.sandbox.containers.requests import Limits, RequestLoop
+from megarl.sandbox.containers.root_folder import (
+    NAMESPACES,
+    NETWORK_NAMESPACE,
+    RELAY_PORT,
+    RootFolder,
+    drop_rights,
+    finish_root,
+    map_users,
+    open_loopback,
+    root_as,
+)
+from megarl.sandbox.kernel import CLONE_NEWNS, clone, unshare
+from megarl.sandbox.namespaces import become_user, unprivileged_users
+
+DEFAULT_DISK_BYTES = 4 << 30
+
+
+def main() -> NoReturn:
+    """Main function of the keeper. Arguments: settings as JSON, and the descriptor of its connection."""
+    settings, connection = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    connection.set_inheritable(False)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        # If memory runs out, the kernel kills programs before the training.
+        file.write("1000")
+    hold = _hold_namespaces if settings["kind"] == "sandbox" else _hold_programs
+    try:
+        hold(settings, connection)
+    except OSError as error:
+        send(connection, {"refused": error.strerror or str(error)})
+    os._exit(0)
+
+
+def _hold_programs(settings: dict[str, Any], connection: socket.socket) -> None:
+    _serve(settings, connection, MachinePlace(), _url(settings["address"]))
+
+
+def _serve(settings: dict[str, Any], connection: socket.socket, place: MachinePlace | NamespacePlace, url: str) -> None:
+    loop = RequestLoop(connection, place, Limits(**settings["limits"]), settings["lease_seconds"])
+    send(connection, {"ready": True, "url": url})
+    loop.run()
+
+
+def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> None:
+    """Create the namespaces of a container, and relay its connections until its first process ends."""
+    parent, is_root = os.getppid(), os.geteuid() == 0
+    root = RootFolder(
+        image=settings["image"],
+        folders=tuple(settings["folders"]),
+        python=tuple(settings["python"]),
+        disk_bytes=settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES,
+    )
+    # Opened first, because the machine's /proc is not in the new root, and only that can write the maps of users.
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    if is_root:
+        # With root's rights: perhaps only root can read the folders. No program of the container has them.
+        # Chosen first: the owners of the mounts are mapped to this user.
+        user = unprivileged_user(proc)
+        users = root_as(user, proc)
+        unshare(CLONE_NEWNS)
+        root.build(users)
+        os.close(users)
+        become_user(user)
+        # The kernel forgets the death signal with a change of the user.
+        die_with(parent)
+    user, group = os.geteuid(), os.getegid()
+    is_alone = settings["network"] == "endpoint"
+    ours, theirs = socket.socketpair()
+
+    def begin() -> None:
+        ours.close()
+        try:
+            map_users(proc, user=user, group=group)
+            os.close(proc)
+            if not is_root:
+                root.build()
+            finish_root()
+            # A socket stays in the network in which it was opened, whoever accepts on it.
+            if is_alone:
+                with open_loopback() as listener:
+                    socket.send_fds(theirs, [b"listening"], [listener.fileno()])
+            theirs.close()
+            drop_rights()
+        except OSError as error:
+            send(connection, {"refused": error.strerror or str(error)})
+            return
+        _serve(
+            settings,
+            connection,
+            NamespacePlace(),
+            f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"]),
+        )
+
+    first = fork_child(begin, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
+    os.close(proc)
+    theirs.close()
+    # The host reads the end of the container only if no other process holds its end of the connection.
+    connection.close()
+    # Without a listener the container has the machine's network, or did not start.
+    _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
+    relay = Relay(socket.socket(fileno=listeners[0]), tuple(settings["address"])) if listeners else None
+    # The relay's threads do the rest.
+    select.select([os.pidfd_open(first)], [], [])
+    del relay
+    os._exit(0)
+
+
+def unprivileged_user(proc: int) -> int:
+    """Return a user without rights in this process's user namespace. Raises PermissionError."""
+    with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    for user in unprivileged_users():
+        if any(first <= user < first + length for first, _, length in ranges):
+            return user
+    raise PermissionError("setresuid: this process cannot change to an unprivileged user")
+
+
+def _url(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

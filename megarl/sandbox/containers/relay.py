@@ -1,0 +1,53 @@
+"""Relay of connections from a container to the endpoint, its only way out."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+_PART_BYTES = 64 << 10
+_MAX_CONNECTIONS = 64
+"""Connections of one container at once. Further ones wait."""
+
+
+class Relay:
+    """Accepts connections on `listener`, in the network of a container, and passes their bytes to `address`."""
+
+    def __init__(self, listener: socket.socket, address: tuple[str, int]) -> None:
+        self._listener, self._address = listener, address
+        self._places = threading.Semaphore(_MAX_CONNECTIONS)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            # Further clients wait in the kernel's queue.
+            self._places.acquire()
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        """Pass bytes in both directions until both have ended."""
+        try:
+            with client, suppress(OSError), socket.create_connection(self._address) as server:
+                sending = threading.Thread(target=_copy, args=(client, server), daemon=True)
+                sending.start()
+                _copy(server, client)
+                # The endpoint has answered and closed; the client may still hold its own side open.
+                with suppress(OSError):
+                    client.shutdown(socket.SHUT_RD)
+                sending.join()
+        finally:
+            self._places.release()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes until the source ends, and then end the target's input."""
+    with suppress(OSError):
+        while part := source.recv(_PART_BYTES):
+            target.sendall(part)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

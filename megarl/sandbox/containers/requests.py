@@ -1,0 +1,291 @@
+"""Loop of a container: executes the host's requests within limits, and ends without a lease.
+
+The connection carries frames (`processes.frames`). The loop runs in the first process of namespaces, or beside the
+programs, where it can see and kill them.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.files.pid_space import stat_fields
+from megarl.processes.frames import FrameError, receive, send, within
+from megarl.processes.process_tree import fork_child
+from megarl.processes.supervisor import OutputTail, become_program, reap
+
+# Files of a task, in base64.
+MAX_MESSAGE_BYTES = 256 << 20
+_MESSAGE_SECONDS = 60.0
+"""Seconds for the rest of a message to arrive."""
+_TICK_SECONDS = 0.1
+"""Interval of looks at the processes and the memory of a running program."""
+_PART_BYTES = 64 << 10
+_SPARE_TASKS = 64
+"""Tasks allowed by the kernel beyond the limit, so a look finds a program beyond the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one container. None: no limit."""
+
+    processes: int | None = None
+    """Processes and threads at once."""
+    memory_bytes: int | None = None
+    """Memory of all processes together, without files."""
+    disk_bytes: int | None = None
+    """Bytes of new files."""
+    output_bytes: int | None = None
+    """Bytes printed by one program."""
+
+
+class Place(Protocol):
+    """Place of a container's programs."""
+
+    has_own_users: bool
+    """Whether the container has a user namespace, in which the kernel counts its processes apart."""
+
+    def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
+        """Return command, environment and folder of the process running a program."""
+        ...
+
+    def process_ids(self) -> list[int]:
+        """Return the processes of the container. Empty: they cannot be seen here."""
+        ...
+
+    def free_disk_bytes(self) -> int | None:
+        """Return the bytes left for new files; None: unknown."""
+        ...
+
+    def kill_all(self) -> None:
+        """Kill and reap all programs of the container."""
+        ...
+
+    def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
+        """Replace `folder` by one with these files: relative path to mode and content. Raises OSError."""
+        ...
+
+    def get(self, path: str, max_bytes: int) -> bytes:
+        """Return the content of a regular file. Raises OSError if there is none, or if it is longer."""
+        ...
+
+
+class LeaseEndedError(Exception):
+    """Raised when the host has not renewed the container's lease in time, or is gone."""
+
+
+class RequestLoop:
+    """Executes the requests of a host, one at a time, as long as it renews the lease."""
+
+    def __init__(self, connection: socket.socket, place: Place, limits: Limits, lease_seconds: float) -> None:
+        self._connection, self._place, self._limits = connection, place, limits
+        self._lease_seconds = lease_seconds
+        self._lease_ends = time.monotonic() + lease_seconds
+
+    def run(self) -> None:
+        """Execute requests until the host closes the connection or the lease ends."""
+        try:
+            while True:
+                # A program may end before the host's message that cancels it arrives.
+                if (request := self._next_request(None)) is not None and request["do"] != "cancel":
+                    self._answer(request)
+        except LeaseEndedError:
+            return
+        finally:
+            # Whatever ends the loop, also an error of this module.
+            self._place.kill_all()
+
+    def _answer(self, request: Mapping[str, Any]) -> None:
+        try:
+            match request["do"]:
+                case "exec":
+                    answer = self._execute(request)
+                case "put":
+                    self._place.put(request["folder"], _decoded_files(request["files"]))
+                    answer = {}
+                case "get":
+                    content = self._place.get(request["path"], request["max_bytes"])
+                    answer = {"content": base64.b64encode(content).decode()}
+                case other:
+                    answer = {"error": f"unknown request {other!r}"}
+        except OSError as error:
+            answer = {"error": error.strerror or str(error)}
+        send(self._connection, {"id": request["id"], **answer})
+
+    def _next_request(self, seconds: float | None) -> dict[str, Any] | None:
+        """Return the next request other than a renewal; None: there is none within `seconds`, or it was a renewal.
+
+        Raises LeaseEndedError.
+        """
+        seconds_left = self._lease_ends - time.monotonic()
+        wait = seconds_left if seconds is None else min(seconds_left, seconds)
+        if select.select([self._connection], [], [], max(wait, 0.0))[0]:
+            try:
+                request = receive(self._connection, MAX_MESSAGE_BYTES, within(_MESSAGE_SECONDS))
+            except (EOFError, OSError, FrameError) as error:
+                raise LeaseEndedError from error
+            if request["do"] != "renew":
+                return request
+            self._lease_ends = time.monotonic() + self._lease_seconds
+        if time.monotonic() >= self._lease_ends:
+            raise LeaseEndedError
+        return None
+
+    def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a program to its end or a limit, kill all processes of the container, and return what it printed."""
+        command, environment, folder = self._place.command(request)
+        max_tasks = self._limits.processes if self._place.has_own_users else None
+        program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
+        try:
+            outcome = self._watch(program)
+        finally:
+            # First all writers of the pipes; a child in the background would hold them open.
+            self._place.kill_all()
+        program.drain()
+        printed = {name: tail.text() for name, tail in zip(("stdout", "stderr"), program.tails.values(), strict=True)}
+        return {"exit_code": program.exit_code, "outcome": outcome, "refused": program.refused, **printed}
+
+    def _watch(self, program: _Program) -> str:
+        """Wait for the end of a program. Returns the exceeded limit, as `KIND: text`; empty: none."""
+        while not program.has_ended(_TICK_SECONDS):
+            if (request := self._next_request(0.0)) is not None and request["do"] == "cancel":
+                return "Cancelled: the host ended the program"
+            if excess := self._excess(program):
+                return excess
+        return ""
+
+    def _excess(self, program: _Program) -> str:
+        """Return the limit exceeded by a program; empty: none."""
+        limits = self._limits
+        if limits.output_bytes is not None and program.num_printed > limits.output_bytes:
+            return f"OutputLimit: the program printed more than {limits.output_bytes} bytes"
+        # Processes may end between the two reads.
+        ids = self._place.process_ids()
+        stats = [fields for pid in ids if (fields := stat_fields(pid))]
+        num_tasks = sum(int(fields[17]) for fields in stats)
+        if limits.processes is not None and num_tasks > limits.processes:
+            return f"ProcessLimit: the program has {num_tasks} processes and threads; {limits.processes} are allowed"
+        if limits.memory_bytes is not None and (used := _memory_bytes(ids, limits.memory_bytes)) > limits.memory_bytes:
+            return f"MemoryLimit: the program uses {used >> 20} MiB; {limits.memory_bytes >> 20} are allowed"
+        if limits.disk_bytes is not None and self._place.free_disk_bytes() == 0:
+            return f"DiskLimit: the program's files fill {limits.disk_bytes >> 20} MiB"
+        return ""
+
+
+class _Program:
+    """A running program, and what it printed."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], folder: str | None, stdin: bytes, max_tasks: int | None
+    ) -> None:
+        self.exit_code: int | None = None
+        self.refused = ""
+        self.num_printed = 0
+        self.tails: dict[int, OutputTail] = {}
+        self._closed: set[int] = set()
+        """Outputs closed by the program."""
+        ends: list[int] = []
+        for _ in range(2):
+            read_end, write_end = os.pipe2(os.O_CLOEXEC)
+            self.tails[read_end] = OutputTail()
+            ends.append(write_end)
+        self._refusal, refuse = os.pipe2(os.O_CLOEXEC)
+        # A file and not a pipe: its reader never waits, and nobody has to feed it.
+        source = os.memfd_create("stdin", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(source), "wb") as file:
+            file.write(stdin)
+        os.lseek(source, 0, os.SEEK_SET)
+
+        def become() -> None:
+            os.dup2(source, 0)
+            # execvp searches the PATH of this process.
+            os.environ.clear()
+            os.environ.update(environment)
+            try:
+                if folder is not None:
+                    os.chdir(folder)
+                _limit_process(max_tasks)
+            except OSError as error:
+                os.write(refuse, (error.strerror or str(error)).encode())
+                os._exit(127)
+            become_program(command, ends[0], ends[1], refuse)
+
+        self._child = fork_child(become)
+        for descriptor in (*ends, refuse, source):
+            os.close(descriptor)
+        self._pidfd = os.pidfd_open(self._child)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Read the output for up to `seconds`. Returns whether the program's first process has ended."""
+        # Only the first process counts: children in the background are killed after it.
+        outputs = self.tails.keys() - self._closed
+        for descriptor in select.select([self._pidfd, *outputs], [], [], seconds)[0]:
+            if descriptor != self._pidfd and not self._read(descriptor):
+                self._closed.add(descriptor)
+        self.exit_code = reap(self._child)
+        return self.exit_code is not None
+
+    def drain(self) -> None:
+        """Read the rest of the output. All writers have ended."""
+        for descriptor in self.tails:
+            # A process outside of the container may hold the other end.
+            os.set_blocking(descriptor, False)
+            with suppress(BlockingIOError):
+                while self._read(descriptor):
+                    pass
+            os.close(descriptor)
+        self.refused = os.read(self._refusal, 1000).decode()
+        os.close(self._refusal)
+        os.close(self._pidfd)
+
+    def _read(self, descriptor: int) -> bool:
+        part = os.read(descriptor, _PART_BYTES)
+        self.num_printed += len(part)
+        self.tails[descriptor].add(part)
+        return bool(part)
+
+
+def _limit_process(max_tasks: int | None) -> None:
+    """Set the kernel's limits of this process and its children."""
+    # A core file of a large program would fill the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if max_tasks is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (max_tasks + _SPARE_TASKS, max_tasks + _SPARE_TASKS))
+
+
+def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
+    """Return the memory of processes. Slow reads make it exact if it may exceed the limit."""
+    pages = 0
+    for pid in ids:
+        try:
+            _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        except OSError:
+            continue
+        pages += int(resident) - int(shared)
+    # Pages shared with files are not counted: the kernel can drop them at any time.
+    used = pages * resource.getpagesize()
+    return used if used <= limit_bytes else sum(map(_proportional_bytes, ids))
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the anonymous memory of a process; pages shared after a fork count in part."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss_Anon:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+def _decoded_files(files: Mapping[str, Any]) -> dict[str, tuple[int, bytes]]:
+    return {path: (mode, base64.b64decode(content)) for path, (mode, content) in files.items()}

@@ -1,0 +1,202 @@
+"""The root folder of a container in namespaces: the machine's system folders, or an image with a layer of new files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megarl.processes.process_tree import fork_child, kill_tree
+from megarl.sandbox.kernel import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_RDONLY,
+    MS_REC,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    KernelError,
+    clone,
+    drop_capabilities,
+    mount,
+    mount_mapped,
+    pivot_root,
+    prctl,
+    restrict_mount,
+)
+from megarl.sandbox.namespaces import DEVICES, write_process_file
+
+WORK_FOLDER, HOME_FOLDER = "/workspace", "/home/agent"
+"""Folders of the programs, writable and empty at first, unless the image has them."""
+RELAY_PORT = 11811
+"""Port of the endpoint on the container's loopback. It is constant, so prompts with its name are equal."""
+_SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt")
+_BUILT_AT = "/sys"
+"""Mount point of the new root while it is built. Nothing is run from /sys, and only this process sees the mount."""
+# From linux/sockios.h and linux/if.h.
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
+NETWORK_NAMESPACE = CLONE_NEWNET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootFolder:
+    """Parts of a container's root folder."""
+
+    image: str | None
+    """Folder with an unpacked image. None: system folders of this machine, read-only."""
+    folders: tuple[str, ...]
+    """Further folders of this machine, shown read-only at the same place."""
+    python: tuple[str, ...]
+    """Folders of megarl's own Python, shown beside the system folders."""
+    disk_bytes: int
+
+    def build(self, users: int | None = None) -> None:
+        """Mount the root folder, and enter it. Only this process and its children see it. Raises OSError.
+
+        `users` is the descriptor of a user namespace. Its user owns root's files of the image and of `folders`.
+        """
+        # Folders made on the way to a mount point must be readable by the container's user.
+        os.umask(0o022)
+        # Private propagation: no mount below is seen outside this namespace.
+        mount("", "/", "", MS_REC | MS_PRIVATE)
+        # New files are held in memory: they end with the last process, whatever ends it.
+        mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID | MS_NODEV, f"size={self.disk_bytes},mode=1777")
+        root = _BUILT_AT if self.image is None else _mount_image(self.image, users)
+        for folder in ("/dev", "/dev/pts", "/dev/shm", "/proc", "/tmp", "/var/tmp", WORK_FOLDER, HOME_FOLDER):
+            _make_writable(root + folder)
+        if self.image is None:
+            _show_system(root, self.python)
+        # After the system folders, below which one of them may lie.
+        for folder in self.folders:
+            _show(folder, root, users=users)
+        for device in DEVICES:
+            _show(device, root, flags=MS_NOSUID)
+        # The kernel mounts a new /proc only where the machine's is seen whole. The container's covers it.
+        mount("/proc", f"{root}/proc", "", MS_BIND | MS_REC)
+        # The machine's folders that are not shown can no longer be named.
+        os.chdir(root)
+        pivot_root()
+
+
+def _mount_image(image: str, users: int | None) -> str:
+    """Mount an image below a layer of new files. Returns where."""
+    for name in ("image", "root", "new", "work"):
+        os.mkdir(f"{_BUILT_AT}/{name}")
+        os.chmod(f"{_BUILT_AT}/{name}", 0o1777)
+    root = f"{_BUILT_AT}/root"
+    _bind(image, f"{_BUILT_AT}/image", users)
+    layers = f"lowerdir={_BUILT_AT}/image,upperdir={_BUILT_AT}/new,workdir={_BUILT_AT}/work"
+    mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, f"{layers},userxattr")
+    return root
+
+
+def _show_system(root: str, python: Sequence[str]) -> None:
+    for folder in dict.fromkeys((*_SYSTEM_FOLDERS, *python)):
+        # On merged systems /bin is a link to usr/bin, and programs expect it to be one.
+        if os.path.islink(folder):
+            os.symlink(os.readlink(folder), root + folder)
+        elif os.path.isdir(folder) and not os.path.exists(root + folder):
+            _show(folder, root)
+
+
+def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int | None = None) -> None:
+    """Mount a file or folder of the machine read-only at the same place below `root`."""
+    place = root + path
+    if os.path.isdir(path):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
+    _bind(path, place, users)
+    restrict_mount(place, MS_RDONLY | flags, recursive=True)
+
+
+def _make_writable(folder: str) -> None:
+    """Create a folder writable by any user. One of the image keeps its mode, except /dev."""
+    if not os.path.isdir(folder) or folder.endswith("/dev"):
+        os.makedirs(folder, exist_ok=True)
+        os.chmod(folder, 0o1777)
+
+
+def _bind(source: str, target: str, users: int | None) -> None:
+    """Mount a folder at another place, with mapped owners if there are `users` and the file system can do it."""
+    if users is not None:
+        # NFS and older kernels cannot. Then only what everybody may read can be read.
+        with suppress(KernelError):
+            mount_mapped(source, target, users)
+            return
+    mount(source, target, "", MS_BIND | MS_REC)
+
+
+def map_users(proc: int, *, user: int, group: int) -> None:
+    """Make the user of this process root within its new user namespace. `proc` is the machine's /proc, opened."""
+    prctl(PR_SET_DUMPABLE, 1)  # Otherwise root owns its files in /proc.
+    # Linux requires denying setgroups before an unprivileged process may write gid_map.
+    write_process_file(proc, "self/setgroups", "deny")
+    write_process_file(proc, "self/uid_map", f"0 {user} 1")
+    write_process_file(proc, "self/gid_map", f"0 {group} 1")
+
+
+def root_as(user: int, proc: int) -> int:
+    """Return the descriptor of a user namespace with `user` as root. Needs root's rights. Raises OSError."""
+    ready, go = os.pipe2(os.O_CLOEXEC)
+    # It lives until the pipe is closed, and holds the namespace until that is opened.
+    child = fork_child(lambda: os.read(ready, 1), lambda: clone(CLONE_NEWUSER))
+    try:
+        write_process_file(proc, f"{child}/uid_map", f"0 {user} 1")
+        write_process_file(proc, f"{child}/gid_map", f"0 {user} 1")
+        return os.open(f"{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    finally:
+        os.close(ready)
+        os.close(go)
+        kill_tree(child)
+        os.waitpid(child, 0)
+
+
+def finish_root() -> None:
+    """Mount what belongs to the container's own namespaces, as their first process. Raises OSError."""
+    # A fixed name: host names in prompts would differ between nodes, and so would the prefixes of prompts.
+    socket.sethostname("container")
+    # The first process of the namespace mounts /proc, which shows the processes of its mounter.
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
+    # Terminals of the container alone; Codex and `script` open one.
+    mount("devpts", "/dev/pts", "devpts", MS_NOSUID, "newinstance,ptmxmode=0666,mode=620")
+    mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,mode=1777")
+    links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+    for name, target in links.items():
+        if not os.path.lexists(f"/dev/{name}"):
+            os.symlink(target, f"/dev/{name}")
+    # In a nested user namespace a program would have rights over mounts and networks, a large part of the kernel.
+    with open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
+
+
+def open_loopback() -> socket.socket:
+    """Start the loopback of this network namespace. Returns a socket listening there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("16sh14x", b"lo", 0)
+        (flags,) = struct.unpack("16xh14x", fcntl.ioctl(probe, _SIOCGIFFLAGS, request))
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
+    return socket.create_server(("127.0.0.1", RELAY_PORT), backlog=256)
+
+
+def drop_rights() -> None:
+    """Drop all rights of the container's root over its namespaces. Its programs inherit the loss."""
+    # No set-user-id program of an image gives rights back.
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    # Programs of the same user must not read the memory of this process, a copy of the keeper's.
+    prctl(PR_SET_DUMPABLE, 0)
+    drop_capabilities()

@@ -1,0 +1,271 @@
+"""Containers of agents' attempts on the nodes of a run: choice of the node, start ahead of their turn, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+from megarl.cluster.agent_link import AgentLink
+from megarl.config.sections.rollout import ANY_ADDRESS, AgentConfig
+from megarl.sandbox.containers.container import LEASE_SECONDS, ContainerError, ContainerSettings, Executed
+from megarl.sandbox.containers.host import ContainerHost, free_memory_bytes
+from megarl.sandbox.containers.requests import Limits
+from megarl.types import MegarlError
+
+_RENEW_SECONDS = 10.0
+"""Interval of renewals of all leases."""
+_TRIES = 2
+"""Starts of a container. The second one is on another node, if there is one."""
+_NUM_AHEAD = 4
+"""Containers started before the attempts under way have ended, so no attempt waits for its start."""
+_NUM_STARTS = 8
+"""Number of newest starts compared between nodes."""
+_SLOW_FACTOR, _SLOW_SECONDS = 3.0, 1.0
+"""A node is slow if its starts take this many times as long as the others', and this much longer."""
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}
+"""Where programs of the driver's machine reach an endpoint listening on these addresses."""
+
+Request = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A machine with containers. `request` reaches its host. `address` is the endpoint's, seen from there."""
+
+    name: str
+    request: Request
+    address: tuple[str, int]
+    free_bytes: int = field(default_factory=free_memory_bytes)
+    names: set[str] = field(default_factory=set)
+    """Living containers of this driver."""
+    start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
+
+    @property
+    def bytes_per_container(self) -> float:
+        """Free memory for each living container and one more. Young ones have not taken theirs yet."""
+        return self.free_bytes / (len(self.names) + 1)
+
+    async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
+        """Make a request of the node's host. Raises ContainerError."""
+        try:
+            answer = await self.request(verb, fields)
+        except (MegarlError, OSError) as error:
+            raise ContainerError(f"{type(error).__name__}: {error}") from error
+        if "error" in answer:
+            raise ContainerError(f"{answer['error']} (node {self.name})")
+        return answer
+
+
+class AttemptContainer:
+    """A running container of one attempt."""
+
+    def __init__(self, node: Node, name: str, url: str, seconds_to_start: float) -> None:
+        self.node, self._name = node, name
+        self.url, self.seconds_to_start = url, seconds_to_start
+        self.is_leaked = False
+        """Whether the container could not be ended. It ends with its lease then."""
+
+    async def execute(
+        self, command: Sequence[str], environment: Mapping[str, str], *, stdin: bytes = b"", folder: str | None = None
+    ) -> Executed:
+        """Run a program to its end, and kill all others then. Raises ContainerError. Cancelling it kills it too."""
+        try:
+            answer = await self.node.ask(
+                "execute",
+                name=self._name,
+                command=list(command),
+                environment=dict(environment),
+                stdin=base64.b64encode(stdin).decode(),
+                folder=folder,
+            )
+        except asyncio.CancelledError:
+            with suppress(ContainerError):
+                await self.node.ask("cancel", name=self._name)
+            raise
+        return Executed(**answer)
+
+    async def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
+        """Replace a folder by one with these files: relative path to mode and content. Raises ContainerError."""
+        encoded = {path: (mode, base64.b64encode(content).decode()) for path, (mode, content) in files.items()}
+        await self.node.ask("put", name=self._name, folder=folder, files=encoded)
+
+    async def get(self, path: str, max_bytes: int) -> bytes:
+        """Return the content of a file. Raises ContainerError if there is no such file, or a longer one."""
+        answer = await self.node.ask("get", name=self._name, path=path, max_bytes=max_bytes)
+        return base64.b64decode(answer["content"])
+
+
+class Containers:
+    """Containers of attempts, spread over nodes by free memory. Call `start` first, and `close` at the end.
+
+    `agents` returns the agents of the run's nodes; `address` is the endpoint's on the driver's machine.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        address: tuple[str, int],
+        *,
+        agents: Callable[[], Sequence[AgentLink]] = tuple,
+        notify: Callable[[str], object] = lambda text: None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self._config, self._address = config, address
+        self._agents, self._notify, self._lease_seconds = agents, notify, lease_seconds
+        self._host = ContainerHost()
+        host, port = address
+        self._driver = Node("driver", self._host.request, (_LOOPBACK.get(host, host), port))
+        self._nodes: dict[AgentLink, Node] = {}
+        # Two limits: one for containers, and `AgentProgram.places` for the programs in them.
+        self._startable = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
+        self._numbers = count(1)
+        self.renewing: asyncio.Task[None] | None = None
+        """Task renewing all leases."""
+        self._slow: set[str] = set()
+        """Nodes reported as slow."""
+
+    async def start(self) -> None:
+        """Begin to renew leases."""
+        self.renewing = asyncio.create_task(self._renew())
+
+    async def close(self) -> None:
+        """End all containers of the driver's machine. Those of other nodes end with their attempts, or their lease."""
+        if self.renewing is not None:
+            self.renewing.cancel()
+            await asyncio.wait({self.renewing})
+        await self._host.close()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes with living agents, or the driver's machine alone (rollout.agent.nodes)."""
+        if self._config.nodes == "driver":
+            return [self._driver]
+        living = [agent for agent in self._agents() if not agent.is_lost]
+        self._nodes = {agent: self._nodes.get(agent) or self._node_of(agent) for agent in living}
+        return list(self._nodes.values())
+
+    @property
+    def num_living(self) -> int:
+        return sum(len(node.names) for node in (self._driver, *self._nodes.values()))
+
+    @asynccontextmanager
+    async def container(self, attempt: str, image: str | None = None) -> AsyncIterator[AttemptContainer]:
+        """Start a container for an attempt, and end it afterwards. Raises ContainerError.
+
+        `image` replaces the recipe's.
+        """
+        async with self._startable:
+            node, name, answer = await self._start(attempt, image or self._config.image)
+            container = AttemptContainer(node, name, answer["url"], answer["seconds"])
+            try:
+                yield container
+            finally:
+                container.is_leaked = not await self._stop(node, name)
+
+    async def _start(self, attempt: str, image: str | None) -> tuple[Node, str, Mapping[str, Any]]:
+        """Start a container on the node with the most free memory. Returns node, name and answer."""
+        failure = ContainerError("ContainerError: the run has no node left that can start containers")
+        tried: set[Node] = set()
+        for _ in range(_TRIES):
+            # A node that failed comes last.
+            candidates = sorted(self.nodes, key=lambda node: (node in tried, -node.bytes_per_container))
+            if not candidates:
+                break
+            node = candidates[0]
+            tried.add(node)
+            # Unique on every node of the run, also after a restart of the driver.
+            name = f"megarl-{os.getpid()}-{attempt}-{next(self._numbers)}"
+            node.names.add(name)
+            began = time.monotonic()
+            try:
+                answer = await node.ask("start", settings=self._settings(name, node, image))
+            except ContainerError as error:
+                node.names.discard(name)
+                failure = error
+                continue
+            except BaseException:
+                await self._stop(node, name)
+                raise
+            node.start_seconds.append(time.monotonic() - began)
+            self._name_slow_node(node)
+            return node, name, answer
+        raise failure
+
+    def _settings(self, name: str, node: Node, image: str | None) -> dict[str, Any]:
+        config = self._config
+        limits = Limits(
+            processes=config.processes,
+            memory_bytes=_gib(config.memory_gib),
+            disk_bytes=_gib(config.disk_gib),
+            output_bytes=None if config.output_mib is None else config.output_mib << 20,
+        )
+        settings = ContainerSettings(
+            kind=config.sandbox,
+            name=name,
+            address=node.address,
+            image=image,
+            folders=config.folders,
+            network=config.reach,
+            limits=limits,
+            lease_seconds=self._lease_seconds,
+        )
+        return asdict(settings)
+
+    async def _stop(self, node: Node, name: str) -> bool:
+        """End a container. Returns whether it has ended. On a lost node it ends with the node's agent."""
+        node.names.discard(name)
+        try:
+            await node.ask("stop", name=name)
+        except ContainerError:
+            return False
+        return True
+
+    async def _renew(self) -> None:
+        """Renew the leases of all containers, again and again."""
+        while True:
+            await asyncio.gather(*(self._renew_on(node) for node in self.nodes))
+            await asyncio.sleep(min(_RENEW_SECONDS, self._lease_seconds / 6))
+
+    async def _renew_on(self, node: Node) -> None:
+        with suppress(ContainerError):
+            answer = await node.ask("renew")
+            node.free_bytes = answer["free_bytes"]
+
+    def _node_of(self, agent: AgentLink) -> Node:
+        """Return the node of an agent. It reaches the endpoint at the driver's address."""
+
+        async def request(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+            return await agent.request("container", verb=verb, fields=dict(fields))
+
+        host, port = self._address
+        if agent.addresses is None:
+            return Node(agent.node, request, self._driver.address)
+        # An address for all interfaces leads nowhere from another node.
+        return Node(agent.node, request, (agent.addresses[1] if host in ANY_ADDRESS else host, port))
+
+    def _name_slow_node(self, node: Node) -> None:
+        """Report a node once if its starts take much longer than on other nodes."""
+        usual_seconds = [seconds for peer in self.nodes if peer is not node for seconds in peer.start_seconds]
+        if node.name in self._slow or len(node.start_seconds) < _NUM_STARTS or len(usual_seconds) < _NUM_STARTS:
+            return
+        seconds, usual = statistics.median(node.start_seconds), statistics.median(usual_seconds)
+        if seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS):
+            self._slow.add(node.name)
+            self._notify(
+                f"node {node.name} starts containers slowly: {seconds:.1f} s, other nodes take {usual:.1f} s "
+                "(environment/container_start_seconds); look at its load and its disk"
+            )
+
+
+def _gib(number: float | None) -> int | None:
+    return None if number is None else int(number * (1 << 30))

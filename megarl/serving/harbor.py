@@ -1,0 +1,103 @@
+"""Attempts at Harbor's tasks: the container of a task, and its verifier as the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.data.sources.harbor import FIELD
+from megarl.sandbox.containers.container import ContainerError
+from megarl.serving.body import finite_reward
+from megarl.serving.containers import AttemptContainer
+from megarl.types import Problem
+
+_TESTS, _LOGS = "/tests", "/logs/verifier"
+_MAX_REWARD_BYTES = 64 << 10
+_MAX_TEST_BYTES = 64 << 20
+_TAIL_CHARACTERS = 400
+
+
+class VerifierError(Exception):
+    """Raised if a verifier gives no reward. The text has the form `KIND: reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HarborTask:
+    """A task of a record's field `harbor` (`data.sources.harbor`)."""
+
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, problem: Problem) -> HarborTask | None:
+        """Return the task of a problem; None: it has none."""
+        fields = problem.record.get(FIELD)
+        return cls(fields) if isinstance(fields, dict) and "folder" in fields else None
+
+    @property
+    def workdir(self) -> str | None:
+        return self.fields["workdir"]
+
+    def limit_seconds(self, seconds: float) -> float:
+        """Return the time limit of the agent: the shorter one of recipe and task."""
+        return min(seconds, self.fields["agent_seconds"] or seconds)
+
+    async def verify(self, container: AttemptContainer) -> float:
+        """Run the verifier after the agent has ended, and return its reward. Raises VerifierError.
+
+        The tests enter the container only now.
+        """
+        try:
+            await container.put(_TESTS, _read_files(Path(self.fields["folder"], "tests")))
+            # What the agent left there is no verdict.
+            await container.put(_LOGS, {})
+            # Ending the wait kills the tests (`AttemptContainer.execute`).
+            async with asyncio.timeout(self.fields["verifier_seconds"]):
+                ended = await container.execute(["bash", f"{_TESTS}/test.sh"], {}, folder=self.workdir)
+            if ended.outcome or ended.refused:
+                raise VerifierError(f"VerifierError: {ended.outcome or ended.refused}")
+            return await self._read_reward(container, ended.stdout + ended.stderr)
+        except TimeoutError:
+            seconds = self.fields["verifier_seconds"]
+            raise VerifierError(f"VerifierError: the tests did not end within {seconds:g} s") from None
+        except (ContainerError, OSError, ValueError, RecursionError) as error:
+            raise VerifierError(f"VerifierError: {error}") from error
+
+    async def _read_reward(self, container: AttemptContainer, printed: str) -> float:
+        """Return the reward in the verifier's log folder. Raises VerifierError if there is none, ContainerError."""
+        reward: object
+        try:
+            reward = json.loads(await container.get(f"{_LOGS}/reward.json", _MAX_REWARD_BYTES))
+            if isinstance(reward, dict):
+                # A task with one number may give it any name.
+                reward = reward.get("reward", next(iter(reward.values())) if len(reward) == 1 else None)
+        except ContainerError:
+            try:
+                text = (await container.get(f"{_LOGS}/reward.txt", _MAX_REWARD_BYTES)).decode()
+            except ContainerError:
+                tail = " ".join(printed.split())[-_TAIL_CHARACTERS:]
+                raise VerifierError(f"VerifierError: neither reward.json nor reward.txt in {_LOGS}: {tail}") from None
+            reward = float(text)
+        number = finite_reward(reward)
+        if number is None:
+            raise VerifierError(f"VerifierError: the reward is {reward!r:.80}, not a finite number")
+        return number
+
+
+def _read_files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return the regular files of a folder: relative path to mode and content. Raises OSError if they are too long."""
+    files: dict[str, tuple[int, bytes]] = {}
+    num_bytes = 0
+    for path in sorted(folder.rglob("*")):
+        # A link could lead out of the task.
+        if path.is_symlink() or not path.is_file():
+            continue
+        num_bytes += path.stat().st_size
+        if num_bytes > _MAX_TEST_BYTES:
+            raise OSError(f"{folder} has more than {_MAX_TEST_BYTES >> 20} MiB")
+        files[os.fspath(path.relative_to(folder))] = path.stat().st_mode & 0o777, path.read_bytes()
+    return files

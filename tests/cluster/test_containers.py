@@ -1,0 +1,89 @@
+"""Containers of agents' attempts on several nodes: where they start, what they reach, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from megarl.config.sections.rollout import AgentConfig
+from megarl.processes.process_tree import descendants
+from megarl.sandbox.containers.container import ContainerError
+from megarl.serving.containers import AttemptContainer, Containers
+from tests.child_processes import is_alive
+from tests.cluster.spawned import spawned_nodes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module", "nothing_left")]
+
+CALL = """
+import os, socket
+client = socket.create_connection(("127.0.0.1", 11811))
+client.sendall(b"hello")
+print(client.recv(100).decode(), os.getpid())
+"""
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"got " + await reader.read(100))
+    writer.close()
+
+
+async def wait_for_end(processes: list[int]) -> None:
+    async with asyncio.timeout(60):
+        while any(map(is_alive, processes)):
+            await asyncio.sleep(0.05)
+
+
+async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path: Path) -> None:
+    config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all", max_processes=4)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, spawned_nodes(2, 1, tmp_path) as nodes, AsyncExitStack() as stack:
+        address = server.sockets[0].getsockname()
+        containers = Containers(config, address, agents=lambda: nodes.agents, lease_seconds=6.0)
+        await containers.start()
+        stack.push_async_callback(containers.close)
+        agents = [process.pid for process in nodes.processes]
+        opened: list[AttemptContainer] = [
+            await stack.enter_async_context(containers.container(f"0.{n}")) for n in range(4)
+        ]
+        assert containers.num_living == 4
+        # Both agents read the memory of one machine, so they take turns.
+        assert Counter(container.node.name for container in opened) == {node.name: 2 for node in containers.nodes}
+        started = {agent: list(descendants(agent)) for agent in agents}
+        assert all(started.values())
+        command = [sys.executable, "-c", CALL]
+        answers = await asyncio.gather(*(container.execute(command, {}) for container in opened))
+        assert {answer.stdout.partition(" 2")[0] for answer in answers} == {"got hello"}, answers
+        running = [
+            asyncio.create_task(container.execute(["sleep", "600"], {"PATH": "/usr/bin:/bin"})) for container in opened
+        ]
+        # Longer than the lease, which is renewed.
+        await asyncio.sleep(8)
+        assert not any(task.done() for task in running)
+
+        # The end of an agent ends its containers, and those of the other go on.
+        os.kill(agents[0], signal.SIGKILL)
+        await wait_for_end(started[agents[0]])
+        lost = [task for task, container in zip(running, opened, strict=True) if container.node.name == "node0"]
+        for task in lost:
+            with pytest.raises(ContainerError, match="PeerLostError"):
+                await task
+        living = [task for task in running if task not in lost]
+        assert len(living) == 2 and not any(task.done() for task in living)
+        async with containers.container("1.0") as later:
+            assert later.node.name == "node1"
+            assert (await later.execute(["echo", "on"], {"PATH": "/usr/bin:/bin"})).stdout == "on\n"
+
+        # A driver that stands still renews no lease.
+        assert containers.renewing is not None
+        containers.renewing.cancel()
+        for task in living:
+            with pytest.raises(ContainerError, match="ContainerLost"):
+                await asyncio.wait_for(task, 60)
+        await wait_for_end(started[agents[1]])

@@ -1,0 +1,265 @@
+"""Containers of agent programs: what they can reach, the limits that end them, their lease, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.processes.process_tree import descendants
+from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
+from megarl.sandbox.containers.requests import Limits
+from tests.child_processes import is_alive
+from tests.rewards.pools import wait_until
+
+LIMITS = Limits(processes=40, memory_bytes=200 << 20, disk_bytes=20 << 20, output_bytes=100_000)
+VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+KINDS = ("process", "sandbox")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[tuple[str, int]]:
+    """Address of a server that sends back what it reads."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    client, _ = server.accept()
+                except OSError:
+                    return
+                with client:
+                    client.sendall(b"got " + client.recv(100))
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()
+
+
+def execute(*command: str, settings: ContainerSettings, **fields: Any) -> Executed:
+    """Run one program in a container of its own."""
+
+    async def drive() -> Executed:
+        container = Container(settings)
+        await container.start()
+        try:
+            return await container.execute(list(command), VARIABLES, **fields)
+        finally:
+            await container.stop()
+
+    return asyncio.run(drive())
+
+
+@pytest.fixture
+def settings(endpoint: tuple[str, int]) -> Callable[..., ContainerSettings]:
+    return lambda kind, **fields: ContainerSettings(
+        **({"kind": kind, "name": "a", "address": endpoint, "limits": LIMITS} | fields)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_gets_its_input_and_its_output_is_read(kind: str, settings: Callable[..., ContainerSettings]) -> None:
+    stdin = base64.b64encode(b"hello").decode()
+    ran = execute("sh", "-c", "cat; echo no >&2; sleep 600 & exit 3", settings=settings(kind), stdin=stdin)
+    assert ran == Executed(exit_code=3, stdout="hello", stderr="no\n", outcome="", refused="")
+    assert execute("/no/such", settings=settings(kind)).refused == "No such file or directory"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ("while true; do sleep 600 & done", "ProcessLimit"),
+        ("yes", "OutputLimit"),
+        (
+            "exec python3 -c 'x = bytearray(1 << 29); x[::4096] = b\"1\" * (1 << 17); input()' < /dev/zero",
+            "MemoryLimit",
+        ),
+        ("setsid sh -c 'sleep 600' & setsid yes > /dev/null & kill -STOP $$", "Cancelled"),
+    ],
+    ids=["forks", "floods", "memory", "never ends"],
+)
+def test_a_program_beyond_a_limit_ends_by_name_and_leaves_nothing(
+    script: str, outcome: str, kind: str, settings: Callable[..., ContainerSettings]
+) -> None:
+    async def drive() -> Executed:
+        container = Container(settings(kind))
+        await container.start()
+        keeper = list(descendants(os.getpid()))
+        running = asyncio.create_task(container.execute(["sh", "-c", script], VARIABLES))
+        if outcome == "Cancelled":
+            await asyncio.sleep(0.5)
+            running.cancel()
+            await asyncio.wait({running})
+            assert running.cancelled()
+            # The container lives on, without the program.
+            ran = await container.execute(["echo", "on"], VARIABLES)
+            assert ran.stdout == "on\n"
+        else:
+            ran = await running
+            assert ran.outcome.startswith(f"{outcome}: ") and ran.exit_code is None
+        assert set(descendants(os.getpid())) <= set(keeper)
+        await container.stop()
+        return ran
+
+    asyncio.run(drive())
+
+
+def test_a_full_disk_ends_the_program(settings: Callable[..., ContainerSettings]) -> None:
+    ran = execute("sh", "-c", "cat /dev/zero > /tmp/full; sleep 600", settings=settings("sandbox"))
+    assert ran.outcome.startswith("DiskLimit: ")
+
+
+ESCAPES = """
+import os, socket
+def attempt(name, work):
+    try:
+        work()
+    except OSError as error:
+        print(name, "failed", error.errno, flush=True)
+    else:
+        print(name, "SUCCEEDED", flush=True)
+attempt("network", lambda: socket.create_connection(("192.0.2.1", 80), 5))
+attempt("machine's loopback", lambda: socket.create_connection(("127.0.0.1", {port}), 5))
+attempt("home", lambda: os.listdir({home!r}))
+attempt("shadow", lambda: open("/etc/shadow").read())
+attempt("system", lambda: open("/usr/written", "w"))
+attempt("core pattern", lambda: open("/proc/sys/kernel/core_pattern", "w").write("x"))
+attempt("sysrq", lambda: open("/proc/sysrq-trigger", "w").write("h"))
+attempt("device", lambda: os.mknod("/tmp/sda", 0o60600, os.makedev(8, 0)))
+attempt("first process", lambda: open("/proc/1/environ").read() or 1 / 0)
+attempt("first process's root", lambda: os.listdir("/proc/1/root"))
+attempt("kernel log", lambda: open("/dev/kmsg").read(1))
+os.system("unshare -Ur true; mount -t tmpfs x /mnt; kill -9 1; kill -STOP 1; nsenter -t 1 -m true")
+attempt("ids", lambda: os.setuid(1000))
+print(sorted(int(name) for name in os.listdir("/proc") if name.isdigit()) == [1, os.getpid()])
+client = socket.create_connection(("127.0.0.1", 11811))
+client.sendall(b"this")
+print(client.recv(100).decode())
+"""
+
+
+def test_a_program_of_the_sandbox_reaches_the_endpoint_and_nothing_else(
+    settings: Callable[..., ContainerSettings], endpoint: tuple[str, int]
+) -> None:
+    script = ESCAPES.format(port=endpoint[1], home=str(Path(__file__).parents[1]))
+    ran = execute(sys.executable, "-c", script, settings=settings("sandbox"))
+    lines = ran.stdout.splitlines()
+    assert not [line for line in lines if "SUCCEEDED" in line], ran
+    assert len(lines) == 14 and lines[-2:] == ["True", "got this"], ran
+    assert not Path("/usr/written").exists()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a shell and a few programs."""
+    folder = tmp_path_factory.mktemp("image")
+    programs = [Path(f"/bin/{name}") for name in ("bash", "cat", "ls", "mkdir", "rm")]
+    listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
+    for path in {*map(str, programs), *re.findall(r"(/\S+) \(0x", listed)}:
+        place = folder / path[1:]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
+    (folder / "bin/sh").symlink_to("bash")
+    (folder / "app").mkdir()
+    (folder / "app/code.py").write_text("x = 1\n")
+    return folder
+
+
+def test_a_program_changes_its_layer_of_an_image_and_not_the_image(
+    settings: Callable[..., ContainerSettings], image: Path, tmp_path: Path
+) -> None:
+    # Of a folder that only its owner can read, also where root starts the container.
+    tmp_path.chmod(0o700)
+    (tmp_path / "shown").write_text("shown\n")
+    script = f"cat {tmp_path}/shown; echo y = 2 >> /app/code.py; cat /app/code.py; rm -r /app; mkdir /app/; ls /app"
+    script += f"; ls /home /root /work; echo z > {tmp_path}/shown"
+    ran = execute("sh", "-c", script, settings=settings("sandbox", image=str(image), folders=(str(tmp_path),)))
+    assert ran.stdout == "shown\nx = 1\ny = 2\n/home:\nagent\n", ran
+    assert "Read-only file system" in ran.stderr and (tmp_path / "shown").read_text() == "shown\n"
+    assert (image / "app/code.py").read_text() == "x = 1\n" and not (image / "workspace").exists()
+
+
+def test_files_enter_and_leave_whatever_a_program_left_there(settings: Callable[..., ContainerSettings]) -> None:
+    async def drive() -> None:
+        container = Container(settings("sandbox"))
+        await container.start()
+        script = base64.b64encode(b"#!/bin/sh\necho ran; mkdir -p /logs; printf 0.5 > /logs/reward.txt").decode()
+        left = "mkdir /away; ln -s /away /tests; mkfifo /pipe; ln -s /dev/zero /zero; head -c 200 /dev/zero > /long"
+        assert (await container.execute(["sh", "-c", left], {})).exit_code == 0
+        await container.put("/tests", {"sub/test.sh": (0o755, script)})
+        ran = await container.execute(["/tests/sub/test.sh"], {})
+        assert ran.stdout == "ran\n"
+        assert base64.b64decode(await container.get("/logs/reward.txt", 100)) == b"0.5"
+        assert (await container.execute(["ls", "/away"], {})).stdout == ""
+        for path in ("/pipe", "/zero", "/long", "/absent", "/tests"):
+            with pytest.raises(ContainerError):
+                await container.get(path, 100)
+        await container.stop()
+        with pytest.raises(ContainerError, match="ContainerLost"):
+            await container.get("/logs/reward.txt", 100)
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_ends_without_its_lease_and_lives_with_it(
+    kind: str, settings: Callable[..., ContainerSettings]
+) -> None:
+    async def drive() -> None:
+        before = set(descendants(os.getpid()))
+        container = Container(settings(kind, lease_seconds=2.0))
+        await container.start()
+        running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
+        for _ in range(8):
+            await asyncio.sleep(0.5)
+            container.renew()
+        assert not running.done()
+        with pytest.raises(ContainerError, match="ContainerLost"):
+            await asyncio.wait_for(running, 60)
+        await container.stop()
+        assert set(descendants(os.getpid())) <= before
+
+    asyncio.run(drive())
+
+
+HOLDER = """
+import asyncio, sys
+from megarl.sandbox.containers.container import Container, ContainerSettings
+async def hold():
+    container = Container(ContainerSettings(kind=sys.argv[1], name="a", address=("127.0.0.1", 9), lease_seconds=3.0))
+    await container.start()
+    print("held", flush=True)
+    await container.execute(["sh", "-c", "sleep 600 & setsid sleep 600 & sleep 600"], {"PATH": "/usr/bin:/bin"})
+asyncio.run(hold())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_nothing_is_left_of_a_holder_that_is_killed_or_stopped(kind: str, number: signal.Signals) -> None:
+    mounts = Path("/proc/self/mountinfo").read_text()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, kind], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        wait_until(lambda: len(list(descendants(holder.pid))) >= 5, seconds=60)
+        started = list(descendants(holder.pid))
+        began = time.monotonic()
+        os.kill(holder.pid, number)
+        # The holder's supervisor may become its zombie, as a stopped process reaps nothing.
+        wait_until(lambda: sum(map(is_alive, started)) == 0, seconds=60)
+        if number == signal.SIGSTOP:
+            assert time.monotonic() - began > 1.5, "it lived as long as its lease"
+            os.kill(holder.pid, signal.SIGKILL)
+    assert Path("/proc/self/mountinfo").read_text() == mounts
