@@ -5,7 +5,8 @@ estimate and the aggregation are separate functions. A named loss combines them 
 
 Reading order: `advantages` (rewards of samples to advantages of samples), `log_ratio`, `policy_losses` and `kl`
 (token losses on flat packed tensors), then `reduction`. It aggregates token losses by one weight per token of the
-global batch. Gradients therefore do not depend on the split of the batch.
+global batch. Gradients therefore do not depend on the split of the batch. `sequence_masks` wraps a policy
+loss. `covariance` chooses tokens of a whole step.
 
 Each module ends in a table from names to functions. `config.formulas` reads the keys of these tables as the recipe's
 choices. A new function needs one line there. The recipe sets its keywords by the field of the same name. Keywords

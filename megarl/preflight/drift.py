@@ -33,7 +33,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"
     if algorithm.off_policy_limit is not None:
         yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {_SAME_POLICY}"
-    if algorithm.kl_cov_share is not None and recipe.loop == "rl":
+    if algorithm.kl_cov_share is not None:
         yield (
             f"algorithm.kl_cov_share = {algorithm.kl_cov_share}: its penalty has no gradient in the first update of a "
             "step, and there is only one; set train.updates_per_step above 1, or use algorithm.clip_cov_share"

@@ -49,7 +49,9 @@ def test_stale_tokens_go_uncorrected_only_where_that_is_written(
     check(base)
     [told] = uncorrected_staleness(base)
     assert base.algorithm.importance_sampling is None and "up to rollout.max_staleness = 2 versions old" in told
-    for corrected in ({"importance_sampling": "tis"}, {"old_logprobs": "rollout"}):
+    dro = {"policy_loss": "dro", "policy_loss_kwargs": {"beta": 0.1}, "old_logprobs": "rollout"}
+    of_engine = ({"old_logprobs": "rollout"}, {"preset": "dppo_kl"}, {"preset": "vespo"}, dro)
+    for corrected in ({"importance_sampling": "tis"}, *of_engine):
         made = recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | corrected)
         check(made)
         assert [*uncorrected_staleness(made)] == []

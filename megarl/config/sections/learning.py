@@ -351,7 +351,8 @@ class AlgorithmConfig(Section):
     policy_loss_kwargs: Annotated[Kwargs, OnlyIf(*ADVANTAGES)] = Field(default_factory=dict)
     """Further keyword arguments of the policy loss, for example {temperature_negative: 1.1} for sapo. dro needs
     beta, the strength of its penalty, for example {beta: 0.1}."""
-    off_policy_limit: Annotated[PositiveFloat | None, OnlyIf(*ADVANTAGES)] = None
+    # In loop distillation each token has an advantage of its own, so it inherits the condition on loop rl.
+    off_policy_limit: PositiveFloat | None = None
     """Drop the policy loss of sequences with a negative advantage that the policy has left: the mean of old minus new
     log-probs is above this limit, in nats (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556; TRL: 0.5).
     Denominators still count them. Default: none. Metric: train/off_policy_fraction."""
