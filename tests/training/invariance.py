@@ -118,7 +118,10 @@ CASES: dict[str, tuple[Case, ...]] = {
 
 
 DESCENT = {"name": "sgd", "learning_rate": 100.0, "clip_grad_norm": 0.05}
-MUON = {"name": "muon", "learning_rate": 0.01, "clip_grad_norm": 0.05, "muon": {"products": "float32"}}
+MUON = {
+    "name": "muon", "learning_rate": 0.01, "clip_grad_norm": 0.05, "epsilon": 1e-4, "muon": {"products": "float32"},
+}  # fmt: skip
+"""With a usual epsilon, Adam's first steps are signs of the gradients of norms, also where rounding decides them."""
 
 
 def recipe_of(model: Path, trainer: Mapping[str, Any], optimizer: Mapping[str, Any] = DESCENT) -> Recipe:

@@ -46,7 +46,7 @@ def test_layouts_train_as_one_rank_does(
     ("model", "layouts"),
     [
         pytest.param("dense", ["tp2 dp2"], id="dense"),
-        pytest.param("moe", ["tp2 etp2", "ep2 dp2", "pp2 ep2 dp2"], id="experts", marks=pytest.mark.long),
+        pytest.param("moe", ["ep2 dp2", "tp2 etp2", "pp2 ep2 dp2"], id="experts", marks=pytest.mark.long),
     ],
 )
 def test_layouts_train_as_one_rank_does_with_whole_matrices(
@@ -56,7 +56,7 @@ def test_layouts_train_as_one_rank_does_with_whole_matrices(
     folder = tiny_model(**invariance.MODELS[model])
     lines = list(invariance.check(model, folder, ranks, layouts, ["sft"], num_steps=2, optimizer=invariance.MUON))
     assert [line["layout"] for line in lines] == layouts
-    assert all(line["met"] for line in lines), lines
+    assert all(line["met"] and line["parameter"] < 1e-5 for line in lines), lines
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.planner.memory.trainer_bytes import trainer_states
 from megarl.reshard.boxes import Piece, cut_piece, dense_piece
 from megarl.training.muon.owners import assign_owners, plan_rounds
 from tests.algorithms.test_muon import by_singular_values
@@ -27,7 +28,8 @@ from tests.training.test_state_copies import copied, restored, whole
 MUON = {"name": "muon", "learning_rate": 0.03, "clip_grad_norm": 0.0, "schedule": "constant", "warmup_steps": 0}
 FLOAT32 = {**MUON, "muon": {"products": "float32"}}
 SMALL = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
-EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 16}
+EXPERTS_OF_16 = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 16}
+EXPERTS = {"family": "qwen3_moe", **EXPERTS_OF_16}
 
 
 def test_owners_have_about_equal_work() -> None:
@@ -88,7 +90,8 @@ def step_with_given_gradients(recipe: Recipe, parallel: ParallelConfig, num_step
 
     engine = build(recipe, parallel)
     layouts = layouts_of(recipe, parallel)
-    pieces, shapes = layouts[dist.get_rank()], hf_tensors(layouts.model)
+    pieces = [piece for piece in layouts[dist.get_rank()] if piece.storage in engine.parameters]
+    shapes = hf_tensors(layouts.model)
     before = cut_out(pieces, engine.parameters)
     for step in range(num_steps):
         engine.schedule.step(increment=1)
@@ -151,6 +154,50 @@ def test_every_layout_makes_the_same_steps(
         assert after.keys() == expected.keys()
         unequal = [name for name in expected if not np.array_equal(after[name], expected[name])]
         assert not unequal, (sizes, distributed, unequal)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("gpt_oss", EXPERTS_OF_16),
+        ("deepseek_v3", EXPERTS_OF_16),
+        ("glm4_moe", {**EXPERTS_OF_16, "num_mtp_layers": 1}),
+        ("qwen3_5_moe", EXPERTS_OF_16),
+        ("qwen3_next", EXPERTS_OF_16),
+        ("qwen2_moe", EXPERTS_OF_16),
+        ("seed_oss", {}),
+    ],
+)
+def test_matrices_of_every_family_make_the_same_steps(
+    ranks: RankPool, tiny_model: Callable[..., Path], family: str, shape: dict[str, Any]
+) -> None:
+    model = tiny_model(family=family, **{**SMALL, "hidden_size": 64, "num_layers": 4}, **shape)
+    further = {"mtp_loss_coefficient": 0.2} if "num_mtp_layers" in shape else {}
+    _, expected = steps(ranks, recipe_of(model, optimizer=FLOAT32, **further), 2)
+    for sizes in ({"tp": 2}, {"dp": 2}):
+        _, after = steps(ranks, recipe_of(model, optimizer=FLOAT32, **further), 2, **sizes)
+        unequal = [name for name in expected if not np.array_equal(after[name], expected[name])]
+        assert not unequal, (sizes, unequal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_state_has_the_planned_bytes(
+    ranks: RankPool, tiny_model: Callable[..., Path], dtype: str, distributed: bool
+) -> None:
+    """Main weights and momentum of a matrix: 8 bytes an element in bfloat16. The vocabulary has no padding."""
+    model = tiny_model(num_layers=1, vocab_size=448, **SMALL)
+    recipe = recipe_of(model, optimizer=MUON, dtype=dtype, distributed_optimizer=distributed)
+    parallel = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1)
+    results = ranks.run(step_with_given_gradients, recipe, parallel, 1, world_size=2)
+    layouts = layouts_of(recipe, parallel)
+    for rank, (_, _, num_bytes) in enumerate(results):
+        planned = trainer_states(
+            layouts, rank, itemsize=2 if dtype == "bfloat16" else 4, is_distributed=distributed, optimizer="muon",
+            is_pinned=False,
+        )  # fmt: skip
+        assert num_bytes == planned.main_weights + planned.moments
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 1, 2), (2, 1, 1)), ((2, 1, 1), (1, 1, 4))])
