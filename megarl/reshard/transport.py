@@ -114,8 +114,9 @@ class Transport:
     keep their memory. `dtype` is the type of sent elements. It has the plan's item size and is the same on all ranks.
     Values are cast where a storage has another type. Rank i of the plan is rank i of `group`.
 
-    The constructor is a collective if ranks exchange anything. `shared_memory` allows exchanges through shared memory
-    between CPU ranks of one machine. Raises ValueError for a storage that is missing or too small.
+    The constructor is a collective if ranks exchange anything. `shared_memory`, the same on all ranks, allows exchanges
+    through shared memory between CPU ranks of one machine. Without it the constructor is no collective. Raises
+    ValueError for a storage that is missing or too small.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Transport:
             )
         self._on_arrival, self._group = on_arrival, group
         self._device = device_of([*sources.values(), *destinations.values()])
-        is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
+        is_shared = shared_memory and is_exchanged and is_one_machine(self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
         self._steps = list(_bind(plan, sources, destinations, self._slots, dtype))
         count = {

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.planner.memory.trainer_bytes import trainer_states
+from megarl.families.tensors.rules import Rule
+from megarl.planner.memory.trainer_bytes import MATRIX_BUCKET_BYTES, trainer_states, whole_matrix_bytes
 from megarl.reshard.boxes import Piece, cut_piece, dense_piece
+from megarl.training.muon.exchange import BUCKET_BYTES
 from megarl.training.muon.owners import assign_owners, plan_rounds
 from tests.algorithms.test_muon import by_singular_values
 from tests.rank_pool import RankPool
@@ -198,6 +201,17 @@ def test_the_state_has_the_planned_bytes(
             is_pinned=False,
         )  # fmt: skip
         assert num_bytes == planned.main_weights + planned.moments
+
+
+def test_the_memory_of_whole_matrices_is_planned() -> None:
+    """A 4 x 6 matrix in float32; while it arrives twice that in staging, then a normalised copy and operands."""
+    assert MATRIX_BUCKET_BYTES == BUCKET_BYTES
+    rule = Rule("linear.weight", "every_layer", (("w", (4, 6)),), None, ())
+    layouts: Any = SimpleNamespace(rules=(rule,))
+    assert whole_matrix_bytes(layouts, product_bytes=2) == 4 * 24 + max(8 * 24, (4 + 2) * 24, 2 * (2 * 24 + 2 * 16))
+    assert whole_matrix_bytes(layouts, product_bytes=4) == 4 * 24 + 4 * (2 * 24 + 2 * 16)
+    layouts.rules = (replace(rule, tensors=(("w", (1 << 14, 1 << 13)),)),)
+    assert whole_matrix_bytes(layouts, product_bytes=2) == (1 << 27) * (4 + 6)
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 1, 2), (2, 1, 1)), ((2, 1, 1), (1, 1, 4))])

@@ -47,7 +47,7 @@ TERMS = {
         "Megatron-Core 0.16.1, optimizer/cpu_offloading",
     ),
     "whole matrices": Term(
-        "Muon's update of the largest matrix: two copies in float32, and operands in optimizer.muon.products",
+        "Muon's update of the largest matrix: it in float32, and staging, or operands in optimizer.muon.products",
         _OWN,
     ),
     "critic": Term(

@@ -19,6 +19,8 @@ from megarl.families.tensors.matrices import has_matrices, matrix_templates
 from megarl.reshard.layouts.megatron import MegatronLayouts, chunk_prefix, parameter_shapes
 
 FLOAT32 = 4
+MATRIX_BUCKET_BYTES = 1 << 28
+"""Maximum bytes of one of the two staging slots of `training.muon.exchange`."""
 OptimizerName = Literal["adam", "sgd", "muon"]
 _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
@@ -130,14 +132,15 @@ def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> in
 def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
     """Return the bytes that a rank needs to compute Muon's update of the largest matrix.
 
-    `product_bytes` is the size of a number in the products. The matrix is there in float32, and normalised once more.
-    Then come the operands of the products. Staging holds it once for the ranks that send parts.
+    `product_bytes` is the size of a number in the products. The matrix is there in float32. While it arrives, staging
+    holds it and about as much that this rank sends. Later there are its normalised copy and the operands of products.
     """
     matrices = matrix_templates(layouts.rules).values()
     rows, columns = max(matrices, key=math.prod, default=(0, 0))
     numel, square = rows * columns, min(rows, columns) ** 2
+    staging = min(2 * FLOAT32 * numel, 2 * MATRIX_BUCKET_BYTES)
     products = max((FLOAT32 + product_bytes) * numel, product_bytes * (2 * numel + 2 * square))
-    return 2 * FLOAT32 * numel + products
+    return FLOAT32 * numel + max(staging, products)
 
 
 def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:

@@ -21,7 +21,7 @@ from megarl.reshard.plan import RankPlan, make_plan
 from megarl.reshard.transport import Transport
 from megarl.training.muon.owners import assign_owners, plan_rounds
 
-_BUCKET_BYTES = 1 << 28
+BUCKET_BYTES = 1 << 28
 """Maximum bytes that a rank sends and receives at once."""
 _WHOLE = "whole matrices"
 """Name of an owner's memory for the matrices of a round."""
@@ -79,7 +79,7 @@ class MatrixExchange:
             self._copy(round_.scatter, whole, self._storages)
 
     def _copy(self, plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        # Ranks that share memory would create and map files for every round.
+        # Shared memory would cost a collective and new files in every round.
         Transport(plan, sources, destinations, dtype=_DTYPE, group=self._group, shared_memory=False).reshard()
 
 
@@ -104,7 +104,7 @@ def _make_rounds(
             if owner == rank:
                 matrices = tuple((first, shapes[name]) for name, first in zip(owned, firsts, strict=True))
         gather, scatter = (
-            make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=_BUCKET_BYTES).for_rank(rank)
+            make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=BUCKET_BYTES).for_rank(rank)
             for sources, destinations in ((parts, whole), (whole, parts))
         )
         yield _Round(gather, scatter, matrices)
