@@ -362,6 +362,8 @@ class Trajectory:
     turn_rewards: tuple[tuple[int, float], ...] = ()
     turn_states: tuple[str | None, ...] = ()
     """State in which each turn acted, as named by the environment; empty if it named none."""
+    role: str | None = None
+    """Role that the policy played, as named by the environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_in_thoughts: bool = False
     """Whether the last completion ended before its thoughts were closed. It then gives no answer."""
@@ -435,6 +437,7 @@ class Trajectory:
             "callers": self.callers,
             "turn_rewards": self.turn_rewards,
             "turn_states": self.turn_states,
+            "role": self.role,
             "is_in_thoughts": self.is_in_thoughts,
             "tools": self.tools,
             "problem": self.problem.index,
@@ -460,6 +463,7 @@ class Trajectory:
             callers=tuple(Caller(*caller) for caller in values.get("callers", ())),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
             # Records of earlier versions lack these, and callers.
+            role=values.get("role"),
             turn_states=tuple(values.get("turn_states", ())),
             is_in_thoughts=values.get("is_in_thoughts", False),
             tools=tuple(values.get("tools", ())),

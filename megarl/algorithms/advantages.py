@@ -165,6 +165,20 @@ def gae(
     return advantages, returns
 
 
+def rae(rewards: Tensor, roles: Tensor, baselines: Tensor, *, role_decay: float) -> tuple[Tensor, Tensor]:
+    """Return each reward minus the baseline of its role, [samples], and the roles' new baselines, [roles].
+
+    `roles` int [samples] are indices into `baselines` [roles]. Samples follow one another in the given order: after
+    each one its role's baseline becomes `role_decay` * baseline + (1 - `role_decay`) * reward. Source: SPIRAL (arXiv
+    2506.24119, section 3.3).
+    """
+    advantages, baselines = torch.zeros_like(rewards), baselines.clone()
+    for sample, role in enumerate(roles.tolist()):
+        advantages[sample] = rewards[sample] - baselines[role]
+        baselines[role] = role_decay * baselines[role] + (1 - role_decay) * rewards[sample]
+    return advantages, baselines
+
+
 def token_rewards(scores: Tensor, turn_rewards: Tensor, turns: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
     """Return the rewards of packed tokens for `gae`: [tokens], like `scores`. Their sums are the sequences' scores.
 

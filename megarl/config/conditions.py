@@ -183,9 +183,9 @@ REWARD_MODEL = (RL, non_empty("reward.model"))
 TURNS = (
     Condition(
         ("algorithm.advantage",),
-        "set algorithm.advantage to an estimator that compares rewards: gae has algorithm.gamma instead, and "
-        "pass_at_k counts passes",
-        lambda recipe: recipe.algorithm.advantage not in ("gae", "pass_at_k"),
+        "set algorithm.advantage to an estimator that compares rewards: gae has algorithm.gamma instead, "
+        "pass_at_k counts passes, and rae has a baseline for each role",
+        lambda recipe: recipe.algorithm.advantage not in ("gae", "pass_at_k", "rae"),
     ),
     Condition(
         ("rollout.environment",),

@@ -41,12 +41,13 @@ class Start:
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {"name": ..., "description": ...,
     "parameters": {...}}}. The chat template writes them into the prompt. `state` is a text that names the state of the
-    first turn, for `algorithm.state_weight`.
+    first turn, for `algorithm.state_weight`. `role` names the policy's role, for `algorithm.advantage: rae`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     state: str | None = None
+    role: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Environment(Protocol):
     then checked before a run starts. An environment making each problem itself, from the number `Problem.index`, sets
     `makes_problems = True`. The recipe then names `environment:COUNT` in place of a data file. A problem's record has
     only the field `split`, train or validation. An environment whose `Start` and `Step` name states sets
-    `names_states = True`.
+    `names_states = True`, and one whose `Start` names roles sets `names_roles = True`.
 
     An optional method `check()` is called once before a run starts, and raises an error if something is wrong.
     """

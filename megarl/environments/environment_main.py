@@ -78,7 +78,12 @@ async def _await_result(awaitable: Awaitable[Any]) -> Any:
 
 
 def _start(start: Start) -> dict[str, Any]:
-    return {"messages": list(map(dict, start.messages)), "tools": list(map(dict, start.tools)), "state": start.state}
+    return {
+        "messages": list(map(dict, start.messages)),
+        "tools": list(map(dict, start.tools)),
+        "state": start.state,
+        "role": start.role,
+    }
 
 
 def _step(step: Step) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class SeatedEnvironment:
     async def reset(self, problem: Problem, seed: int) -> Start:
         await self._place.ready()  # A retried attempt may need a new process.
         value = await self._request({"do": "reset", "problem": asdict(problem), "seed": seed})
-        return Start(tuple(value["messages"]), tuple(value["tools"]), value["state"])
+        return Start(tuple(value["messages"]), tuple(value["tools"]), value["state"], value["role"])
 
     async def step(self, turn: Turn) -> Step:
         value = await self._request({"do": "step", "turn": asdict(turn)})

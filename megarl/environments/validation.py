@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -19,6 +20,11 @@ def checked_start(start: object) -> Start:
     if not _are_mappings(start.tools):
         raise TypeError(f"the environment's reset returned tools that are not JSON schemas: {start.tools!r:.80}")
     _check_state(start.state, "reset")
+    if start.role is not None and not (isinstance(start.role, str) and re.fullmatch(r"[\w.-]+", start.role)):
+        raise TypeError(
+            f"the environment's reset returned a role that is not a name of letters, digits, dots and dashes: "
+            f"{start.role!r:.80}"
+        )
     return start
 
 

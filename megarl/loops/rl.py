@@ -43,7 +43,8 @@ async def train(run: Run) -> None:
                 groups = await rollout.sample(step)
                 # Waiting groups of a synchronous step get their log-probs in the same batch.
                 waiting = list(rollout.state.waiting) if rollout.buffer.policy.is_synchronous else []
-                samples = StepSamples(groups, waiting, rollout.state.kl_coefficient)
+                baselines = rollout.state.role_baselines
+                samples = StepSamples(groups, waiting, rollout.state.kl_coefficient, dict(baselines))
                 with phase("logprobs"):
                     groups = await rollout.buffer.add_old_logprobs(groups, forward)
                     groups, batch, scores = await score(groups, models, recipe, weight_version=number)
@@ -52,7 +53,7 @@ async def train(run: Run) -> None:
                 with phase("advantages"):
                     # Before some tokens are left out of the training.
                     step.outcome.kl = penalty_kl(batch, recipe)
-                    step.log(weigh(batch, recipe, number, rollout.state.kl_coefficient))
+                    step.log(weigh(batch, recipe, number, rollout.state.kl_coefficient, baselines))
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
                 token_records = await run.samples.token_records(number, groups, batch)
 

@@ -12,7 +12,8 @@ from megarl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, and the KL coefficient.
+    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, the KL coefficient, and the
+    baselines of roles before the step.
 
     `waiting` are groups left for later steps. A synchronous step computes the log-probs of both in one batch, and the
     rounding depends on the batch. Asynchronous steps have none here.
@@ -21,6 +22,7 @@ class StepSamples:
     groups: Sequence[Group]
     waiting: Sequence[Group]
     kl_coefficient: float
+    role_baselines: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

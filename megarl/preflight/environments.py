@@ -45,7 +45,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
         yield from command_faults(recipe.rollout.agent)
-        yield from _unnamed_states(recipe, None)
+        yield from _unnamed(recipe, None)
         yield from _inherited_variables(recipe)
     else:
         try:
@@ -94,18 +94,24 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
         if check := getattr(instance, "check", None):
             check()
         tools = tuple(getattr(instance, "tools", ()))
-    for fault in _unnamed_states(recipe, instance):
+    for fault in _unnamed(recipe, instance):
         raise ConfigError(fault)
     return tools
 
 
-def _unnamed_states(recipe: Recipe, instance: object) -> Iterator[str]:
-    """Yield an error if `algorithm.state_weight` needs states that the environment `instance` does not name.
+def _unnamed(recipe: Recipe, instance: object) -> Iterator[str]:
+    """Yield an error if the algorithm needs states or roles that the environment `instance` does not name.
 
     None: a program, which returns no steps.
     """
+    is_trained = recipe.trains_rewards and bool(recipe.train.steps)
+    if recipe.algorithm.advantage == "rae" and is_trained and not getattr(instance, "names_roles", False):
+        yield (
+            f"algorithm.advantage = rae: rollout.environment = {recipe.rollout.environment} names no roles; return "
+            "role in Start and set names_roles = True in your class, or set algorithm.advantage=grpo"
+        )
     weight = recipe.algorithm.state_weight
-    if weight and recipe.trains_rewards and not getattr(instance, "names_states", False):
+    if weight and is_trained and not getattr(instance, "names_states", False):
         yield (
             f"algorithm.state_weight = {weight:g}: rollout.environment = {recipe.rollout.environment} names no states; "
             "choose one that does, such as guess_number, return state in Start and Step and set names_states = True in "

@@ -368,6 +368,11 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.importance_sampling_low = {algorithm.importance_sampling_low}: "
             f"set it below algorithm.importance_sampling_high = {algorithm.importance_sampling_high}"
         )
+    if algorithm.advantage == "rae" and recipe.loop == "distillation":
+        yield (
+            "algorithm.advantage = rae: the loop distillation keeps no baselines of roles; set loop=rl, or "
+            "algorithm.advantage=grpo"
+        )
     if algorithm.state_weight and algorithm.turn_discount is not None:
         yield (
             f"algorithm.state_weight = {algorithm.state_weight:g}: adds to one advantage for the whole sample, but "

@@ -208,6 +208,7 @@ async def attempt(
             (number, float(step.reward)) for number, step in enumerate(steps) if step.reward is not None
         ),
         turn_states=conversation.turn_states(),
+        role=conversation.role,
         metrics=_sum_by_name([step.metrics for step in steps]),
         is_in_thoughts=conversation.is_in_thoughts,
         tools=conversation.prompt_tools,
@@ -383,6 +384,7 @@ def make_trajectory(
     tools: tuple[Mapping[str, Any], ...] = (),
     turn_rewards: tuple[tuple[int, float], ...] = (),
     turn_states: tuple[str | None, ...] = (),
+    role: str | None = None,
     callers: tuple[Caller, ...] = (),
     trained: Sequence[int] | None = None,
     restarts: int = 0,
@@ -409,6 +411,7 @@ def make_trajectory(
         ended=ended,
         turn_rewards=turn_rewards,
         turn_states=turn_states,
+        role=role,
         metrics=metrics,
         is_in_thoughts=is_in_thoughts,
         tools=tools,

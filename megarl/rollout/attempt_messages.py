@@ -48,6 +48,8 @@ class AttemptConversation:
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    role: str | None = None
+    """The role that the policy plays, as named by the environment."""
     first_state: str | None = None
     """The state in which the first turn acts, as named by the environment."""
     is_in_thoughts: bool = False
@@ -62,7 +64,8 @@ class AttemptConversation:
         environment have different tools.
         """
         start = checked_start(start)
-        self.opening, self.tools, self.first_state = tuple(start.messages), tuple(start.tools), start.state
+        self.opening, self.tools = tuple(start.messages), tuple(start.tools)
+        self.first_state, self.role = start.state, start.role
         if self.tools and problem.tools and self.tools != tuple(problem.tools):
             raise ValueError(
                 f"the record has tools of its own, {shown([tool['function']['name'] for tool in problem.tools])}, and "

@@ -53,6 +53,9 @@ class RLState:
         self.started: dict[int, StartedGroup] = {}
         self.draws = DrawEvents()
         self.kl_coefficient = algorithm.kl_coefficient
+        self.role_baselines: dict[str, float] = {}
+        """Baselines of algorithm.advantage rae, by role, in a mixture by SOURCE.ROLE."""
+        self._baselines_before_step: dict[str, float] = {}
         self._step_groups: list[Group] = []
         self._before_step: tuple[int, int, int, list[Group], Positions] | None = None
         self._num_events = 0
@@ -63,6 +66,7 @@ class RLState:
         `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so that they are repeated.
         """
         self._step_groups = []
+        self._baselines_before_step = dict(self.role_baselines)
         before = self.drawn, self.used, self.num_dropped, self.waiting, self.positions
         self._before_step = before if repeats_draws else None
         self._num_events = len(self.draws.pending)
@@ -94,6 +98,7 @@ class RLState:
 
     def forget_step(self) -> None:
         """Undo the current step: restore the state before its draws, or only make its groups wait again."""
+        self.role_baselines = dict(self._baselines_before_step)
         if self._before_step is not None:
             self.drawn, self.used, self.num_dropped, self.waiting, self.positions = self._before_step
             self.started = {}
@@ -138,6 +143,7 @@ class RLState:
             "draws": self.draws.as_json(),
             "positions": {name: asdict(position) for name, position in self.positions.items()},
             "kl_coefficient": self.kl_coefficient,
+            "role_baselines": self.role_baselines,
             "waiting": [t.to_json(archive, f"{place}.") for place, t in enumerate(flatten(self.waiting))],
             "started": [group.to_json(archive) for group in self.started.values()],
         }
@@ -167,6 +173,8 @@ class RLState:
         if self._algorithm.kl_target is not None:
             # Without a target the recipe's coefficient counts, so that a resumed run can change it.
             self.kl_coefficient = state["kl_coefficient"]
+        # Checkpoints of earlier versions have none.
+        self.role_baselines = {name: float(value) for name, value in state.get("role_baselines", {}).items()}
         waiting = [
             load_trajectory(values, archive, f"{place}.", find_problem) for place, values in enumerate(state["waiting"])
         ]

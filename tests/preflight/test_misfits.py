@@ -191,6 +191,11 @@ MISFITS = {
         "algorithm.state_weight = 1",
         ["rollout.environment = command", "algorithm.state_weight=0"],
     ),
+    "roles of an environment without them": Misfit(
+        {"algorithm": {"advantage": "rae"}},
+        "algorithm.advantage = rae",
+        ["rollout.environment = single_turn", "names_roles = True", "algorithm.advantage=grpo"],
+    ),
     "states and discounted turns": Misfit(
         {
             "algorithm": {"preset": "gigpo", "turn_discount": 0.9},

@@ -82,7 +82,7 @@ class Tools(ToolEnvironment):
 
 class Coroutines:
     async def reset(self, problem, seed):
-        return Start(problem.messages, state="begin")
+        return Start(problem.messages, state="begin", role="first")
 
     async def step(self, turn):
         return Step(reward=1.0, done=True, metrics={"pid": float(os.getpid())})
@@ -198,7 +198,7 @@ def test_a_tool_that_hangs_is_answered_and_its_process_replaced(file: Path) -> N
 def test_coroutines_may_run_in_processes_too(file: Path) -> None:
     [trajectory], _ = attempts(f"{file}:Coroutines", [""], ["sorted"])
     assert trajectory.ended == "done" and trajectory.metrics["pid"] != os.getpid()
-    assert trajectory.turn_states == ("begin",)
+    assert trajectory.turn_states == ("begin",) and trajectory.role == "first"
 
 
 def test_an_environment_runs_in_processes_where_it_may_block(file: Path) -> None:

@@ -290,12 +290,18 @@ class AlgorithmConfig(Section):
     advantage: Annotated[
         str,
         OnlyIf(REWARDS_TRAINED),
-        Formula("advantages", "ADVANTAGES", further=("gae",), measured=("lengths", "passes", "mask"), takes_own=True),
+        Formula(
+            "advantages", "ADVANTAGES", further=("gae", "rae"), measured=("lengths", "passes", "mask"), takes_own=True
+        ),
     ] = "grpo"
-    """Advantage estimator (default: grpo). gae trains a critic, as in PPO. All names: megarl/algorithms/advantages.py.
-    For your own give its import path; launch/recipes/README.md shows the signature."""
+    """Advantage estimator (default: grpo). gae trains a critic, as in PPO. rae is for self-play: its baseline is a
+    moving mean of the role's rewards. All names: megarl/algorithms/advantages.py. For your own give its import path;
+    launch/recipes/README.md shows the signature."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0), KeywordOf("algorithm.advantage")] = 1.0
     """Discount factor per token (advantage gae)."""
+    role_decay: Annotated[float, Field(ge=0.0, lt=1.0), KeywordOf("algorithm.advantage")] = 0.95
+    """Decay of a role's baseline per sample: baseline = role_decay * baseline + (1 - role_decay) * reward (advantage
+    rae; SPIRAL, arXiv 2506.24119). It begins with 0 and is part of checkpoints."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0), KeywordOf("algorithm.advantage")] = 0.95
     """GAE lambda (advantage gae). 1: Monte-Carlo return minus the value. 0: one-step TD error."""
     # Where another sample of the group has fewer turns, the sample's whole return is compared with theirs. Rewards not

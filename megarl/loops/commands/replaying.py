@@ -376,7 +376,7 @@ class _Steps:
         policy = models["policy"]
         completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward_of(policy, recipe))
         scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
-        weigh(batch, recipe, record.step, record.kl_coefficient)
+        weigh(batch, recipe, record.step, record.kl_coefficient, dict(record.role_baselines))
         metrics: dict[str, float] = {}
         if "critic" in models:
             metrics |= await update_critic(batch, models["critic"], recipe, StepOutcome())
@@ -386,7 +386,7 @@ class _Steps:
         return batch, scored, metrics | updates.metrics()
 
     async def _compare_record(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
-        samples = StepSamples(record.groups, record.waiting, record.kl_coefficient)
+        samples = StepSamples(record.groups, record.waiting, record.kl_coefficient, record.role_baselines)
         prepared = self._prepared
         now = await make_record(
             self._policy, prepared.recipe, prepared.parallel, record.step, samples, batch, metrics,

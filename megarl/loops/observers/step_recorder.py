@@ -102,6 +102,7 @@ async def make_record(
         recipe=to_yaml(recipe),
         layout=layout_values(recipe, parallel),
         kl_coefficient=samples.kl_coefficient,
+        role_baselines=samples.role_baselines,
         groups=samples.groups,
         waiting=samples.waiting,
         arrays=arrays if is_complete else {},

@@ -25,6 +25,7 @@ from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
 from megarl.rollout.step.covariance_selection import select_by_covariance
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.role_advantages import role_advantages
 from megarl.rollout.step.scoring import corrects_in_update
 from megarl.rollout.step.state_advantages import weighted_state_advantages
 from megarl.rollout.step.step_metrics import metrics_by_version
@@ -37,6 +38,12 @@ METRICS = (
         "count",
         "groups without an advantage: fewer than algorithm.pass_k of their attempts were scored",
         condition="algorithm.advantage=pass_at_k",
+    ),
+    MetricRow(
+        "advantages/baseline/ROLE",
+        "score",
+        "baseline of a role (in a mixture SOURCE.ROLE) after the step: moving mean of its rewards",
+        condition="algorithm.advantage=rae",
     ),
     MetricRow("critic/value", "score", "the critic's values", PER_TOKEN),
     MetricRow("critic/return", "score", "training targets of the critic", PER_TOKEN),
@@ -56,14 +63,20 @@ METRICS = (
 )
 
 
-def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: float) -> dict[str, float]:
+def weigh(
+    batch: RLBatch,
+    recipe: Recipe,
+    weight_version: int,
+    kl_coefficient: float,
+    role_baselines: dict[str, float] | None = None,
+) -> dict[str, float]:
     """Set the batch's advantages and importance weights as the recipe says. Return the metrics of both.
 
     `weight_version` is that of the trainer before the update. If groups may span several versions, engine log-probs of
-    earlier ones are removed first.
+    earlier ones are removed first. `role_baselines` are those of algorithm.advantage rae, by name; they are updated.
     """
     algorithm = recipe.algorithm
-    metrics = compute_advantages(batch, recipe, kl_coefficient)
+    metrics = compute_advantages(batch, recipe, kl_coefficient, role_baselines)
     if not corrects_in_update(recipe):
         metrics |= compute_importance_weights(batch, algorithm)
     # After the importance weights: these set some of them to zero.
@@ -76,8 +89,13 @@ def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: f
     return metrics
 
 
-def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
-    """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens]. Return the metrics."""
+def compute_advantages(
+    batch: RLBatch, recipe: Recipe, kl_coefficient: float, role_baselines: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens]. Return the metrics.
+
+    `role_baselines` are as in `weigh`.
+    """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
     scores = _scores(batch, recipe)
@@ -109,7 +127,11 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
     else:
         if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, cu_samples, mask)
-        if algorithm.reward_order == "normalize_then_sum":
+        if algorithm.advantage == "rae":
+            baselines = {} if role_baselines is None else role_baselines
+            advantages = broadcast_to_tokens(role_advantages(scores, batch, recipe, baselines), cu_samples, len(mask))
+            metrics |= {f"advantages/baseline/{name}": value for name, value in baselines.items()}
+        elif algorithm.reward_order == "normalize_then_sum":
             advantages = broadcast_to_tokens(_function_advantages(batch, recipe), cu_samples, len(mask))
         elif algorithm.turn_discount is None:
             advantages = broadcast_to_tokens(_sample_advantages(scores, batch, algorithm), cu_samples, len(mask))

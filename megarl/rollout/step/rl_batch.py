@@ -42,6 +42,10 @@ class RLBatch(TokenBatch):
     is_correct: NDArray[np.bool_]
     is_scored: NDArray[np.bool_]
     environments: tuple[str, ...] = ()
+    roles: tuple[str | None, ...] = ()
+    """Role that the policy played in each trajectory; None: the environment named none."""
+    sample_ids: tuple[tuple[int, int], ...] = ()
+    """Number of each trajectory's prompt in the run, and of the attempt in its group."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Unweighted scores [samples] by reward function; NaN: the function gave no score."""
     environment_scores: NDArray[np.float64] | None = None
@@ -99,6 +103,8 @@ class RLBatch(TokenBatch):
             is_correct=np.array([reward is not None and bool(reward.answer_correct) for reward in rewards]),
             is_scored=is_scored,
             environments=tuple(trajectory.environment for trajectory in trajectories),
+            roles=tuple(trajectory.role for trajectory in trajectories),
+            sample_ids=tuple((trajectory.group, trajectory.number) for trajectory in trajectories),
             scores=_scores_by_function(trajectories),
             environment_scores=_environment_scores(trajectories),
             entropies=_concatenate_all([segment.entropies for segment in segments]),

@@ -88,6 +88,8 @@ class StepRecord:
     borders: NDArray[np.int64]
     metrics: Mapping[str, float]
     state: StateParts
+    role_baselines: Mapping[str, float] = field(default_factory=dict)
+    """Baselines of roles before the step."""
     chain: str = ""
     """sha256 over the results of all recorded steps up to this one, in hexadecimal. It is set by `save`."""
 
@@ -107,6 +109,7 @@ class StepRecord:
             "step": self.step,
             "layout": self.layout,
             "kl_coefficient": self.kl_coefficient,
+            "role_baselines": dict(self.role_baselines),
             "sizes": [len(group) for group in self.groups],
             "waiting": [len(group) for group in self.waiting],
             "trajectories": trajectories,
@@ -166,6 +169,8 @@ class StepRecord:
                 recipe=(folder / RECIPE).read_text(encoding="utf-8"),
                 layout=dict(values["layout"]),
                 kl_coefficient=float(values["kl_coefficient"]),
+                # Records of earlier versions have none.
+                role_baselines={name: float(value) for name, value in values.get("role_baselines", {}).items()},
                 groups=(),
                 waiting=(),
                 arrays=_select_by_prefix(arrays, "array."),

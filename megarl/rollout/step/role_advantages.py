@@ -1,0 +1,42 @@
+"""Advantages of self-play: each reward is compared with the earlier rewards of the same role."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import rae
+from megarl.config import Recipe
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.types import ConfigError
+
+
+def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: dict[str, float]) -> Tensor:
+    """Return the advantages of role-conditioned baselines, [samples], like `scores`; zero for unscored samples.
+
+    `baselines` maps a role, in a mixture SOURCE.ROLE, to its baseline before the step, and is updated. A new role
+    begins with 0. Samples count in the order of their numbers, however the batch is ordered. Raises ConfigError for a
+    sample without a role.
+    """
+    scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
+    names = [_baseline_name(recipe, batch, sample) for sample in scored]
+    known = list(dict.fromkeys(names))
+    roles = torch.tensor([known.index(name) for name in names], dtype=torch.int64)
+    before = torch.tensor([baselines.get(name, 0.0) for name in known], dtype=scores.dtype)
+    of_scored, after = rae(scores[scored], roles, before, role_decay=recipe.algorithm.role_decay)
+    baselines.update(zip(known, after.tolist(), strict=True))
+    advantages = torch.zeros_like(scores)
+    advantages[scored] = of_scored
+    return advantages
+
+
+def _baseline_name(recipe: Recipe, batch: RLBatch, sample: int) -> str:
+    role = batch.roles[sample]
+    if role is None:
+        raise ConfigError(
+            f"algorithm.advantage = rae: environment {batch.environments[sample]} named no role; return it as role in "
+            "each Start, or set algorithm.advantage=grpo"
+        )
+    # Without a mixture the source is named by the environment's path, and a run's folder may be moved.
+    return f"{batch.environments[sample]}.{role}" if recipe.mixture else role
