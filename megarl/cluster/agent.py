@@ -23,10 +23,9 @@ from typing import Any, NoReturn
 
 from megarl.cluster.handshake import introduce, notice_silence, receive_json
 from megarl.cluster.memory_files import MemoryFiles
-from megarl.cluster.messages import HEAD
+from megarl.cluster.messages import ANSWER, BATCH, CONTROL, HEAD, LENGTH, NOTICE, PART, pack_event
 from megarl.cluster.stacks import STACKS_SECONDS, has_begun, is_complete
 from megarl.cluster.topology import Introduction, own_interface
-from megarl.cluster.wire import ANSWER, BATCH, CONTROL, LENGTH, NOTICE, PART, pack_event
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform import native_stacks
 from megarl.processes.fork_server import ForkedProcess, end_fork_servers, fork_server

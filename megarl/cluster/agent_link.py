@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl import types
 from megarl.cluster.handshake import notice_silence
+from megarl.cluster.messages import AGENT, ANSWER, BATCH, NOTICE, PART, pack_control
 from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.topology import Introduction
-from megarl.cluster.wire import AGENT, ANSWER, BATCH, NOTICE, PART, pack_control
 from megarl.types import MegarlError, PeerLostError
 
 _SHORT_BYTES = 1 << 16
@@ -297,6 +297,14 @@ class AgentLink(asyncio.Protocol):
         handle.note_end(end if is_cut_off else where + end, at, is_cut_off=is_cut_off)
         if (batch := self._batches.pop(handle, None)) is not None:
             batch.fail(handle, handle.lost())
+
+
+class RankPlace(NamedTuple):
+    """Place of one rank: its node's agent, the number of the node in the run, and its GPU's index on the node."""
+
+    agent: AgentLink
+    node_number: int
+    local_rank: int
 
 
 def _end_text(code: int | None, *, ended_with_server: bool) -> str:

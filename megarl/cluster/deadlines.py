@@ -62,10 +62,6 @@ class Deadlines:
         fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
         return min(max(self._shortest, fitting), self._longest)
 
-    def has_own_limit(self, method: str) -> bool:
-        """Whether a recipe field sets the limit of this method, for example of checkpoints."""
-        return method in self._given
-
     def late_after(self, method: str) -> float:
         """Return the seconds after which the next call of a method is late; infinite: it is not known yet."""
         if self._num_calls.get(method, 0) < _NUM_FIRST:

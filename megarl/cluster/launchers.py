@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.agent_link import AgentLink, RankPlace
 from megarl.cluster.local import LocalAgent, LocalNodes
 from megarl.cluster.nodes import Nodes
-from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.srun import SrunNodes
 from megarl.cluster.topology import NodeKind

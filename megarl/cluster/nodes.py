@@ -14,10 +14,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.agent_link import AgentLink, RankPlace
 from megarl.cluster.handshake import meet, pack_json
 from megarl.cluster.rank_handle import log_tail
-from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.topology import Introduction, NodeKind, in_order
 from megarl.types import ConfigError, PeerLostError
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink
-from megarl.cluster.rank_place import RankPlace
+from megarl.cluster.agent_link import AgentLink, RankPlace
 from megarl.cluster.topology import reached_at
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.reshard.state_holders import hand_overs

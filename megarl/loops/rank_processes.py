@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megarl.cluster.agent_link import RankPlace
 from megarl.cluster.launchers import RunNodes, start_nodes
 from megarl.cluster.rank_errors import RankLostError
-from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.state_copies import drop_others, files_for_ranks, is_complete, list_copies
 from megarl.cluster.worker_group import WorkerGroup

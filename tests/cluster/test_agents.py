@@ -23,12 +23,11 @@ from megarl.cluster import worker_group
 from megarl.cluster.agent_link import AgentLink, _pack_batch
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.handshake import introduce
-from megarl.cluster.messages import pack
+from megarl.cluster.messages import ANSWER, BATCH, PART, pack
 from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import Answers, RankError, RankHandle
 from megarl.cluster.stacks import is_complete
 from megarl.cluster.topology import Introduction, own_interface, reached_at
-from megarl.cluster.wire import ANSWER, BATCH, PART
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.platform.native_stacks import is_stopped
 from megarl.types import DataError, PeerLostError

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.agent_link import RankPlace
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
 from megarl.cluster.node_checks import (
     NodeReport,
@@ -25,7 +26,6 @@ from megarl.cluster.node_checks import (
     unfit_nodes_error,
     unreached,
 )
-from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.topology import Introduction, in_order, visible_gpus
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
