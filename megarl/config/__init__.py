@@ -190,6 +190,14 @@ class Recipe(Section):
         return isinstance(drafter, Mapping) and drafter.get("method") == "mtp"
 
     @property
+    def drafter(self) -> str | None:
+        """Return the folder or Hub name of the engines' EAGLE-3 drafter, a model with files of its own; None without
+        one."""
+        config = self.rollout.vllm.get("speculative_config")
+        is_published = self.has_engine and isinstance(config, Mapping) and config.get("method") == "eagle3"
+        return config.get("model") or None if is_published else None
+
+    @property
     def sends_adapter(self) -> bool:
         """Return whether the engines keep the base weights and receive a LoRA adapter in each reshard.
 

@@ -63,7 +63,10 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
     # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
     engine = shape.with_mtp(recipe.drafts_with_mtp)
-    return (-(-tokens // block) + 1) * cache_block_bytes(engine, rollout.tp, block_tokens=block, itemsize=item_bytes)
+    block_bytes = cache_block_bytes(
+        engine, rollout.tp, block_tokens=block, itemsize=item_bytes, draft_layers=bool(recipe.drafter)
+    )
+    return (-(-tokens // block) + 1) * block_bytes
 
 
 def gib_text(size: int) -> str:

@@ -8,12 +8,15 @@ from importlib.util import find_spec
 
 from megarl.config import Recipe
 from megarl.config.formulas import either
+from megarl.families.eagle3 import drafter_faults, drafter_folder
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
+from megarl.files.model_folder import find_folder
 from megarl.planner.cache import block_tokens, gib_text, needed_bytes
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.preflight.registry import checks
+from megarl.types import DataError
 
 
 @checks("rollout")
@@ -49,6 +52,8 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     field = f"rollout.vllm.speculative_config = {dict(config)}"
     if method == "mtp":
         yield from _mtp_drafter(recipe, field)
+    elif (folder := drafter_folder(config)) is not None:
+        yield from _published_drafter(recipe, shape, field, folder)
     elif method not in _WEIGHTLESS:
         # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
         kind = f"an {method} drafter's" if method and method.startswith("eagle") else "the draft model's"
@@ -70,6 +75,30 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"rollout.async_scheduling = True: the draft method {method} runs on the host between engine steps, so no "
             "step can start early; leave it out, or use ngram_gpu (rollout.vllm.speculative_config)"
         )
+
+
+def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
+    """Yield errors of an EAGLE-3 drafter with files of its own."""
+    settings = recipe.rollout.vllm["speculative_config"]
+    for name in ("draft_load_config", "quantization", "parallel_drafting"):
+        if settings.get(name):
+            yield f"{field}: {name} is not proved with a drafter of its own files; leave it out"
+    if recipe.model.override_config:
+        # vLLM 0.30 passes changed fields of config.json to the policy's model only.
+        yield f"{field}: not proved with model.override_config; edit config.json instead, or take ngram"
+    if recipe.rollout.quantization != "none":
+        yield (
+            f"{field}: not proved with rollout.quantization = {recipe.rollout.quantization}; set rollout.quantization="
+            "none, or take ngram"
+        )
+    if recipe.sends_adapter:
+        yield f"{field}: not proved with lora.sync = adapter; set lora.sync=merged, or take ngram"
+    try:
+        faults = list(drafter_faults(find_folder(model), shape))
+    except (DataError, OSError) as error:
+        faults = [str(error)]
+    for fault in faults:
+        yield f"{field}: {fault}; give a published EAGLE-3 drafter of this policy, or take ngram"
 
 
 def _mtp_drafter(recipe: Recipe, field: str) -> Iterator[str]:

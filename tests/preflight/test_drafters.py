@@ -11,9 +11,13 @@ from typing import Any, Literal, get_args
 import pytest
 
 from megarl.config import Recipe
+from megarl.families.eagle3 import WITHOUT_EAGLE3, read_stored_bytes
+from megarl.families.registry import FAMILIES
+from megarl.families.shape import read_model_shape
 from megarl.preflight import check
 from megarl.preflight.vllm_limits import HOST_DRAFTERS, _drafter
 from megarl.types import ConfigError
+from tests.eagle3 import make_eagle3
 from tests.shapes import small_shape
 
 
@@ -44,7 +48,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
     "config",
     [
         {"model": "/models/drafter", "num_speculative_tokens": 3},
-        {"method": "eagle3", "model": "/models/eagle", "num_speculative_tokens": 3},
+        {"method": "eagle", "model": "/models/eagle", "num_speculative_tokens": 3},
         {"model": "Drafter", "num_speculative_tokens": 3},
         {"model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 3},
     ],
@@ -53,7 +57,7 @@ def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]]
     (text,) = faults(config)
     assert text.startswith("rollout.vllm.speculative_config = ") and "own weights would stay random" in text
     assert "set the method to ngram, suffix, custom_class or ngram_gpu, or leave it out" in text
-    assert ("an eagle3 drafter's own weights" in text) == (config.get("method") == "eagle3")
+    assert ("an eagle drafter's own weights" in text) == (config.get("method") == "eagle")
 
 
 @pytest.mark.parametrize(
@@ -137,3 +141,93 @@ def test_the_drafters_on_the_host_are_vllms() -> None:
         types[ast.unparse(node.targets[0])] = eval(ast.unparse(node.value), types)
     ahead = {*get_args(types["EagleModelTypes"]), *get_args(types["NgramGPUTypes"]), "draft_model", "dspark"}
     assert set(get_args(types["SpeculativeMethod"])) - ahead == {*HOST_DRAFTERS, "medusa", "mlp_speculator"}
+
+
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+@pytest.fixture
+def policy(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(num_heads=4, num_kv_heads=2, hidden_size=64, head_dim=32, intermediate_size=96, num_layers=8)
+
+
+@pytest.fixture
+def eagle_faults(policy: Path, recipe: Callable[..., Recipe]) -> Callable[..., list[str]]:
+    """The faults of a recipe for that policy with an EAGLE-3 drafter in a folder."""
+
+    def found(folder: Path, **settings: Any) -> list[str]:
+        drafter = EAGLE3 | {"model": str(folder)} | settings
+        changed = recipe(model={"path": str(policy)}, rollout={"vllm": {"speculative_config": drafter}})
+        return list(_drafter(changed, read_model_shape(policy)))
+
+    return found
+
+
+def test_a_published_drafter_of_the_policy_is_allowed(
+    eagle_faults: Callable[..., list[str]], policy: Path, tmp_path: Path
+) -> None:
+    for name, drafted, own_embedding in (("small", 100, False), ("whole", None, True)):
+        folder = make_eagle3(tmp_path / name, policy, draft_vocab_size=drafted, own_embedding=own_embedding)
+        assert eagle_faults(folder) == []
+        assert read_stored_bytes(str(folder)) == (folder / "model.safetensors").stat().st_size
+
+
+def test_a_drafter_that_would_draft_at_random_is_refused(
+    eagle_faults: Callable[..., list[str]], policy: Path, tmp_path: Path
+) -> None:
+    """Tensors without a file stay random or zero in vLLM, without an error."""
+
+    def drop(name: str) -> Callable[[dict[str, Any]], object]:
+        return lambda tensors: tensors.pop(name)
+
+    def repeat(tensors: dict[str, Any]) -> None:
+        tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+    for number, (change, fact) in enumerate(
+        (
+            (drop("d2t"), "d2t is missing"),
+            (drop("lm_head.weight"), "lm_head.weight is missing"),
+            (drop("fc.weight"), "fc.weight is missing"),
+            (drop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+            (repeat, "d2t does not name 100 different tokens"),
+        )
+    ):
+        folder = make_eagle3(tmp_path / f"{number}", policy, change=change)
+        (text,) = eagle_faults(folder)
+        assert text.startswith("rollout.vllm.speculative_config = ") and fact in text, text
+    for field, value in {"vocab_size": 99, "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 16}.items():
+        folder = make_eagle3(tmp_path / field, policy, config={field: value})
+        assert any(str(value) in text for text in eagle_faults(folder)), field
+    other = make_eagle3(tmp_path / "other", policy, config={"architectures": ["LlamaForCausalLM"]})
+    (text,) = eagle_faults(other)
+    assert "LlamaForCausalLMEagle3" in text
+    (text,) = eagle_faults(tmp_path / "absent")
+    assert str(tmp_path / "absent") in text
+    sound = make_eagle3(tmp_path / "sound", policy)
+    assert len(eagle_faults(sound, draft_load_config={"load_format": "dummy"})) == 1
+    early = make_eagle3(
+        tmp_path / "early", policy, config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}}
+    )
+    (text,) = eagle_faults(early)
+    assert "[2, 2, 3] of a policy of 8 layers" in text
+
+
+def test_families_without_hidden_states_are_those_of_vllm() -> None:
+    """A model takes a drafter of hidden states if its class in vLLM is of the interface."""
+    import vllm.model_executor.models as models
+
+    folder = Path(str(models.__file__)).parent
+    known = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for file in folder.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def has(name: str) -> bool:
+        bases = known.get(name, set())
+        return bool(bases & {"SupportsEagle3", "EagleModelMixin"}) or any(has(base) for base in bases if base != name)
+
+    for name, family in FAMILIES.items():
+        architecture = family.engine_architecture or family.architecture
+        assert has(architecture) == (name not in WITHOUT_EAGLE3), name

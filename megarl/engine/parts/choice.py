@@ -8,13 +8,14 @@ from typing import Any
 
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.engine.parts.engine_part import EnginePart
+from megarl.families.eagle3 import drafter_folder
 from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import libraries
 
 libraries.prepare_vllm()
 
-from megarl.engine.parts.drafts import Drafts  # noqa: E402
+from megarl.engine.parts.drafts import Drafts, FrozenDrafts  # noqa: E402
 from megarl.engine.parts.exact_rounding import ExactRounding  # noqa: E402
 from megarl.engine.parts.quantised_values import QuantisedCache, QuantisedWeights  # noqa: E402
 from megarl.engine.parts.retained_kv import RetainedKV  # noqa: E402
@@ -51,7 +52,10 @@ def build_parts(
         yield RetainedTokens(config.async_scheduling)
     if features.keep_experts is not None:
         yield RoutedExperts(features.keep_experts)
-    if config.vllm.get("speculative_config") is not None:
+    speculative_config = config.vllm.get("speculative_config")
+    if drafter_folder(speculative_config) is not None:
+        yield FrozenDrafts(speculative_config)
+    elif speculative_config is not None:
         yield Drafts(list_copied_prefixes(read_model_shape(model_path, override)))
     if not config.recompute_kv:
         yield RetainedKV()

@@ -10,6 +10,7 @@ from torch import nn
 
 from megarl.engine.parts.engine_part import EnginePart
 from megarl.families.mtp import COPIED, DRAFTER
+from megarl.files.model_folder import find_folder
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Mean, Metric
 
@@ -56,6 +57,33 @@ class Drafts(EnginePart):
 
     def take_metrics(self) -> dict[str, Metric]:
         return self._counts.take_metrics()
+
+
+class FrozenDrafts(Drafts):
+    """Drafts of a published drafter (EAGLE-3). vLLM reads its weights from its own files, and no reshard writes them.
+
+    `config` is vLLM's `speculative_config`.
+    """
+
+    sleep_reason = "no reshard writes the drafter of rollout.vllm.speculative_config"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(())
+        self._config = config
+        self._drafter: nn.Module | None = None
+
+    def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
+        # Of an engine with dummy weights, vLLM 0.30 would share embedding and head of any drafter with the policy.
+        own = {"model": find_folder(self._config["model"]), "draft_load_config": {"load_format": "safetensors"}}
+        return {"speculative_config": {**self._config, **own}}
+
+    def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
+        # Outside of the written model, so that a reshard cannot reach the drafter's own head or embedding.
+        self._drafter = worker.model_runner.drafter.model
+        return model
+
+    def further_tensors(self) -> Iterable[torch.Tensor]:
+        return () if self._drafter is None else self._drafter.parameters()
 
 
 class ModelWithDrafter(nn.Module):

@@ -100,9 +100,12 @@ def _round_to_block(size: int) -> int:
     return -(-size // QUANTISED_BLOCK) * QUANTISED_BLOCK
 
 
-def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:
-    """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number."""
-    layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_mtp_layers
+def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int, draft_layers: int = 0) -> int:
+    """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number.
+
+    `draft_layers` are the layers of a drafter with files of its own.
+    """
+    layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_mtp_layers + draft_layers
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 

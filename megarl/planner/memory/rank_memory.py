@@ -9,8 +9,10 @@ from functools import cached_property
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
+from megarl.families.eagle3 import read_stored_bytes
 from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens
 from megarl.families.shape import ModelShape
+from megarl.files.model_folder import find_folder
 from megarl.planner.memory import activations, engine_bytes, trainer_bytes
 from megarl.planner.memory.activations import PassSettings
 from megarl.planner.memory.communicators import Communicator, communicators_of
@@ -89,7 +91,9 @@ class RankMemory:
             itemsize=self.itemsize,
             quantization=self.recipe.rollout.quantization,
         )
-        return weights + self.adapter_slots
+        # A drafter's embedding, head and projection dominate: an upper bound, as if no rank shared them.
+        drafter = self.recipe.drafter
+        return weights + self.adapter_slots + (0 if drafter is None else read_stored_bytes(find_folder(drafter)))
 
     @cached_property
     def adapter_slots(self) -> int:
@@ -293,7 +297,11 @@ class RankMemory:
     def _block_bytes(self) -> int:
         itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         return engine_bytes.cache_block_bytes(
-            self._engine_shape, self.parallel.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
+            self._engine_shape,
+            self.parallel.rollout_tp,
+            block_tokens=self._block_tokens,
+            itemsize=itemsize,
+            draft_layers=bool(self.recipe.drafter),
         )
 
     @property

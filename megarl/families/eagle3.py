@@ -1,0 +1,132 @@
+"""Published EAGLE-3 drafters (arXiv 2503.01840): one layer that drafts tokens from hidden states of three layers.
+
+vLLM 0.30 reads such a drafter from its own files. It is frozen: no reshard writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from megarl.families.parts import Latent
+from megarl.families.shape import ModelShape
+from megarl.files.model_folder import read_object, read_safetensors_header, weight_files
+from megarl.types import DataError
+
+METHOD = "eagle3"
+"""vLLM's name of the speculative method."""
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+"""Names of the drafter's class in config.json, for drafters of all policies."""
+WITHOUT_EAGLE3 = ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "seed_oss")
+"""Families whose models in vLLM 0.30 return no hidden states to a drafter."""
+_NUM_STATES = 3
+_MIDDLE = "midlayer.", "layers.0."
+"""Names of the drafter's layer in published files."""
+_LAYER = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "hidden_norm", "input_layernorm",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+"""Modules of that layer. Each has a weight."""
+
+
+def drafter_folder(speculative_config: object) -> str | None:
+    """Return the folder or Hub name of an EAGLE-3 drafter in vLLM's `speculative_config`; None without one."""
+    if not isinstance(speculative_config, Mapping) or speculative_config.get("method") != METHOD:
+        return None
+    model = speculative_config.get("model")
+    return model if isinstance(model, str) and model else None
+
+
+def stored_bytes(folder: str) -> int:
+    """Return the bytes of a drafter's weight files. Raises DataError like `weight_files`."""
+    return sum((Path(folder) / name).stat().st_size for name in weight_files(folder))
+
+
+def drafter_faults(folder: str, policy: ModelShape) -> Iterator[str]:
+    """Yield the reasons why a drafter cannot draft for a policy. Raises DataError for broken files."""
+    config = read_object(Path(folder) / "config.json")
+    architectures = config.get("architectures")
+    if not isinstance(architectures, Sequence) or not set(architectures) & set(ARCHITECTURES):
+        yield f"architectures in its config.json is {architectures}, not {' or '.join(ARCHITECTURES)}"
+        return
+    if policy.family in WITHOUT_EAGLE3:
+        yield f"vLLM's models of the family {policy.family} return no hidden states to a drafter"
+    if policy.linear_attention is not None or isinstance(policy.attention, Latent):
+        yield "it is not proved with linear or latent attention of the policy"
+        return
+    yield from _size_faults(config, policy)
+    given = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    # vLLM 0.30's layers by default: hidden states before each of them.
+    layers = given or (2, policy.num_layers // 2, policy.num_layers - 3)
+    if len(set(layers)) != _NUM_STATES or not 0 <= min(layers) <= max(layers) <= policy.num_layers:
+        yield f"it reads the hidden states at the layers {list(layers)} of a policy of {policy.num_layers} layers"
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensors in weight_files(folder).items():
+        header = read_safetensors_header(Path(folder) / name, tensors)
+        shapes |= {tensor: shape for tensor, (_, shape) in header.items()}
+    yield from _tensor_faults(folder, config, shapes, policy)
+
+
+def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]:
+    expected = {
+        "vocab_size": policy.vocab_size,
+        "num_hidden_layers": 1,
+        "target_hidden_size": policy.hidden_size,
+        # The drafter's layer shares the pages of the policy's KV cache.
+        "num_key_value_heads": policy.num_kv_heads,
+    }
+    values = {"target_hidden_size": config.get("hidden_size")} | dict(config)
+    for name, value in expected.items():
+        if values.get(name) != value:
+            yield f"{name} in its config.json is {values.get(name)}, this policy needs {value}"
+    head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
+    if head_dim != policy.head_dim:
+        yield f"its attention heads have {head_dim} channels, those of the policy {policy.head_dim}"
+
+
+def _tensor_faults(
+    folder: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], policy: ModelShape
+) -> Iterator[str]:
+    """Yield faults of the tensors whose absence vLLM would not notice: it leaves them random or zero."""
+    hidden, num_drafted = config.get("hidden_size"), config.get("draft_vocab_size") or policy.vocab_size
+    expected = {"fc.weight": (hidden, _NUM_STATES * policy.hidden_size), "norm.weight": (hidden,)}
+    if num_drafted != policy.vocab_size:
+        expected |= {"d2t": (num_drafted,), "lm_head.weight": (num_drafted, hidden)}
+    # Without an embedding of its own the drafter reads the policy's.
+    if hidden != policy.hidden_size:
+        expected["embed_tokens.weight"] = (policy.vocab_size, hidden)
+    own_names = {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    for name, shape in expected.items():
+        if own_names.get(name) != shape:
+            found = f"has the shape {own_names[name]}" if name in own_names else "is missing"
+            yield f"its tensor {name} {found}, expected is {shape}"
+    for prefix in _LAYER:
+        if not any(f"{layer}{prefix}.weight" in own_names for layer in _MIDDLE):
+            yield f"its tensor {_MIDDLE[0]}{prefix}.weight is missing"
+    if own_names.get("d2t") == (num_drafted,):
+        yield from _mapping_faults(folder, policy)
+
+
+def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
+    """Yield a fault of `d2t`: the policy's token of a drafted one, less the drafted one's own number."""
+    for name in weight_files(folder):
+        with safe_open(Path(folder) / name, "np") as file:
+            names = [tensor for tensor in file.keys() if tensor.removeprefix("model.") == "d2t"]  # noqa: SIM118
+            offsets = file.get_tensor(names[0]) if names else None
+        if offsets is None:
+            continue
+        tokens = np.asarray(offsets, np.int64) + np.arange(len(offsets))
+        if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:
+            yield f"its tensor d2t does not name {len(tokens)} different tokens of the policy's {policy.vocab_size}"
+
+
+def read_stored_bytes(folder: str) -> int:
+    """Return `stored_bytes`, or 0 for broken files: the checks before a start report these."""
+    try:
+        return stored_bytes(folder)
+    except (DataError, OSError):
+        return 0
