@@ -96,6 +96,23 @@ def test_experts_there_and_back(tmp_path: Path, family: str, changes: dict, layo
         assert load_file(file).keys() == load_file(tmp_path / "hf" / file.name).keys()
 
 
+def test_qwen3_8_there_and_back(tmp_path: Path) -> None:
+    """The fields of Qwen3.8-2.4T-A95B, a text model without a vision tower, with its ratios of heads."""
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    config = Qwen3_5MoeTextConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4, head_dim=32,
+        linear_num_key_heads=4, linear_num_value_heads=32, linear_key_head_dim=16, linear_value_head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention"] * 3 + ["full_attention"], mamba_ssm_dtype="bfloat16",
+    )  # fmt: skip
+    Qwen3_5MoeForCausalLM(config).save_pretrained(tmp_path / "source")
+    to_megatron(tmp_path / "source", tmp_path / "megatron", tp=2, ep=2, pp=2, verify=True)
+    to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True)
+    assert_equal_bits(tensors_of(tmp_path / "source"), tensors_of(tmp_path / "hf"))
+    assert other_files(tmp_path / "source") == other_files(tmp_path / "hf")
+
+
 def test_not_a_number_survives(tmp_path: Path) -> None:
     source = moe_folder(tmp_path / "source")
     tensors = load_file(source / "model-b.safetensors")

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
+"""Qwen3.5, Qwen3.6 and Qwen3.8, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
 
 megarl trains and samples text only; exports contain the vision tower (`model.visual.`) of released checkpoints
 unchanged. The layer for multi-token prediction (`mtp.`) is copied or trained (`families.mtp`).

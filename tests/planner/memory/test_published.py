@@ -11,7 +11,7 @@ import yaml
 
 from megarl.cli import main
 from megarl.families.model_tensors import hf_tensors
-from megarl.families.published import published_name
+from megarl.families.published import PUBLISHED, published_name
 from megarl.families.shape import planned_shape, shape_from_config
 from megarl.reshard.layouts.packed import checkpoint_tensors
 from megarl.types import DataError
@@ -165,6 +165,20 @@ def test_shapes_of_qwen3_5_have_the_published_billions_of_parameters(tmp_path: P
     unused += sizes["model.language_model.embed_tokens.weight"]
     assert (round(total / 1e9), round((total - unused) / 1e9)) == QWEN3_5[name]
     assert [kind.mixer for kind in shape.layers[2:4]] == ["linear_attention", "attention"]
+
+
+def test_the_text_model_of_qwen3_8_has_the_parameters_of_its_name() -> None:
+    """Qwen3.8-2.4T-A95B: the family's fields at the top level of config.json, without a vision tower."""
+    text = PUBLISHED["Qwen/Qwen3.5-397B-A17B"]["text_config"] | {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 8192,
+        "num_hidden_layers": 92, "num_attention_heads": 64, "num_key_value_heads": 4, "linear_num_value_heads": 128,
+        "moe_intermediate_size": 2048, "shared_expert_intermediate_size": 2048, "mamba_ssm_dtype": "bfloat16",
+    }  # fmt: skip
+    shape = shape_from_config(text)
+    sizes = {tensor: math.prod(size) for tensor, size in hf_tensors(shape).items()}
+    unused = sum(size for tensor, size in sizes.items() if ".experts." in tensor) * (1 - 10 / 512)
+    assert (round(sum(sizes.values()) / 1e11), round((sum(sizes.values()) - unused) / 1e9)) == (24, 95)
+    assert sum(kind.mixer == "attention" for kind in shape.layers) == 23
 
 
 def test_a_relative_of_the_largest_qwen3_5_has_the_published_number_of_parameters(tmp_path: Path) -> None:
