@@ -49,6 +49,11 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
         yield Objection(f"rollout.quantization = {rollout.quantization} would quantise the weights next to the adapter")
     if recipe.drafts_with_mtp:
         yield Objection("rollout.vllm.speculative_config drafts with layers that have no adapter", "leave it out")
+    if recipe.drafter is not None:
+        yield Objection(
+            "rollout.vllm.speculative_config drafts with a model of its own, not proved next to an adapter",
+            "take ngram",
+        )
     if recipe.weights.overlap:
         yield Objection("an adapter is sent too fast to overlap with training", "set weights.overlap=false")
 

@@ -91,8 +91,6 @@ def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str
             f"{field}: not proved with rollout.quantization = {recipe.rollout.quantization}; set rollout.quantization="
             "none, or take ngram"
         )
-    if recipe.sends_adapter:
-        yield f"{field}: not proved with lora.sync = adapter; set lora.sync=merged, or take ngram"
     try:
         faults = list(drafter_faults(find_folder(model), shape))
     except (DataError, OSError) as error:

@@ -47,6 +47,15 @@ CHOICES = {
     ),
     "rank": ({}, {"rank": 513}, {}, "merged", "lora.rank = 513"),
     "fp8": ({}, {}, {"rollout": {"quantization": "fp8"}}, "merged", "rollout.quantization = fp8"),
+    "a drafter of its own": (
+        {}, {}, {"rollout": {"vllm": {"speculative_config": {"method": "eagle3", "model": "m"}}}}, "merged",
+        "rollout.vllm.speculative_config",
+    ),
+    "overlap": (
+        {}, {}, {"rollout": {"placement": "separate", "ranks": 1}, "cluster": {"ranks_per_node": 2},
+                 "weights": {"overlap": True}},
+        "merged", "overlap with training",
+    ),
     "exact": ({}, {}, {"trainer": {"exact": True}}, "merged", "trainer.exact"),
     "written": ({}, {"sync": "merged"}, {}, "merged", ""),
 }  # fmt: skip
