@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from megarl.types import ConfigError
 
 Level = Literal["good", "absent", "warning", "bad"]
-"""State of what was checked. `absent`: not there, and not needed. `bad`: a run cannot start, or not run well."""
+"""State found by a check. `absent`: not there, and not needed. `bad`: a run cannot start, or not run well."""
 
 
 class Finding(NamedTuple):
@@ -15,12 +15,12 @@ class Finding(NamedTuple):
 
     level: Level
     place: str
-    """What the finding is about: a recipe field with its value, a file and line, a node, a package. May be empty."""
+    """Subject: a recipe field with its value, a file and line, a node, a package. May be empty."""
     text: str
     remedy: str = ""
-    """What to do. Empty: nothing, or `text` says it."""
+    """Advice to the user. Empty: there is none, or `text` has it."""
     exit_code: int = ConfigError.exit_code
-    """Exit code of a command that ends because of this finding."""
+    """Exit code of a command, if this finding ends it."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.advice}" if self.place else self.advice
@@ -32,6 +32,7 @@ class Finding(NamedTuple):
 
 
 def finding_of_line(level: Level, line: str, exit_code: int = ConfigError.exit_code) -> Finding:
-    """Return the finding that a line `PLACE: TEXT` states. Its `str` is the line."""
+    """Return the finding in a line `PLACE: TEXT`. Its `str` is the line."""
+    # A line without a place is all text.
     place, colon, text = line.partition(": ")
     return Finding(level, place, text, exit_code=exit_code) if colon else Finding(level, "", line, exit_code=exit_code)

@@ -1,1 +1,1 @@
-"""Data sets that a recipe names: their records are read, counted and surveyed with the recipe's settings."""
+"""Data sets of a recipe: their records are read, counted and surveyed with the recipe's settings."""

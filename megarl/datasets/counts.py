@@ -1,4 +1,4 @@
-"""Numbers of records that a recipe's run reads, and the steps that its epochs take."""
+"""Numbers of records read by a recipe's run, and the steps of its epochs."""
 
 from __future__ import annotations
 

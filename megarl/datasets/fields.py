@@ -1,4 +1,4 @@
-"""Fields of a recipe that name data sets: their paths, kinds of records, limits of tokens, and system message."""
+"""Fields of a recipe for data sets: their paths, kinds of records, limits of tokens, and system message."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RunMonitor:
         await self._stack.aclose()
 
     async def begin_attempt(self, tracker: Tracker) -> None:
-        """Show the metrics that an attempt logs to its tracker. The first call starts the server.
+        """Show the metrics of an attempt. The first call starts the server.
 
         Raises ConfigError if the port is in use.
         """
@@ -51,7 +51,7 @@ class RunMonitor:
         tracker.info(f"metrics at {self._address}/metrics, health at {self._address}/health")
 
     async def _start(self) -> RunMetrics:
-        """Start the server. Returns the metrics that it shows."""
+        """Start the server. Returns its metrics."""
         # Imported here: aiohttp takes a while to import, and few runs need it.
         from megarl.serving.monitor import EngineLoad, Monitor, registry_of
         from megarl.tracking.prometheus import RunMetrics

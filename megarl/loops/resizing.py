@@ -129,17 +129,18 @@ def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def _refuse_incomplete_copies(recipe: Recipe) -> None:
-    """Raise ConfigError if the copies of a run's state, from which a resize continues, lack a part of it."""
+    """Raise ConfigError if copies of a run's state lack a part of it. A resize continues from copies."""
     if not _is_copied_whole(recipe):
         raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
 
 
 def _is_copied_whole(recipe: Recipe) -> bool:
+    # Recorded experts stay with the rank. Only checkpoints hold them.
     return not recipe.trainer.router_replay
 
 
 def can_grow(recipe: Recipe) -> bool:
-    """Return whether a run that a loss made smaller can return to its size between two steps."""
+    """Return whether a run can return to its size between two steps, after a loss made it smaller."""
     # On this machine a lost rank means a fault of this machine, and no node can come back.
     return recipe.cluster.launcher != "local" and _is_copied_whole(recipe)
 

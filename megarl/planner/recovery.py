@@ -1,4 +1,4 @@
-"""Recovery from lost ranks: its default, which the host memory of a node decides, and what a loss costs a run."""
+"""Recovery from lost ranks: its default by the host memory of a node, and the cost of a loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.platform.memory.host_memory import machine_bytes
 
 RECOVER, REPLICATE = "cluster.recover", "checkpoint.replicate"
 _HOST_SHARE = 0.75
-"""Share of a node's host memory that ranks with copies may take: data, rewards and sandboxes need the rest."""
+"""Share of a node's host memory for ranks with copies: data, rewards and sandboxes need the rest."""
 _STEPS_WITHOUT_SAMPLING = 10
-"""Default of checkpoint.replicate in loops that only train: their steps are short, and each copy takes bandwidth of
-the host. Steps that sample take tens of seconds, so each of them is copied."""
+"""Default of checkpoint.replicate in loops without sampling: their steps are short, and each copy takes bandwidth of
+the host. Steps with sampling take tens of seconds, so each of them is copied."""
 
 
 def leaves_recovery_open(recipe: Recipe) -> bool:
@@ -31,16 +31,16 @@ def leaves_recovery_open(recipe: Recipe) -> bool:
 def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
     """Return the recipe with a recovery from copies in host memory, if a node has memory for them.
 
-    Fields that the recipe sets keep their values. The recipe is returned unchanged without enough memory.
+    Fields of the recipe keep their values. The recipe is returned unchanged without enough memory.
     """
     changed = with_field_values(recipe, _open_fields(recipe))
     return changed if fullest_node_bytes(changed, judge.predict(changed)) <= _HOST_SHARE * machine_bytes() else recipe
 
 
 def _open_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields that a recovery from copies needs and the recipe leaves out, with their values.
+    """Return the missing fields of a recovery from copies, with their values.
 
-    It is empty if a field that the recipe sets rules such a recovery out.
+    It is empty if another field of the recipe rules such a recovery out.
     """
     sets_recover = "recover" in recipe.cluster.model_fields_set
     sets_copies = "replicate" in recipe.checkpoint.model_fields_set
@@ -55,7 +55,7 @@ def _open_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line for each field that `with_recovery` added to the recipe `written`."""
+    """Yield a line for each field added by `with_recovery` to the recipe `written`."""
     share = f"the copies fit into {_HOST_SHARE:.0%} of a node's memory"
     if completed.cluster.recover != written.cluster.recover:
         yield f"{RECOVER} = {completed.cluster.recover} by default: {share}"
@@ -64,7 +64,7 @@ def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 
 def describe_loss(recipe: Recipe) -> str:
-    """Return in words what follows the loss of a trainer's rank or node, and the steps that it costs."""
+    """Return in words the effect of the loss of a trainer's rank or node, and its cost in steps."""
     checkpoint, recover = recipe.checkpoint, recipe.cluster.recover
     outcomes = {
         "stop": "the run ends",

@@ -1,4 +1,4 @@
-"""Checks of the files that a recipe names: the run folder, and the files of its data sets."""
+"""Checks of a recipe's files: the run folder, and the files of its data sets."""
 
 from __future__ import annotations
 

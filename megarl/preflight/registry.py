@@ -15,7 +15,7 @@ from megarl.findings import Finding, finding_of_line
 from megarl.types import ConfigError, DataError
 
 Fault = str | DataError
-"""What a check yields: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about its files."""
+"""Error found by a check: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about its files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
 """Names of the arguments that a check may have. `recipe`, `shape` (sizes of the policy), `dp` (data-parallel size),
@@ -87,6 +87,7 @@ def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = F
 
 
 def finding_of(fault: Fault) -> Finding:
-    """Return the finding that a check yields as a line or an error."""
+    """Return the finding for an error of a check."""
+    # The exit code says whose error it is: the recipe's, or that of a file.
     error_type = type(fault) if isinstance(fault, DataError) else ConfigError
     return finding_of_line("bad", str(fault), error_type.exit_code)
