@@ -1,6 +1,6 @@
 """Choice of the tokens whose log-prob and advantage vary together: they lower the policy's entropy most.
 
-All functions are over the tokens of a whole step, so that the choice does not depend on its split into microbatches.
+All functions are over the tokens of a whole step: the choice does not depend on its split into microbatches.
 Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617).
 """
 
@@ -15,6 +15,7 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
     It is the product of both differences from their means over the masked tokens (eq. 10). All arguments are [tokens].
     """
+    # float64: over millions of tokens, float32 sums would move the means, and with them tokens at the bounds.
     logprobs, advantages = (torch.where(mask, values, 0.0).double() for values in (logprobs, advantages))
     count = mask.sum().clamp(min=1)
     parts = (logprobs - logprobs.sum() / count) * (advantages - advantages.sum() / count)

@@ -50,7 +50,7 @@ METRICS = (
 _VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)
 """Bounds of a sequence's summed log-ratio in `vespo`, as in its authors' code and TRL."""
 _PROBABILITY_EPSILON = 1e-8
-"""Added to probabilities of all other tokens in `dppo_kl`, so that its logarithm is finite (verl has the same)."""
+"""Added to probabilities of all other tokens in `dppo_kl`, to keep the logarithm finite (verl has the same)."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -218,6 +218,7 @@ def dppo_tv(
 
     Source: DPPO, total variation of the binary distribution (arXiv 2602.04879); penalty: Kimi K2.5 (arXiv 2602.02276).
     """
+    # The mask is a constant to the gradient: a token at a bound gets all of its gradient, or none.
     change = policy_logprobs.detach().exp() - old_logprobs.detach().exp()
     is_masked = ((advantages > 0) & (change > clip_high)) | ((advantages < 0) & (change < -clip_low))
     return _masked_surrogate(policy_logprobs, old_logprobs, advantages, is_masked, log_ratio_penalty)
@@ -251,8 +252,8 @@ def dppo_kl(
 def dro(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float) -> LossAndMetrics:
     """Return minus advantage times log-prob, plus `beta` / 2 times the squared log-ratio: [tokens].
 
-    The advantage is a reward minus a value or baseline. The penalty replaces ratio and clip, so that samples of another
-    policy can be trained. Source: Direct Reward Optimisation (arXiv 2405.19107).
+    The advantage is a reward minus a value or baseline. The penalty replaces ratio and clip. Samples of another policy
+    can thus be trained. Source: Direct Reward Optimisation (arXiv 2405.19107).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     loss = -advantages.detach() * policy_logprobs + beta / 2 * log_ratios.square()
@@ -285,6 +286,7 @@ def vespo(
     log_products = broadcast_to_tokens(log_products, cu_seqlens, len(mask))
     power = torch.where(advantages < 0, power_negative, power_positive).to(log_products.dtype)
     decay = torch.where(advantages < 0, decay_negative, decay_positive).to(log_products.dtype)
+    # In logarithms: the product of a long sequence's ratios would overflow before its exponential vanishes.
     weights = (decay + power * log_products - decay * log_products.exp()).exp()
     return -weights * advantages * policy_logprobs, {"ratio": log_ratios.exp(), "sequence_weight": weights}
 

@@ -29,8 +29,8 @@ def is_off_policy(
     """Return whether each token's sequence has a negative advantage and left the policy: bool [tokens].
 
     Arguments are those of a policy loss of sequences. A sequence left the policy if the mean of old minus policy
-    log-probs over its trained tokens is above `limit`, in nats. Such failures would push the policy away from texts
-    that it no longer writes. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    log-probs over its trained tokens is above `limit`, in nats. Learning from these failures is unstable: they are no
+    longer texts of this policy. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
     left_by = sequence_means((old_logprobs - policy_logprobs).detach(), cu_seqlens, mask)
     return (advantages < 0) & (broadcast_to_tokens(left_by, cu_seqlens, len(mask)) > limit)
@@ -55,6 +55,7 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
         result = policy_loss(policy_logprobs, old_logprobs, advantages, *further, **settings)
         loss, metrics = checked_policy_loss(result, policy_logprobs)
         is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
+        # Selecting instead of multiplying: zero times an infinite loss is NaN.
         return torch.where(is_dropped, 0.0, loss), metrics | {"off_policy_fraction": is_dropped.to(loss.dtype)}
 
     return masked_loss

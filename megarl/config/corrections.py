@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CORRECTING_LOSSES = ("dppo_tv", "dppo_kl", "vespo")
 """Policy losses with the ratio to the engine's log-probs. A further importance weight would correct twice."""
 _SMOOTH_LOSSES = ("vespo", "dro")
-"""Policy losses for samples of another policy that have no clip: a weight fades with the ratio, or a penalty grows."""
+"""Policy losses for samples of another policy, without a clip: a weight fades with the ratio, or a penalty grows."""
 
 
 def lacks_correction(recipe: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of losses that compare the policy with the one that sampled, or that need one advantage per sequence."""
+"""Checks of losses comparing the policy with the sampling one, or needing one advantage per sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME_POLICY = (
 
 @checks("algorithm")
 def without_drift(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting that compares the policy with itself, so that it would have no effect."""
+    """Yield an error for each setting without effect, because it would compare the policy with itself."""
     algorithm, train = recipe.algorithm, recipe.train
     if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
         return
@@ -33,6 +33,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"
     if algorithm.off_policy_limit is not None:
         yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {_SAME_POLICY}"
+    # The absolute log-ratio has a slope of zero where both policies are equal.
     if algorithm.kl_cov_share is not None:
         yield (
             f"algorithm.kl_cov_share = {algorithm.kl_cov_share}: its penalty has no gradient in the first update of a "
@@ -42,7 +43,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
 
 @checks("algorithm")
 def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting that needs one advantage per sequence, if tokens or turns have their own."""
+    """Yield an error for each setting needing one advantage per sequence, if tokens or turns have their own."""
     algorithm = recipe.algorithm
     if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
         return

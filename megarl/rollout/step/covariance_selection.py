@@ -68,6 +68,7 @@ def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
     draws: list[NDArray[np.float64]] = []
     num_equal: Counter[bytes] = Counter()
     for token_ids in np.split(batch.token_ids, batch.cu_seqlens[1:-1]):
+        # Python's `hash` differs from process to process, and a resumed run must draw the same tokens.
         digest = blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).digest()
         words = np.frombuffer(digest, np.uint32).tolist()
         draws.append(np.random.default_rng([*seed, num_equal[digest], *words]).random(len(token_ids)))
