@@ -175,7 +175,7 @@ class TrainingEngine(ModelShard):
             self._offloadable[name].onload()
 
     def gradient_buffers(self) -> Iterator[Tensor]:
-        """Yield the gradient buffers of dense and expert parameters."""
+        """Yield the gradient buffers [elements] of dense and expert parameters."""
         for model in self.models:
             buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of this name.
             yield from (buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers))
@@ -292,7 +292,8 @@ class TrainingEngine(ModelShard):
         self.optimizer.zero_grad()
 
     def accumulate(self, rows: Sequence[TokenBatch], objective: Callable[..., tuple[Tensor, Tensor, Row]]) -> list[Row]:
-        """Add the gradients of this replica's rows to those of earlier calls, and return what was measured of each row.
+        """Add the gradients [elements] of this replica's rows to those of earlier calls. Returns the measurements of
+        each row.
 
         `objective(output, batch=Microbatch)` returns a row's loss [], a token count [] required by Megatron, and what
         it measures. Gradients are reduced over the ranks once, by `apply`.
