@@ -25,11 +25,14 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
+from megarl.algorithms.divergences import forward_kl
 from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
+from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.distillation.divergence import vocab_parallel_divergence
 from megarl.models.latent_attention import share_rotary
 from megarl.models.layer_specs import final_norm, layer_spec
 from megarl.models.logprobs import all_reduce, vocab_parallel_logprobs
@@ -60,11 +63,12 @@ class MtpLayer(MultiTokenPredictionLayer):
 class MtpHead:
     """The MTP layers of a policy's last stage. They give log-probs to the tokens after the next ones.
 
-    `sees_first`: the layers see the embedding at a sequence's first position too.
+    `sees_first`: the layers see the embedding at a sequence's first position too. `learns_distribution`: instead of a
+    log-prob, the head gives the negative KL of its distribution from the policy's.
     """
 
-    def __init__(self, model: PolicyModel, *, sees_first: bool) -> None:
-        self._model, self._sees_first = model, sees_first
+    def __init__(self, model: PolicyModel, *, sees_first: bool, learns_distribution: bool) -> None:
+        self._model, self._sees_first, self._learns_distribution = model, sees_first, learns_distribution
         self.labels: Tensor | None = None
         """[tokens]: the token after the next one, at each position of the next pass. None: a pass without MTP
         layers.
@@ -75,7 +79,10 @@ class MtpHead:
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
     ) -> Tensor | None:
-        """Return the log-prob of each of `labels`, float32 [tokens]; None without labels. Shapes as in `ExtraHead`."""
+        """Return the log-prob of each of `labels`, float32 [tokens]; None without labels. Shapes as in `ExtraHead`.
+
+        With `learns_distribution` it is minus the KL from the policy's distribution of that token, in nats.
+        """
         labels, self.labels = self.labels, None
         if labels is None:
             return None
@@ -98,6 +105,20 @@ class MtpHead:
             embedding=next_embeddings,
             **{name: layer_arguments[name] for name in names},
         )
+        if self._learns_distribution:
+            with torch.no_grad():
+                # The policy's state at the next position predicts the same token.
+                targets = next_states(model.gather_states(hidden_states), row)
+            return -vocab_parallel_divergence(
+                model.gather_states(predicted),
+                weight,
+                targets,
+                weight,
+                forward_kl,
+                group=tp_group,
+                temperature=1.0,
+                chunk_tokens=model.logprob_chunk_tokens,
+            )
         logprobs, _ = vocab_parallel_logprobs(
             model.gather_states(predicted),
             weight,
@@ -110,7 +131,26 @@ class MtpHead:
         return logprobs
 
 
-def attach_mtp(model: PolicyModel, shape: ModelShape, vp_stage: int | None) -> None:
+@torch.no_grad()
+def next_states(states: Tensor, row: PackedRow) -> Tensor:
+    """Return the hidden state at the next position of the row: [tokens, hidden_size], like `states`.
+
+    The last position of a sequence gets another sequence's, so it must not be used.
+    """
+    group: Any = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return states.roll(-1, 0)
+    # Neighbours may be on other ranks: each rank has two chunks of a sequence.
+    assert row.place is not None and row.local is not None
+    padded = torch.cat([states, states.new_zeros(row.longest_part - len(states), states.shape[1])])
+    parts = padded.new_empty(group.size() * len(padded), padded.shape[1])
+    torch.distributed.all_gather_into_tensor(parts, padded, group=group)
+    return parts.index_select(0, row.place.roll(-1).index_select(0, row.local))
+
+
+def attach_mtp(
+    model: PolicyModel, shape: ModelShape, vp_stage: int | None, *, learns_distribution: bool = False
+) -> None:
     # Megatron's schedules look for this name, and expect layers in it.
     model.mtp = build_mtp(model.config, shape, vp_stage)
     if isinstance(shape.attention, Latent):
@@ -118,7 +158,8 @@ def attach_mtp(model: PolicyModel, shape: ModelShape, vp_stage: int | None) -> N
         own_layers = [layer.transformer_layer for layer in model.mtp.layers]
         share_rotary(own_layers, decoder.layers[0].self_attention.rotary_pos_emb)
     form = FAMILIES[shape.family].mtp
-    model.extra_heads.append(MtpHead(model, sees_first=form is not None and form.sees_first))
+    sees_first = form is not None and form.sees_first
+    model.extra_heads.append(MtpHead(model, sees_first=sees_first, learns_distribution=learns_distribution))
 
 
 def mtp_head(chunk: Any) -> MtpHead | None:

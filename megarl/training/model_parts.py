@@ -28,6 +28,8 @@ class ModelParts:
     """Above 0 the model rounds as the engine does, with this many blocks of a product split over all ranks."""
     learns_distributions: bool = False
     """Whether the policy learns from its teachers' distributions."""
+    learns_mtp_distribution: bool = False
+    """Whether the MTP layers learn from the policy's distributions."""
 
     def megatron_config(
         self,
@@ -75,4 +77,12 @@ class ModelParts:
         **settings: Any,
     ) -> Policy:
         """Build one chunk of a language model as an instance of `kind`."""
-        return parts.build_policy(kind, config, shape, exact_blocks=self.exact_blocks, vp_stage=vp_stage, **settings)
+        return parts.build_policy(
+            kind,
+            config,
+            shape,
+            exact_blocks=self.exact_blocks,
+            learns_mtp_distribution=self.learns_mtp_distribution,
+            vp_stage=vp_stage,
+            **settings,
+        )

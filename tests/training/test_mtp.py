@@ -267,3 +267,50 @@ def test_exports_have_the_layers(
     ):
         assert after[prefix + copy].equal(after[original]) and not after[original].equal(before[original])
     assert not after[prefix + "eh_proj.weight"].equal(before[prefix + "eh_proj.weight"])
+
+
+def soft_oracle(folder: Path) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean KL from the policy's distribution at t + 1 to the layer's at t, and its gradients in float64."""
+    layer = MtpOracle(folder, torch.float64)
+    total, losses = torch.zeros((), dtype=torch.float64), []
+    for sequence in make_sequences():
+        tokens = torch.from_numpy(sequence.token_ids)
+        logprobs = layer.predicted(tokens).log_softmax(-1)
+        with torch.no_grad():
+            policy = layer.model(tokens[None]).logits[0].log_softmax(-1)
+        assert sequence.token_weights is not None
+        for place in range(2, len(tokens)):
+            if sequence.loss_mask[place]:
+                loss = (policy[place - 1].exp() * (policy[place - 1] - logprobs[place - 2])).sum()
+                total = total + COEFFICIENT * float(sequence.token_weights[place]) * loss
+                losses.append(loss.item())
+    total.backward()
+    return float(np.mean(losses)), {name: value.numpy() for name, value in layer.gradients().items()}
+
+
+SOFT = [
+    ("glm4_moe", "one rank"), ("glm4_moe", "tensor"), ("glm4_moe", "pipeline"), ("glm4_moe", "context"),
+    ("qwen3_5_text", "one rank"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "layout"), SOFT)
+def test_the_layer_learns_the_policys_distribution(
+    ranks: RankPool, outcome: Callable[..., dict[str, Any]], folder_of: Callable[[str, str], Path],
+    family: str, layout: str,
+) -> None:  # fmt: skip
+    """Loss and gradient are those of float64 in each layout, and the policy's gradient is that without the layer."""
+    folder = folder_of(family, layout)
+    parallel = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **LAYOUTS[layout])
+    recipe = recipe_of(folder, COEFFICIENT, mtp_targets="distribution")
+    parts = ranks.run(updated, recipe, parallel, None, world_size=parallel.world_size)
+    metrics, gradients = values(merge(part["metrics"] for part in parts)), join([part["gradients"] for part in parts])
+    loss, expected = soft_oracle(folder)
+    assert metrics["mtp/loss"] == pytest.approx(loss, abs=1e-5) and loss > 0.01
+    scale = min(1.0, 0.1 / (metrics["train/grad_norm"] + 1e-6))
+    for name, value in expected.items():
+        limit = 1e-5 * np.abs(value).max() + 1e-7
+        np.testing.assert_allclose(gradients[name], scale * value, atol=limit, rtol=0, err_msg=name)
+    alone = outcome(layout, None, family=family)
+    for name, value in alone["gradients"].items():
+        np.testing.assert_array_equal(gradients[name], value, err_msg=name)

@@ -15,6 +15,7 @@ from megarl.config.conditions import (
     ON_POLICY,
     RL,
     TRAINED_LOGPROBS,
+    non_empty,
     one_of,
 )
 from megarl.config.parallel import EXACT_ROWS, FP8_BLOCK
@@ -144,6 +145,12 @@ class TrainerConfig(Section):
     """Train the model's layers for multi-token prediction (MTP), used by the engine to draft tokens (method mtp of
     rollout.vllm.speculative_config). The value is the weight of their loss; the policy's gradient stays the same.
     Default: they are only copied."""
+    mtp_targets: Annotated[
+        Literal["tokens", "distribution"], OnlyIf(non_empty("trainer.mtp_loss_coefficient", "0.1"))
+    ] = "tokens"
+    """Targets of the MTP layers. tokens (default): the trained token two positions ahead. distribution: the policy's
+    whole distribution of that token, detached (forward KL; the soft loss of EAGLE-3, arXiv 2503.01840). It costs one
+    more product with the head."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
     over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count

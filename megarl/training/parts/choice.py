@@ -26,6 +26,7 @@ def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
     return ModelParts(
         replays_routes=recipe.trainer.router_replay,
         exact_blocks=recipe.exact_blocks,
+        learns_mtp_distribution=recipe.trainer.mtp_targets == "distribution",
         learns_distributions=recipe.loop == "distillation" and not recipe.has_advantages,
     )
 

@@ -23,7 +23,8 @@ METRICS = (
     MetricRow(
         "mtp/loss",
         "nats",
-        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead",
+        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead, or with "
+        "trainer.mtp_targets distribution their KL from the policy's distribution of it",
         condition="trainer.mtp_loss_coefficient",
     ),
 )
