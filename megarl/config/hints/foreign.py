@@ -497,6 +497,14 @@ OPTIONS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("adam_beta1 adam_betas", "optimizer.betas"),
         ("adam_epsilon adam_eps eps", "optimizer.epsilon"),
         ("clip_grad max_norm gradient_clipping", "optimizer.clip_grad_norm"),
+        ("muon_momentum", "optimizer.muon.momentum"),
+        ("muon_use_nesterov", "optimizer.muon.nesterov"),
+        ("muon_coefficient_type", "optimizer.muon.coefficients"),
+        ("muon_scale_mode", "optimizer.muon.scale"),
+        ("muon_extra_scale_factor", "optimizer.muon.scale_factor"),
+        ("muon_fp32_matmul_prec", "optimizer.muon.products"),
+        ("muon_tp_mode muon_split_qkv", "", "every matrix is updated as a whole; queries, keys and values are apart"),
+        ("muon_num_ns_steps", "", "optimizer.muon.coefficients decides the number of iterations"),
         ("vllm_mode colocate_all_models colocate_all", "rollout.placement", "colocated or separate"),
         ("rollout.tensor_model_parallel_size vllm_cfg.tensor_parallel_size rollout.tensor_parallel_size "
          "vllm_num_engines", "rollout.tp"),
@@ -676,6 +684,7 @@ VALUES = {
         "distillation": "opd gkd",
     },
     "model.dtype": {"bfloat16": "bf16 fp16 float16 half", "float32": "fp32 float"},
+    "optimizer.name": {"adam": "adamw adamw_torch", "muon": "dist_muon"},
     "optimizer.schedule": {
         "cosine": "cosine_with_min_lr",
         "constant": "constant_with_warmup",
