@@ -372,6 +372,8 @@ class Trajectory:
     temperature: float = 1.0
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools in its first prompt."""
+    journaled_as: str = ""
+    """Name of its record in the run's journal of attempts; empty: it has none."""
     engine_seconds: float = 0.0
     """Seconds spent waiting for its completions, without pauses of the engines."""
     environment_seconds: float = 0.0
@@ -440,6 +442,7 @@ class Trajectory:
             "role": self.role,
             "is_in_thoughts": self.is_in_thoughts,
             "tools": self.tools,
+            "journaled_as": self.journaled_as,
             "problem": self.problem.index,
             "source": self.problem.source,
             "segments": len(self.segments),
@@ -467,6 +470,7 @@ class Trajectory:
             turn_states=tuple(values.get("turn_states", ())),
             is_in_thoughts=values.get("is_in_thoughts", False),
             tools=tuple(values.get("tools", ())),
+            journaled_as=values.get("journaled_as", ""),
             metrics=values["metrics"] | times["metrics"],
             engine_seconds=times["engine_seconds"],
             environment_seconds=times["environment_seconds"],

@@ -117,14 +117,15 @@ def samples(
         bool,
         typer.Option(
             "--account",
-            help="Instead: by epoch, how many prompts were drawn, trained on, dropped and why. Exit code 65 if one was "
-            "lost or drawn twice.",
+            help="Instead: by epoch, how many prompts were drawn, trained on, dropped and why. With agents also their "
+            "sampled tokens: trained, untrained, lost. Exit code 65 if one is missing or counted twice.",
         ),
     ] = False,
 ) -> None:
     """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
     if is_account:
-        from megarl.console.results import print_account
+        from megarl.console.results import print_account, print_token_account
+        from megarl.rollout.journal.state import account_tokens
         from megarl.tracking.draws import account
         from megarl.tracking.run_record import refuse_other_folders
 
@@ -133,6 +134,11 @@ def samples(
         print_account(prompts)
         if prompts.faults:
             raise DataError(f"{run}: not every prompt is accounted for: {'; '.join(prompts.faults[:8])}")
+        tokens = account_tokens(run)
+        if tokens is not None:
+            print_token_account(tokens)
+            if tokens.faults:
+                raise DataError(f"{run}: not every sampled token is accounted for: {'; '.join(tokens.faults[:8])}")
         return
     from megarl.report.browse import Selection, browse
 

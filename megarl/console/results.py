@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megarl.checkpoint.convert import Conversion
     from megarl.report.evaluations import RecordedEvaluation
     from megarl.rollout.evaluate import EvaluatedSet
+    from megarl.rollout.journal.state import TokenAccount
     from megarl.tracking.draws import Account
     from megarl.tracking.metric_table import Row
     from megarl.tracking.run_record import RunRecord
@@ -146,6 +147,29 @@ def print_account(account: Account) -> None:
         console.print(f"{name}: {ENDINGS[name]}", style="dim")
     if account.too_long:
         console.print(f"{account.too_long} records are too long and never drawn", style="dim")
+
+
+def print_token_account(account: TokenAccount) -> None:
+    """Print what became of the tokens sampled for agents' attempts."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    table = Table(title="tokens of agents' attempts", box=None)
+    counts = {
+        "sampled": account.sampled,
+        "trained": account.num_trained,
+        "untrained": account.num_untrained,
+        "lost": account.lost,
+        "waiting": account.waiting,
+    }
+    for name in counts:
+        table.add_column(name, justify="right")
+    table.add_row(*map(str, counts.values()))
+    console = Console()
+    console.print(table)
+    console.print("untrained: of attempts without a reward, undelivered, or dropped", style="dim")
+    console.print("lost: of tries that a kill ended, or of steps that a resumed run undid", style="dim")
 
 
 def print_conversion(done: Conversion) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing, nullcontext
 from typing import Any
 
 from megarl.files.atomic import storage_faults_named
@@ -15,16 +15,20 @@ from megarl.platform.spans import span
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.evaluate import failure_metrics
+from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.source import served_metrics
-from megarl.rollout.state import RLState, flatten
+from megarl.rollout.state import RLState, flatten, problem_lookup
+from megarl.rollout.step.rl_batch import is_trained_on
 from megarl.rollout.step.step_metrics import step_metrics
-from megarl.types import Group
+from megarl.types import Group, Trajectory
 
 
 class OnPolicyRollout:
     """Sampling of an on-policy loop's steps. `buffer` samples the groups. `state` is saved with each step."""
 
-    def __init__(self, run: Run, buffer: GroupBuffer) -> None:
+    def __init__(self, run: Run, buffer: GroupBuffer, journal: AttemptJournal | None = None) -> None:
+        """Create the sampling of a run. `journal` records the attempts of agents; None: there are none."""
+        self._journal = journal
         self.buffer, self.state = buffer, buffer.state
         self._run, self._recipe = run, run.recipe
         # Resuming reshards first, so the engines begin with the version of the first step.
@@ -68,6 +72,16 @@ class OnPolicyRollout:
         with span("metrics"):
             step.log(step_metrics(self.buffer.sampled, groups, self._recipe, weight_version=step.number))
             step.log(served_metrics(self._run.data.sources))
+        if self._journal is not None:
+            # Before the checkpoint: the journal must know all its trained attempts.
+            trained = [(t.journaled_as, self._num_trained(t)) for t in flatten(groups) if t.journaled_as]
+            self._journal.settle(step.number, trained, self.state.journaled_names)
+
+    def _num_trained(self, trajectory: Trajectory) -> int:
+        """Return the number of a trajectory's tokens with a loss."""
+        recipe = self._recipe
+        is_trained = is_trained_on(trajectory, recipe.algorithm.mask_truncated, recipe.trains_rewards)
+        return trajectory.num_sampled if is_trained else 0
 
     async def reshard(self, step: Step) -> None:
         """Reshard if due, then log the engines' metrics. The bottleneck detector reads these."""
@@ -103,10 +117,27 @@ class OnPolicyRollout:
 @asynccontextmanager
 async def on_policy_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
     """Enter the sampling of an on-policy loop. At the end, groups in flight are cancelled."""
-    recipe = run.recipe
-    buffer = GroupBuffer(recipe, run.data.sources, RLState(recipe.algorithm), BufferPolicy.from_recipe(recipe))
-    async with aclosing(buffer):
-        yield OnPolicyRollout(run, buffer)
+    recipe, sources = run.recipe, run.data.sources
+    with closing(_open_journal(run)) if _has_agents(run) else nullcontext() as journal:
+        state, policy = RLState(recipe.algorithm), BufferPolicy.from_recipe(recipe)
+        buffer = GroupBuffer(recipe, sources, state, policy, journal)
+        async with aclosing(buffer):
+            yield OnPolicyRollout(run, buffer, journal)
+
+
+def _has_agents(run: Run) -> bool:
+    return any(source.sampler.agent is not None for source in run.data.sources)
+
+
+def _open_journal(run: Run) -> AttemptJournal:
+    """Open the journal of agents' attempts at the version of the run's first weights."""
+    find_problem = problem_lookup({source.name: source.problems for source in run.data.sources})
+    return AttemptJournal(
+        run.folder.journal_file,
+        run.remaining_steps.start,
+        find_problem,
+        max_staleness=run.recipe.rollout.staleness_bound,
+    )
 
 
 def _balance(run: Run) -> Balance | None:

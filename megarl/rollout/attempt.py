@@ -83,6 +83,11 @@ class Task:
     def name(self) -> str:
         return f"{self.prefix}{self.group}.{self.number}"
 
+    @property
+    def key(self) -> str:
+        """Return what names the attempt in the run, over all its starts. Names are unique among running attempts."""
+        return f"{self.seed} {self.problem.index} {self.number}"
+
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
 """Completion of an attempt ended before its first model call."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
+from megarl.rollout.journal.journal import AttemptLog
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
 from megarl.types import Completion, Request
@@ -25,11 +26,20 @@ class AttemptEngine:
     the first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
 
     `seconds` is the time that the attempt waited for completions; concurrent ones count once. It excludes pauses of the
-    engines, and `seconds_by_clock` includes them. `is_followed`: another attempt or group starts when this one ends.
-    Then no completion counts as the last one.
+    engines, and `seconds_by_clock` includes them. `log` is the attempt's journal, if any: it gets each completion
+    before the caller. `is_followed`: another attempt or group starts when this one ends. Then no completion counts as
+    the last one.
     """
 
-    def __init__(self, pool: EnginePool, calls: list[RecordedCall] | None = None, *, is_followed: bool = False) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        calls: list[RecordedCall] | None = None,
+        *,
+        log: AttemptLog | None = None,
+        is_followed: bool = False,
+    ) -> None:
+        self.log = log
         self._pool, self._calls, self._purpose = pool, [] if calls is None else calls, COUNTED_FOR.get()
         self._to_repeat = list(self._calls)
         self._is_closed = False
@@ -56,11 +66,14 @@ class AttemptEngine:
         if call is None:
             call = RecordedCall(request.prompt_token_ids)
             self._calls.append(call)
-        if not call.is_done:
+        is_repeated = call.is_done
+        if not is_repeated:
             completion = await self._sample(request, call, affinity, is_last=is_last and not self.is_followed)
             # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
             call.parts[:] = [completion]
             call.is_done = True
+        if self.log is not None:
+            await self.log.write_call(call, is_repeated=is_repeated)
         return call.parts[0]
 
     def forget(self, affinity: str) -> None:

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_message
+from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import StartedGroup
 from megarl.rollout.source import Source, mixture_of
@@ -99,8 +101,15 @@ class GroupBuffer:
     on_sampled: Callable[[], Awaitable[None]] | None = None
 
     def __init__(
-        self, recipe: Recipe, sources: Sequence[Source], state: RLState, policy: BufferPolicy | None = None
+        self,
+        recipe: Recipe,
+        sources: Sequence[Source],
+        state: RLState,
+        policy: BufferPolicy | None = None,
+        journal: AttemptJournal | None = None,
     ) -> None:
+        """Create a buffer. `journal` records the attempts of agents; None: there are none."""
+        self._journal = journal
         self.state, self.policy = state, policy or BufferPolicy()
         self.sampled: list[Trajectory] = []
         self._recipe = recipe
@@ -293,19 +302,26 @@ class GroupBuffer:
     async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
         source = self._sources[group.problem.source]
         sampler = source.sampler
-        is_followed = not self.policy.is_synchronous
-        engine = AttemptEngine(sampler.pool, group.calls.setdefault(number, []), is_followed=is_followed)
-        self._engines[group.draw].append(engine)
         sampling = replace(source.sampling(self._demand.step), temperature=group.temperature)
         task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
-
-        def end_sampling() -> None:
-            self._end_sampling(group.draw, number)
+        end_sampling = partial(self._end_sampling, group.draw, number)
+        calls = group.calls.setdefault(number, [])
+        log = None
+        if self._journal is not None and sampler.agent is not None:
+            log = self._journal.begin(task.key, repr(sampling))
+            if log.ended is not None:
+                end_sampling()
+                group.finish(replace(log.ended, group=group.draw))
+                return
+            log.merge_into(calls)
+        engine = AttemptEngine(sampler.pool, calls, log=log, is_followed=not self.policy.is_synchronous)
+        self._engines[group.draw].append(engine)
 
         # Agents and failed attempts never score, so their end counts as the end of their sampling.
         trajectory = await sampler.attempt(task, engine, end_sampling)
         end_sampling()
-        group.finish(replace(trajectory, restarts=trajectory.restarts + engine.is_restarted))
+        trajectory = replace(trajectory, restarts=trajectory.restarts + engine.is_restarted)
+        group.finish(trajectory if log is None else await log.end(trajectory))
 
     def _end_sampling(self, draw: int, number: int) -> None:
         """Record the last completion of an attempt. After a batch's last one the engines go to sleep."""
@@ -397,7 +413,7 @@ class GroupBuffer:
         started = [group.problem for draw, group in state.started.items() if draw in stale]
         waiting = [group[0].problem for group in state.waiting if draw_of(group) in stale]
         state.drop("stale", started + waiting)
-        self._cancel([draw for draw in state.started if draw in stale])
+        self._cancel([draw for draw in state.started if draw in stale], is_dropped=True)
         state.started = {draw: group for draw, group in state.started.items() if draw not in stale}
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
 
@@ -407,17 +423,22 @@ class GroupBuffer:
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)
         state.drop("aborted", surplus)
-        self._cancel(list(self._tasks))
+        self._cancel(list(self._tasks), is_dropped=True)
         state.started.clear()
         state.waiting = []
 
-    def _cancel(self, draws: Sequence[int]) -> None:
-        """Cancel the groups with these numbers (`draws`) and withdraw their requests from the engines."""
+    def _cancel(self, draws: Sequence[int], *, is_dropped: bool = False) -> None:
+        """Cancel the groups with these numbers (`draws`) and withdraw their requests from the engines.
+
+        Unless they are dropped, a resumed run continues them.
+        """
         for draw in draws:
             if (task := self._tasks.pop(draw, None)) is not None:
                 for engine in self._engines.pop(draw):
                     # Closed before cancelling: an environment may swallow its cancellation and request more samples.
                     engine.close()
+                    if is_dropped and engine.log is not None:
+                        engine.log.drop()
                 task.cancel()
                 self._cancelled.add(task)
                 task.add_done_callback(self._note_cancelled)

@@ -117,6 +117,12 @@ class RLState:
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
 
+    @property
+    def journaled_names(self) -> set[str]:
+        """Names in the journal of all ended attempts, waiting or in groups in flight."""
+        finished = [trajectory for group in self.started.values() for trajectory in group.finished.values()]
+        return {trajectory.journaled_as for trajectory in [*flatten(self.waiting), *finished]}
+
     def adapt_kl(self, divergence: float | None, num_samples: int) -> dict[str, float]:
         """Adapt the KL coefficient towards algorithm.kl_target, from a step's divergence in nats.
 

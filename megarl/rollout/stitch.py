@@ -30,7 +30,7 @@ class ModelCall:
 
 
 @dataclass(slots=True)
-class _Chain:
+class Chain:
     """Consecutive model calls: each prompt begins with all tokens of the previous call.
 
     `num_tokens` and `digest` (a hash) describe the tokens of the last call.
@@ -53,13 +53,13 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
     """
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")
-    chains: list[_Chain] = []
+    chains: list[Chain] = []
     for number in range(len(calls)) if trained is None else trained:
         call = calls[number]
         token_ids = call.token_ids
-        extended = _longest_prefix(chains, token_ids[: len(call.prompt_token_ids)])
+        extended = longest_prefix(chains, token_ids[: len(call.prompt_token_ids)])
         if extended is None:
-            extended = _Chain([], 0, b"")
+            extended = Chain([], 0, b"")
             chains.append(extended)
         extended.numbers.append(number)
         extended.num_tokens = len(token_ids)
@@ -67,12 +67,12 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
     return tuple(_segment(calls, chain.numbers) for chain in chains)
 
 
-def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Chain | None:
+def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain | None:
     """Return the chain forming the longest prefix of a prompt, the first of equals; None: no chain.
 
     The prompt is hashed once for all chains. Comparing it with each would read it once per chain.
     """
-    longest: _Chain | None = None
+    longest: Chain | None = None
     so_far, end = blake2b(), 0
     # By length, so that one running hash reaches each chain's end in turn.
     for chain in sorted(chains, key=lambda chain: chain.num_tokens):

@@ -139,7 +139,7 @@ class AgentProgram:
             # The semaphore limits the programs running at once (rollout.agent.max_processes).
             await stack.enter_async_context(self.places)
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
-            session = self.sessions.open(task.name, _seed(task), task.sampling, limits, engine)
+            session = self.sessions.open(task.name, task.key, task.sampling, limits, engine)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
@@ -350,11 +350,6 @@ async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[floa
         return None, str(error)
 
 
-def _seed(task: Task) -> str:
-    """Return the seed of an attempt. A repeated run samples the same tokens in any order of attempts."""
-    return f"{task.seed} {task.problem.index} {task.number}"
-
-
 def _task_input(task: Task) -> dict[str, Any]:
     """Return the JSON object for the agent program to read from its standard input."""
     problem = task.problem
@@ -365,7 +360,7 @@ def _task_input(task: Task) -> dict[str, Any]:
         "record": {name: value for name, value in problem.record.items() if name != FIELD},
         "index": problem.index,
         "number": task.number,
-        "seed": _seed(task),
+        "seed": task.key,
     }
 
 

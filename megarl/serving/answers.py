@@ -1,4 +1,4 @@
-"""Model calls of a session: those under way, and their answers."""
+"""Model calls of a session, and their answers."""
 
 from __future__ import annotations
 

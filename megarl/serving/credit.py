@@ -1,4 +1,4 @@
-"""Credit of an attempt with several sequences: which answers are trained, and rewards of single answers."""
+"""Credit of an attempt with several sequences: its trained answers, and rewards of single answers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: 
     places = [place for place, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
     if credit != "final_segment" or not places:
         return places
+    # An agent in the background may end after the main one.
     mains = [place for place in places if answers[place].caller.parent is None]
     last = (mains or places)[-1]
     prompt = answers[last].call.prompt_token_ids
@@ -39,7 +40,7 @@ def read_turn_rewards(
 ) -> tuple[tuple[int, float], ...]:
     """Return an agent's rewards of single answers, by the places of the answers. `values` has them by response id.
 
-    Raises ValueError for rewards that cannot be honoured.
+    Raises ValueError for rewards without effect, and for damaged ones.
     """
     if credit != "by_turn":
         raise ValueError(

@@ -414,6 +414,7 @@ class Sessions:
 
 def _identify(body: bytes, caller: Caller) -> bytes:
     """Return the identity of a request: two agents with equal bodies want an answer each."""
+    # Parallel sub-agents often begin with the same task.
     return hashlib.sha256(body + caller.agent.encode()).digest()
 
 

@@ -49,14 +49,17 @@ RECORDS = "records"
 _STATUS_BYTES = 512
 """Size of status.json in bytes, padded with spaces, so a final status fits even on a full disk."""
 
+JOURNAL = "attempts.journal"
+"""Name of the journal of agents' attempts in a run folder."""
+
 
 class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
     Files: `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
     `status.json`; `metrics.jsonl`; `versions.jsonl` (checksums of the weights);
-    `draws.jsonl` (what became of each prompt); in a fork `parent.json`, the run and
-    step from which it was made.
+    `draws.jsonl` (what became of each prompt); `attempts.journal` (answers to agents, see `rollout.journal`);
+    in a fork `parent.json`, the run and step from which it was made.
 
     Folders: `owners/` (the lock, see `FolderLock`); `tensorboard/`; `samples/`; `tokens/` (a few samples token by
     token); `records/` (steps for `megarl replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
@@ -89,6 +92,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.versions_file = self.path / "versions.jsonl"
         self.draws_file = self.path / LEDGER
+        self.journal_file = self.path / JOURNAL
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
         self.tokens_folder = self.path / "tokens"

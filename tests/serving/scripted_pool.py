@@ -63,6 +63,9 @@ class ScriptedPool:
     def forget(self, affinity: str) -> None:
         pass
 
+    async def wait_until_drained(self) -> None:
+        pass
+
 
 class Scripted:
     """An endpoint, its sessions and the scripted pool behind them."""

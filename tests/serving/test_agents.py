@@ -22,6 +22,7 @@ from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.attempt_engine import AttemptEngine
+from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
 from megarl.serving.agents import AgentProgram
 from megarl.serving.codec import Codec
@@ -214,6 +215,11 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
         assert step["environment/model_calls"] >= 1 and step["rollout/ended/error"] == 0
         assert step["logprob_gap/max"] < 1e-4 and step["environment/forks"] == 0
     assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
+    shown = subprocess.run([*MEGARL, "samples", str(run), "--account"], capture_output=True, text=True, check=True)
+    assert "tokens of agents' attempts" in shown.stdout
+    account = account_tokens(run)
+    assert account is not None and account.faults == [] and account.num_trained > 0
+    assert account.sampled == account.num_trained + account.num_untrained and not account.lost + account.waiting
 
 
 def test_a_program_in_a_sandbox_is_recorded_like_any_other(attempt: Callable[..., Trajectory], tmp_path: Path) -> None:

@@ -73,10 +73,7 @@ class RLBatch(TokenBatch):
         num_segments = np.array([len(trajectory.segments) for trajectory in trajectories])
         rewards = [trajectory.reward for trajectory in trajectories]
         is_scored = np.array([reward is not None for reward in rewards])
-        is_trained = is_scored | (not needs_rewards)
-        if mask_truncated:
-            # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
-            is_trained &= np.array([trajectory.ended not in ("length", "seconds") for trajectory in trajectories])
+        is_trained = np.array([is_trained_on(trajectory, mask_truncated, needs_rewards) for trajectory in trajectories])
         lengths = np.array([len(segment) for segment in segments])
         is_sampled = np.concatenate([segment.loss_mask for segment in segments])
         per_token = {"rollout_logprobs": np.concatenate([segment.rollout_logprobs for segment in segments])}
@@ -170,6 +167,13 @@ class RLBatch(TokenBatch):
         for minibatch in minibatches:
             assign_token_weights(minibatch, algorithm)
         return minibatches
+
+
+def is_trained_on(trajectory: Trajectory, mask_truncated: bool, needs_rewards: bool) -> bool:
+    """Return whether the sampled tokens of a trajectory have a loss; see `RLBatch.from_groups`."""
+    # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
+    is_left_out = mask_truncated and trajectory.ended in ("length", "seconds")
+    return not is_left_out and (trajectory.reward is not None or not needs_rewards)
 
 
 def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:

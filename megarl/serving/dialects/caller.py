@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from megarl.types import MAIN_AGENT, Caller
 
 _MAX_CHARACTERS = 128
-"""Characters of a name that are read. Names come from clients, and each call stores them."""
+"""Maximum characters of a name. Names come from clients, and each call stores them."""
 _MAX_METADATA = 4096
-"""Characters of Codex's metadata that are parsed."""
+"""Maximum characters of Codex's metadata."""
 
 
 def read_caller(headers: Mapping[str, str]) -> Caller:
@@ -35,7 +35,7 @@ def read_codex_caller(headers: Mapping[str, str]) -> Caller:
 
 
 def _caller(headers: Mapping[str, str], agent: str | None, parent: str | None, kind: str | None) -> Caller:
-    """Return a caller with names of bounded length. The headers of megarl replace those of the client's vendor."""
+    """Return a caller with names of bounded length. The headers of megarl replace the vendor's."""
     agent = _name(headers.get("x-megarl-agent")) or _name(agent)
     parent = _name(headers.get("x-megarl-parent")) or _name(parent)
     kind = _name(headers.get("x-megarl-kind")) or _name(kind)

@@ -1,0 +1,1 @@
+"""The journal of agents' attempts, `attempts.journal` in a run folder."""

@@ -1,0 +1,282 @@
+"""The journal of agents' attempts: each answer is on the disk before its agent reads a byte of it.
+
+The life of a try, as its records show it:
+
+    began --> sampled (one record per answer) --> ended --> step: trained with a step
+      |          |                                  +-----> dropped: stale, filtered or aborted
+      |          |                                  +-----> void: its weights are gone after a resume
+      +----------+--> a later try began: its answers are repeated there while the prompts are equal; the others are lost
+
+A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are, unfinished ones begin a
+new try. Answers sampled after the checkpoint's weights are lost, and steps after it are undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import secrets
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from megarl.files.atomic import replace_bytes, storage_faults_named
+from megarl.rollout.journal.lines import damaged, encode_line, prompt_digest
+from megarl.rollout.journal.state import JournaledTry, JournalState, TokenAccount, sampled_record
+from megarl.rollout.recording import RecordedCall, load_trajectory
+from megarl.rollout.state import DAMAGE
+from megarl.types import Archive, FindProblem, Trajectory
+
+_MAX_ARRAYS = 1 << 30
+"""Maximum bytes of an attempt's arrays when they are read."""
+
+
+class AttemptJournal:
+    """The journal of a run: opened at its start, with the version of its first weights.
+
+    Each write waits until its record is on the disk. Writes at the same time share one flush.
+    """
+
+    def __init__(self, file: Path, weight_version: int, find_problem: FindProblem, *, max_staleness: int = 0) -> None:
+        """Read the journal of earlier starts, and remove settled tries from it.
+
+        Attempts of earlier starts are used within `max_staleness` steps after the first; later they count as lost.
+
+        Raises DataError if it is damaged, StorageError if it cannot be read or written.
+        """
+        self._file, self._find_problem = file, find_problem
+        self._last_use = weight_version + max_staleness
+        self._state = JournalState(used_from=weight_version)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt_journal")
+        self._pending: list[bytes] = []
+        self._num_appended = self._num_durable = 0
+        self._flushing: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        if file.exists():
+            self._state.read(file)
+        self._state.start(weight_version)
+        self._state.forget_settled()
+        # Attempts of earlier starts wait until their problems are drawn again.
+        self._unused = {t.name for t in self._state.tries.values() if not t.is_replaced}
+        tries = (record for attempt in self._state.tries.values() for record in attempt.records())
+        records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
+        # A new file: the end of the old one may be cut short.
+        with storage_faults_named(file):
+            replace_bytes(file, b"".join(map(encode_line, records)))
+            # It has the texts of attempts, which others need not read.
+            os.chmod(file, 0o600)
+            self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
+
+    def begin(self, attempt: str, settings: str) -> AttemptLog:
+        """Begin a try of an attempt, or return the log of a try ended before the start.
+
+        `attempt` is unique in the run. `settings` are the sampling parameters; answers with others are not used.
+        """
+        earlier = self._state.newest(attempt, settings)
+        if earlier is not None:
+            self._unused.discard(earlier.name)
+            if (trajectory := self._trajectory(earlier)) is not None:
+                return AttemptLog(self, earlier.name, ended=trajectory)
+        # Random, because a try of this attempt may have been removed from the journal.
+        name = f"{attempt}/{secrets.token_hex(4)}"
+        self.append({"kind": "began", "try": name, "attempt": attempt, "settings": settings})
+        return AttemptLog(self, name, earlier=earlier)
+
+    def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
+        """Write the attempts of a step with their trained tokens, and those no longer used.
+
+        `live` are the attempts waiting for a later step. Returns when the records are on the disk.
+        """
+        names = {name for name, _ in trained}
+        dropped = [
+            t.name
+            for t in self._state.tries.values()
+            if t.step is None and not (t.is_open or t.is_replaced or t.name in self._unused)
+            and t.name not in names and t.name not in live
+        ]  # fmt: skip
+        # One flush for both: a kill between them would leave attempts without an end.
+        self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained]})
+        self.append({"kind": "dropped", "tries": dropped})
+        if step >= self._last_use and self._unused:
+            self.append({"kind": "lost", "tries": sorted(self._unused)})
+            self._unused.clear()
+        self._state.forget_settled()
+        self._thread.submit(self._write, self._take_pending()).result()
+
+    def account(self) -> TokenAccount:
+        """Return the account of all sampled tokens."""
+        return self._state.account()
+
+    async def write(self, values: Mapping[str, Any]) -> None:
+        """Append a record, and wait until it is on the disk. Raises StorageError."""
+        self.append(values)
+        number = self._num_appended
+        while self._num_durable < number:
+            if self._flushing is None or self._flushing.done():
+                self._flushing = asyncio.ensure_future(self._flush())
+            # Shielded: a caller that is cancelled must not stop the flush that others wait for.
+            await asyncio.shield(self._flushing)
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Append a record to the next flush. Raises the error of an earlier flush."""
+        if self._failure is not None:
+            raise self._failure
+        self._state.apply(values)
+        self._pending.append(encode_line(values))
+        self._num_appended += 1
+
+    async def write_answer(self, name: str, call: RecordedCall, origin: tuple[str, int] | None) -> None:
+        """Write an answer of a try, and wait until it is on the disk. Raises StorageError.
+
+        `origin`: the earlier try and the number of a repeated answer.
+        """
+        attempt = self._state.tries[name]
+        is_repeatable = call.parts[0].routed_experts is None
+        await self.write(sampled_record(attempt, attempt.num_begun, call, origin, is_repeatable=is_repeatable))
+
+    def close(self) -> None:
+        """Write pending records, and end the thread."""
+        if self._failure is None:
+            self._thread.submit(self._write, self._take_pending())
+        self._thread.shutdown(wait=True)
+        os.close(self._descriptor)
+
+    def _trajectory(self, attempt: JournaledTry) -> Trajectory | None:
+        """Return the trajectory of an ended try; None: there is no usable one."""
+        if not attempt.ended or attempt.ended["trajectory"] is None:
+            return None
+        try:
+            return read_trajectory(attempt.ended, attempt.num_sampled, self._find_problem)
+        except DAMAGE as error:
+            raise damaged(self._file, 1, f"the end of attempt {attempt.name:.80} is damaged ({error!r:.200})") from None
+
+    async def _flush(self) -> None:
+        # Records appended from here on are part of the next flush.
+        content = self._take_pending()
+        num_lines = self._num_appended
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
+        except Exception as error:
+            # All later writes fail too: records after a gap could not be read.
+            self._failure = error
+            raise
+        self._num_durable = max(self._num_durable, num_lines)
+
+    def _take_pending(self) -> bytes:
+        content, self._pending = b"".join(self._pending), []
+        return content
+
+    def _write(self, content: bytes) -> None:
+        with storage_faults_named(self._file):
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            os.fdatasync(self._descriptor)
+
+
+class AttemptLog:
+    """The journal of one attempt. `ended` is its trajectory if it ended before the run's start.
+
+    `calls` are the answers of its earlier try. It may get them again.
+    """
+
+    def __init__(
+        self,
+        journal: AttemptJournal,
+        name: str,
+        *,
+        ended: Trajectory | None = None,
+        earlier: JournaledTry | None = None,
+    ) -> None:
+        self.name, self.ended = name, ended
+        self.calls: list[RecordedCall] = []
+        self._journal, self._is_dropped = journal, False
+        self._origins: defaultdict[tuple[str, bytes], list[tuple[str, int]]] = defaultdict(list)
+        if earlier is None:
+            return
+        for number, answer in earlier.answers.items():
+            if answer.call is not None:
+                self._origins[_digest(answer.call)].append((earlier.name, number))
+                if answer.is_repeatable:
+                    self.calls.append(answer.call)
+
+    def merge_into(self, calls: list[RecordedCall]) -> None:
+        """Add the answers of the earlier try to the model calls of a checkpoint, each once."""
+        journaled = Counter(map(_digest, self.calls))
+        for call in list(calls):
+            if call.is_done and journaled[_digest(call)]:
+                journaled[_digest(call)] -= 1
+                calls.remove(call)
+        calls += self.calls
+
+    def drop(self) -> None:
+        """Record the attempt as no longer used. Its agent may still run."""
+        if not self._is_dropped:
+            self._is_dropped = True
+            self._journal.append({"kind": "dropped", "tries": [self.name]})
+
+    async def write_call(self, call: RecordedCall, *, is_repeated: bool) -> None:
+        """Write an answer. Its agent may read it afterwards. Raises StorageError.
+
+        `is_repeated`: it was sampled for an earlier try.
+        """
+        if self._is_dropped:
+            # An agent may ignore its cancellation, and its answers have no try any more.
+            raise asyncio.CancelledError
+        # A refused request has no tokens, and is refused again.
+        if call.parts[0].finish_reason != "error":
+            origins = self._origins[_digest(call)] if is_repeated else []
+            await self._journal.write_answer(self.name, call, origins.pop(0) if origins else None)
+
+    async def end(self, trajectory: Trajectory) -> Trajectory:
+        """Write the end of the attempt with its trajectory, and return this with the attempt's name."""
+        if self._is_dropped:
+            return trajectory
+        trajectory = replace(trajectory, journaled_as=self.name)
+        await self._journal.write({"kind": "ended", "try": self.name, **trajectory_values(trajectory)})
+        return trajectory
+
+
+def _digest(call: RecordedCall) -> tuple[str, bytes]:
+    return prompt_digest(call.prompt_token_ids), call.parts[0].token_ids.tobytes()
+
+
+def trajectory_values(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as JSON values; its arrays are compressed text."""
+    # Routed experts stay on their rank, and are gone after a kill.
+    if any(segment.routed_experts is not None for segment in trajectory.segments):
+        return {"trajectory": None}
+    archive = Archive()
+    values = trajectory.to_json(archive, "")
+    arrays = save({name: np.ascontiguousarray(array) for name, array in archive.arrays.items()})
+    # Level 1: tokens are stored as 64-bit numbers, mostly zeros.
+    packed = base64.b64encode(zlib.compress(arrays, 1)).decode()
+    return {"trajectory": values, "times": archive.times, "arrays": packed}
+
+
+def read_trajectory(values: Mapping[str, Any], num_sampled: int, find_problem: FindProblem) -> Trajectory:
+    """Return the trajectory written by `trajectory_values`. Raises an error of `DAMAGE` for other values."""
+    unpacking = zlib.decompressobj()
+    try:
+        content = unpacking.decompress(base64.b64decode(values["arrays"], validate=True), _MAX_ARRAYS)
+    except zlib.error as error:
+        raise ValueError("the arrays are damaged") from error
+    if not unpacking.eof:
+        raise ValueError("the arrays are cut short, or too large")
+    archive = Archive(load(content), values["times"])
+    trajectory = load_trajectory(values["trajectory"], archive, "", find_problem)
+    for segment in trajectory.segments:
+        arrays = segment.loss_mask, segment.rollout_logprobs, segment.weight_versions, segment.turns
+        if any(len(array) != len(segment) for array in arrays) or (segment.token_ids < 0).any():
+            raise ValueError("the arrays of a segment differ in length, or a token is negative")
+    if trajectory.num_sampled > num_sampled:
+        raise ValueError(f"the attempt trains {trajectory.num_sampled} tokens of {num_sampled} sampled ones")
+    return trajectory

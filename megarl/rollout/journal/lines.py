@@ -1,0 +1,138 @@
+"""Lines of the journal of agents' attempts: their form, and reading them with checks.
+
+A line is a CRC-32 and a JSON object. Nothing in the file is trusted before its checks: another program may have written
+it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.files.atomic import storage_faults_named
+from megarl.files.strict_json import LARGE, loads
+from megarl.types import Completion, DataError, RetainedSets
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MAX_LINE = 1 << 28
+"""Largest accepted line, in bytes. A million tokens take 16 MB."""
+_REMEDY = "Restore the file from a copy, or remove it: attempts since the checkpoint are then sampled again."
+
+
+def encode_line(values: Mapping[str, Any]) -> bytes:
+    """Return the line of a record."""
+    # ASCII, so that a text cannot end the line.
+    content = json.dumps(values, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(content), content)
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the record of each line. A last line cut short is left out.
+
+    Raises DataError for a damaged line, StorageError if the file cannot be read.
+    """
+    with storage_faults_named(file), file.open("rb") as lines:
+        number = 0
+        while line := lines.readline(_MAX_LINE):
+            number += 1
+            values = _decode_line(line)
+            if values is not None:
+                yield number, values
+            # Without its end the line is the one that a kill cut short.
+            elif line.endswith(b"\n") or len(line) == _MAX_LINE:
+                raise damaged(file, number, "the line's checksum is wrong")
+
+
+def damaged(file: Path, number: int, reason: str) -> DataError:
+    """Return the error for an unusable line."""
+    return DataError(f"{file}:{number}: {reason}. {_REMEDY}")
+
+
+def _decode_line(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None: it is damaged or cut short."""
+    checksum, _, content = line.rstrip(b"\n").partition(b" ")
+    # Checked before the parser sees the content.
+    if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(content):
+        return None
+    try:
+        values = loads(content, LARGE)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def prompt_digest(prompt: NDArray[np.int32]) -> str:
+    """Return a hash of a prompt's tokens [prompt]."""
+    return hashlib.sha256(prompt.tobytes()).hexdigest()[:32]
+
+
+def completion_values(completion: Completion) -> dict[str, Any]:
+    """Return a completion as JSON values. Routed experts are left out, because they stay on their rank."""
+    sets = completion.retained_sets
+    return {
+        "tokens": _encode(completion.token_ids, np.int32),
+        "logprobs": _encode(completion.rollout_logprobs, np.float32),
+        "versions": _encode(completion.weight_versions, np.int32),
+        "sets": None if sets is None else [_encode(sets.counts, np.int32), _encode(sets.token_ids, np.int32)],
+        "finish": completion.finish_reason,
+    }
+
+
+def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
+    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError for others."""
+    token_ids, logprobs = decode_tokens(values["tokens"]), _decode(values["logprobs"], np.float32)
+    versions = decode_tokens(values["versions"])
+    if not len(token_ids) == len(logprobs) == len(versions):
+        raise ValueError("tokens, log-probs and weight versions differ in number")
+    # Sampled tokens have a probability; rounding may give log-probs just above 0.
+    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+        raise ValueError("a log-prob is not that of a sampled token")
+    if values["finish"] not in ("stop", "length"):
+        raise ValueError("the completion has no end")
+    sets = None
+    if values["sets"] is not None:
+        counts, set_tokens = map(decode_tokens, values["sets"])
+        if len(counts) != len(token_ids) or counts.sum() != len(set_tokens):
+            raise ValueError("the sampling sets do not fit the tokens")
+        sets = RetainedSets(counts, set_tokens)
+    return Completion(
+        name, token_ids.astype(np.int64), logprobs, values["finish"], versions, retained_sets=sets
+    )  # fmt: skip
+
+
+def encode_tokens(token_ids: NDArray[Any]) -> str:
+    """Return token ids [tokens] as text."""
+    return _encode(token_ids, np.int32)
+
+
+def decode_tokens(text: Any) -> NDArray[np.int32]:
+    """Return numbers [tokens] of at least 0. Raises ValueError or TypeError for other text."""
+    numbers = _decode(text, np.int32)
+    if (numbers < 0).any():
+        raise ValueError("a number is negative")
+    return numbers
+
+
+def _encode(array: NDArray[Any], kind: Any) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, kind).tobytes()).decode()
+
+
+def _decode(text: Any, kind: Any) -> NDArray[Any]:
+    if not isinstance(text, str):
+        raise TypeError("an array is not text")
+    try:
+        content = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError("an array is not base64") from error
+    # A copy: arrays over bytes cannot be changed, and later steps may.
+    return np.frombuffer(content, kind).copy()

@@ -1,0 +1,360 @@
+"""Contents of a journal of agents' attempts: tries, their answers, and an account of the sampled tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.rollout.journal.lines import (
+    completion_values,
+    damaged,
+    decode_tokens,
+    encode_tokens,
+    prompt_digest,
+    read_completion,
+    read_lines,
+)
+from megarl.rollout.recording import RecordedCall
+from megarl.rollout.state import DAMAGE
+from megarl.rollout.stitch import Chain, longest_prefix
+from megarl.tracking.run_folder import JOURNAL
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True, eq=False)
+class JournaledAnswer:
+    """An answer of a try. `call` has its tokens; None: only their number and newest weight version are known.
+
+    `is_repeatable`: a later try may get it again. Routed experts stay on their rank, and are gone after a kill.
+    """
+
+    num_tokens: int
+    newest_version: int
+    call: RecordedCall | None
+    is_repeatable: bool
+
+
+@dataclass(slots=True, eq=False)
+class JournaledTry:
+    """A try of an attempt. `answers` are by their numbers, `ended` has its trajectory as JSON values.
+
+    `num_begun` counts its answers, also answers repeated by a later try. `is_open`: its agent may still make calls.
+    """
+
+    name: str
+    attempt: str
+    settings: str
+    answers: dict[int, JournaledAnswer] = field(default_factory=dict)
+    chains: list[Chain] = field(default_factory=list)
+    num_begun: int = 0
+    ended: Mapping[str, Any] | None = None
+    step: int | None = None
+    num_trained: int = 0
+    is_open: bool = True
+    is_replaced: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens of its answers."""
+        return sum(answer.num_tokens for answer in self.answers.values())
+
+    def forget_after(self, version: int) -> int:
+        """Remove the answers with tokens of later weights. Returns their number of tokens."""
+        stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
+        if stale:
+            # Its trajectory has their tokens.
+            self.ended = None
+        return sum(self.answers.pop(number).num_tokens for number in stale)
+
+    def forget_tokens(self) -> None:
+        """Free the tokens of a try after its last use."""
+        self.ended = self.ended and {}
+        self.chains = []
+        for answer in self.answers.values():
+            answer.call = None
+
+    def add(self, number: int, answer: JournaledAnswer) -> None:
+        """Add an answer with its number."""
+        self.answers[number] = answer
+        self.num_begun = number + 1
+        if (call := answer.call) is not None:
+            token_ids = np.concatenate([call.prompt_token_ids.astype(np.int64), call.parts[0].token_ids])
+            self.chains.append(Chain([number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
+
+    def place(self, prompt: NDArray[np.int32]) -> tuple[int | None, int]:
+        """Return the answer continued by a prompt [prompt], and the number of tokens up to it; None: no answer."""
+        chain = longest_prefix(self.chains, prompt.astype(np.int64))
+        return (None, 0) if chain is None else (chain.numbers[-1], chain.num_tokens)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of this try, in the order of reading."""
+        yield {"kind": "began", "try": self.name, "attempt": self.attempt, "settings": self.settings}
+        again = JournaledTry(self.name, self.attempt, self.settings)
+        for number, answer in sorted(self.answers.items()):
+            assert answer.call is not None, "tries without tokens are settled"
+            yield sampled_record(again, number, answer.call, is_repeatable=answer.is_repeatable)
+            again.add(number, answer)
+        if self.ended is not None:
+            yield dict(self.ended)
+
+
+def sampled_record(
+    attempt: JournaledTry,
+    number: int,
+    call: RecordedCall,
+    origin: tuple[str, int] | None = None,
+    *,
+    is_repeatable: bool,
+) -> dict[str, Any]:
+    """Return the record of an answer of a try. `origin`: the earlier try and number of a repeated answer."""
+    base, num_shared = attempt.place(call.prompt_token_ids)
+    return {
+        "kind": "sampled",
+        "try": attempt.name,
+        "call": number,
+        "from": None if origin is None else list(origin),
+        "repeatable": is_repeatable,
+        "base": base,
+        "prompt": prompt_digest(call.prompt_token_ids),
+        "new": encode_tokens(call.prompt_token_ids[num_shared:]),
+        **completion_values(call.parts[0]),
+    }
+
+
+def account_tokens(run: Path) -> TokenAccount | None:
+    """Return the account of the tokens sampled for a run's agents; None: the run has no journal.
+
+    Raises DataError if the journal is damaged, StorageError if it cannot be read.
+    """
+    file = run / JOURNAL
+    if not file.exists():
+        return None
+    state = JournalState(used_from=None)
+    state.read(file)
+    return state.account()
+
+
+@dataclass(slots=True)
+class TokenAccount:
+    """Sampled tokens of agents' attempts, by their fate. `faults` are one line each.
+
+    `trained` and `untrained` are by step; untrained tokens belong to trained attempts, but have no loss. `dropped` ones
+    are of attempts without a step, `lost` ones of killed tries. `waiting` ones are in flight, or wait for a step.
+    """
+
+    sampled: int = 0
+    trained: dict[int, int] = field(default_factory=dict)
+    untrained: dict[int, int] = field(default_factory=dict)
+    dropped: int = 0
+    lost: int = 0
+    waiting: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.trained.values())
+
+    @property
+    def num_untrained(self) -> int:
+        """Number of tokens without a loss, with dropped attempts."""
+        return sum(self.untrained.values()) + self.dropped
+
+
+class JournalState:
+    """The contents of a journal, record by record. Readers and writer apply the same records."""
+
+    def __init__(self, used_from: int | None) -> None:
+        """Create an empty state. `used_from`: tokens of attempts trained before this step are freed; None: all are."""
+        self.tries: dict[str, JournaledTry] = {}
+        self._used_from = used_from
+        self._settled = TokenAccount()
+
+    def read(self, file: Path) -> None:
+        """Apply all records of a file. Raises DataError if it is damaged, StorageError if it cannot be read."""
+        for number, values in read_lines(file):
+            try:
+                self.apply(values)
+            except DAMAGE as error:
+                raise damaged(file, number, f"the record is not one of a journal ({error!r:.200})") from None
+
+    def apply(self, values: Mapping[str, Any]) -> None:
+        """Apply a record. Raises an error of `DAMAGE` if it is not one of a journal."""
+        appliers: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "totals": self._apply_totals,
+            "start": lambda record: self.start(_count(record["version"])),
+            "began": self._apply_began,
+            "sampled": self._apply_sampled,
+            "ended": self._apply_ended,
+            "dropped": self._apply_dropped,
+            "lost": self._apply_lost,
+            "step": self._apply_step,
+        }
+        appliers[values["kind"]](values)
+
+    def account(self) -> TokenAccount:
+        """Return the account of all tokens sampled up to now."""
+        settled = self._settled
+        account = replace(
+            settled,
+            trained=dict(settled.trained),
+            untrained=dict(settled.untrained),
+            faults=list(settled.faults),
+        )
+        for attempt in self.tries.values():
+            if attempt.step is not None:
+                _add(account, attempt)
+            elif attempt.is_replaced:
+                account.lost += attempt.num_sampled
+            else:
+                account.waiting += attempt.num_sampled
+        # Counted along another way than the parts, so that an error of the records shows.
+        total = account.num_trained + account.num_untrained + account.lost + account.waiting
+        if total != account.sampled:
+            account.faults.append(f"{account.sampled} tokens were sampled, but {total} are accounted for")
+        return account
+
+    def start(self, version: int) -> None:
+        """Begin at a checkpoint's weights: undo later steps, forget later answers, close all tries."""
+        settled = self._settled
+        # Their weights are gone, and with them the effect of these tokens.
+        for step in [step for step in settled.trained if step >= version]:
+            settled.lost += settled.trained.pop(step) + settled.untrained.pop(step)
+        for attempt in self.tries.values():
+            if attempt.step is not None and attempt.step >= version:
+                attempt.step, attempt.num_trained = None, 0
+            settled.lost += attempt.forget_after(version) if attempt.step is None else 0
+            attempt.is_open = False
+
+    def forget_settled(self) -> None:
+        """Count and remove all trained and lost tries."""
+        for name, attempt in list(self.tries.items()):
+            if attempt.step is not None:
+                _add(self._settled, attempt)
+            elif self._is_lost(attempt):
+                self._settled.lost += attempt.num_sampled
+            else:
+                continue
+            del self.tries[name]
+
+    def totals(self) -> dict[str, Any]:
+        """Return the record of all removed tries."""
+        settled = self._settled
+        steps = [[step, settled.trained[step], settled.untrained[step]] for step in settled.trained]
+        counts = {"sampled": settled.sampled, "dropped": settled.dropped, "lost": settled.lost}
+        live = sum(attempt.num_sampled for attempt in self.tries.values())
+        return {"kind": "totals", **counts, "sampled": settled.sampled - live, "steps": steps}
+
+    def newest(self, attempt: str, settings: str) -> JournaledTry | None:
+        """Return the newest try of an attempt if it has these settings; None: there is none."""
+        tries = [t for t in self.tries.values() if t.attempt == attempt and not t.is_replaced and t.step is None]
+        return tries[-1] if tries and tries[-1].settings == settings else None
+
+    def _is_lost(self, attempt: JournaledTry) -> bool:
+        """Return whether no later try can repeat the answers of this one, and it is not used itself."""
+        if not attempt.is_replaced:
+            # Its tokens were freed, because its step was trained; then a resumed run undid the step.
+            is_used = self._used_from is None or all(answer.call is not None for answer in attempt.answers.values())
+            return not is_used
+        return not any(t.attempt == attempt.attempt and t.is_open for t in self.tries.values())
+
+    def _apply_totals(self, values: Mapping[str, Any]) -> None:
+        settled = self._settled
+        settled.sampled += _count(values["sampled"])
+        settled.dropped += _count(values["dropped"])
+        settled.lost += _count(values["lost"])
+        for step, trained, untrained in values["steps"]:
+            settled.trained[_count(step)] = _count(trained)
+            settled.untrained[step] = _count(untrained)
+
+    def _apply_began(self, values: Mapping[str, Any]) -> None:
+        name, attempt, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
+        if name in self.tries:
+            raise ValueError("a try began twice")
+        for earlier in self.tries.values():
+            if earlier.attempt == attempt and earlier.step is None:
+                # Its answers remain: the later try may repeat them.
+                earlier.is_open, earlier.is_replaced = False, True
+        self.tries[name] = JournaledTry(name, attempt, settings)
+
+    def _apply_sampled(self, values: Mapping[str, Any]) -> None:
+        attempt, number = self.tries[values["try"]], _count(values["call"])
+        if number < attempt.num_begun or not attempt.is_open:
+            raise ValueError("an answer of a try that is over, or an answer twice")
+        completion = read_completion(f"{attempt.name}.{number}", values)
+        num_tokens, versions = len(completion.token_ids), completion.weight_versions
+        call = None if self._used_from is None else RecordedCall(_prompt(attempt, values), [completion], is_done=True)
+        answer = JournaledAnswer(num_tokens, int(versions.max(initial=0)), call, values["repeatable"] is True)
+        attempt.add(number, answer)
+        if values["from"] is None:
+            self._settled.sampled += num_tokens
+            return
+        # The same tokens leave the earlier try, so that they are counted once.
+        name, origin = values["from"]
+        if self.tries[name].answers.pop(_count(origin)).num_tokens != num_tokens:
+            raise ValueError("an answer that is repeated differs from the first")
+
+    def _apply_ended(self, values: Mapping[str, Any]) -> None:
+        attempt = self.tries[values["try"]]
+        if not attempt.is_open:
+            raise ValueError("a try ended twice, or after a later one began")
+        # Read only if it is used: most attempts of a file are settled.
+        attempt.ended, attempt.is_open = values, False
+        if self._used_from is None:
+            # An account needs numbers only, and a long run has billions of tokens.
+            attempt.forget_tokens()
+
+    def _apply_dropped(self, values: Mapping[str, Any]) -> None:
+        for name in values["tries"]:
+            attempt = self.tries.pop(name)
+            if attempt.step is not None:
+                raise ValueError("a try that was trained is dropped")
+            self._settled.dropped += attempt.num_sampled
+
+    def _apply_lost(self, values: Mapping[str, Any]) -> None:
+        for name in values["tries"]:
+            attempt = self.tries[name]
+            attempt.is_replaced, attempt.is_open, attempt.ended = True, False, None
+
+    def _apply_step(self, values: Mapping[str, Any]) -> None:
+        step = _count(values["step"])
+        for name, num_trained in values["tries"]:
+            attempt = self.tries.get(name)
+            if attempt is None or attempt.step is not None:
+                self._settled.faults.append(f"step {step}: attempt {name!s:.80} was trained before, or never began")
+            elif attempt.ended is None or _count(num_trained) > attempt.num_sampled:
+                self._settled.faults.append(f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens")
+            else:
+                attempt.step, attempt.num_trained = step, num_trained
+                if self._used_from is None or step < self._used_from:
+                    attempt.forget_tokens()
+
+
+def _prompt(attempt: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
+    """Return the prompt of a record, int32 [prompt]. Raises an error of `DAMAGE` if its tokens are damaged."""
+    prompt = decode_tokens(values["new"])
+    if values["base"] is not None and (base := attempt.answers[values["base"]].call) is not None:
+        prompt = np.concatenate([base.prompt_token_ids, base.parts[0].token_ids.astype(np.int32), prompt])
+    if prompt_digest(prompt) != values["prompt"]:
+        raise ValueError("the prompt's tokens have another hash")
+    return prompt
+
+
+def _add(account: TokenAccount, attempt: JournaledTry) -> None:
+    """Add a trained attempt to its step."""
+    assert attempt.step is not None
+    untrained = attempt.num_sampled - attempt.num_trained
+    account.trained[attempt.step] = account.trained.get(attempt.step, 0) + attempt.num_trained
+    account.untrained[attempt.step] = account.untrained.get(attempt.step, 0) + untrained
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is not a count")
+    return value

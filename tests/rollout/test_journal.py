@@ -1,0 +1,261 @@
+"""The journal of agents' attempts: what a start finds in it, what it refuses, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.rollout.attempt_engine import AttemptEngine
+from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
+from megarl.rollout.journal.lines import encode_line, read_lines
+from megarl.rollout.journal.state import TokenAccount, account_tokens
+from megarl.rollout.recording import RecordedCall
+from megarl.rollout.stitch import ModelCall, stitch
+from megarl.types import Completion, DataError, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
+
+pytestmark = pytest.mark.anyio
+PROBLEM = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7")
+SAMPLING = SamplingSettings(8)
+
+
+class Pool:
+    """Samples two tokens, those that follow the prompt's length, with the current weight version."""
+
+    seconds_paused = 0.0
+
+    def __init__(self, version: int = 1) -> None:
+        self.version, self.num_sampled = version, 0
+
+    async def generate(self, request: Request, **_: Any) -> Completion:
+        self.num_sampled += 2
+        first = len(request.prompt_token_ids)
+        token_ids, versions = np.array([first, first + 1], np.int64), np.full(2, self.version, np.int32)
+        return Completion(request.request_id, token_ids, np.array([-0.5, -1.5], np.float32), "stop", versions)
+
+
+def opened(run: Path, version: int, **more: Any) -> AttemptJournal:
+    return AttemptJournal(run / "attempts.journal", version, lambda *_: PROBLEM, **more)
+
+
+async def play(log: AttemptLog, pool: Any, *prompts: list[int]) -> list[ModelCall]:
+    """Sample an answer to each prompt, or repeat it."""
+    calls: list[RecordedCall] = []
+    log.merge_into(calls)
+    engine = AttemptEngine(pool, calls, log=log)
+    done = []
+    for number, prompt in enumerate(prompts):
+        request = Request(f"r{number}", np.array(prompt, np.int32), SAMPLING, 1)
+        done.append(ModelCall(request.prompt_token_ids, await engine.generate(request)))
+    return done
+
+
+def ended(calls: list[ModelCall], reward: float | None = 1.0) -> Trajectory:
+    texts = tuple("t" for _ in calls)
+    given = None if reward is None else Reward(reward, True, None)
+    return Trajectory("command", PROBLEM, 0, 0, stitch(calls), given, texts=texts)
+
+
+FIRST, SECOND = [1, 2, 3], [1, 2, 3, 3, 4, 9]
+
+
+async def test_a_start_uses_what_ended_and_repeats_what_did_not(tmp_path: Path) -> None:
+    journal, pool = opened(tmp_path, 1), Pool()
+    whole, half = journal.begin("a 0", "s"), journal.begin("a 1", "s")
+    trajectory = await whole.end(ended(await play(whole, pool, FIRST, SECOND)))
+    await play(half, pool, FIRST, SECOND)
+    # Killed: the file is what there is.
+    again, later = opened(tmp_path, 1), Pool()
+    found = again.begin("a 0", "s")
+    assert found.ended is not None and found.ended.reward == trajectory.reward
+    [before], [after] = trajectory.segments, found.ended.segments
+    for name in ("token_ids", "loss_mask", "rollout_logprobs", "weight_versions", "turns"):
+        assert getattr(before, name).tolist() == getattr(after, name).tolist()
+        assert getattr(before, name).dtype == getattr(after, name).dtype
+    log = again.begin("a 1", "s")
+    # The second prompt is another one: the rest is sampled, and one answer is lost.
+    done = await log.end(ended(await play(log, later, FIRST, [*SECOND, 7])))
+    assert log.ended is None and later.num_sampled == 2
+    again.settle(1, [(found.ended.journaled_as, 4), (done.journaled_as, 4)], set())
+    account = account_tokens(tmp_path)
+    assert account == TokenAccount(sampled=10, trained={1: 8}, untrained={1: 0}, lost=2)
+    again.close()
+
+
+async def test_answers_of_later_weights_and_undone_steps_are_lost(tmp_path: Path) -> None:
+    journal = opened(tmp_path, 1)
+    for step in (1, 2, 3):
+        log = journal.begin(f"a {step}", "s")
+        done = await log.end(ended(await play(log, Pool(step), FIRST)))
+        journal.settle(step, [(done.journaled_as, 2)], set())
+    assert account_tokens(tmp_path) == TokenAccount(6, {1: 2, 2: 2, 3: 2}, {1: 0, 2: 0, 3: 0})
+    # The newest checkpoint is of step 1: step 2 is made again by weights that there are, step 3 is not.
+    again = opened(tmp_path, 2)
+    assert again.begin("a 2", "s").ended is not None and again.begin("a 3", "s").ended is None
+    account = account_tokens(tmp_path)
+    assert account is not None and (account.trained, account.lost, account.waiting) == ({1: 2}, 2, 2)
+
+
+async def test_answers_with_other_settings_are_not_used(tmp_path: Path) -> None:
+    journal = opened(tmp_path, 1)
+    log = journal.begin("a", "hot")
+    await log.end(ended(await play(log, Pool(), FIRST)))
+    again = opened(tmp_path, 1).begin("a", "cold")
+    assert again.ended is None and again.calls == []
+
+
+class RoutingPool(Pool):
+    async def generate(self, request: Request, **more: Any) -> Completion:
+        return replace(await super().generate(request, **more), routed_experts=ExpertsHandle(0, 1))
+
+
+async def test_answers_with_routed_experts_are_sampled_again(tmp_path: Path) -> None:
+    """The experts of a token stay on its rank, which a kill ends too."""
+    journal = opened(tmp_path, 1)
+    log = journal.begin("a", "s")
+    await log.end(ended(await play(log, RoutingPool(), FIRST)))
+    for _ in range(2):
+        # The second start reads what the first one wrote.
+        again = opened(tmp_path, 1)
+    pool, log = RoutingPool(), again.begin("a", "s")
+    assert log.ended is None and log.calls == []
+    await play(log, pool, FIRST)
+    assert pool.num_sampled == 2
+    account = account_tokens(tmp_path)
+    assert account is not None and (account.sampled, account.lost, account.waiting) == (4, 2, 2)
+
+
+async def test_dropped_and_failed_attempts_are_untrained(tmp_path: Path) -> None:
+    journal = opened(tmp_path, 1)
+    failed, dropped, filtered, waiting = (journal.begin(f"a {n}", "s") for n in range(4))
+    done = await failed.end(ended(await play(failed, Pool(), FIRST), None))
+    await play(dropped, Pool(), FIRST)
+    dropped.drop()
+    assert (await dropped.end(done)).journaled_as == done.journaled_as
+    with pytest.raises(asyncio.CancelledError):
+        await play(dropped, Pool(), FIRST)
+    await filtered.end(ended(await play(filtered, Pool(), FIRST)))
+    kept = await waiting.end(ended(await play(waiting, Pool(), FIRST)))
+    journal.settle(1, [(done.journaled_as, 0)], {kept.journaled_as})
+    account = account_tokens(tmp_path)
+    assert account == TokenAccount(8, {1: 0}, {1: 2}, dropped=4, waiting=2)
+
+
+async def test_a_token_is_not_trained_twice_unnoticed(tmp_path: Path) -> None:
+    journal = opened(tmp_path, 1)
+    log, unended = journal.begin("a", "s"), journal.begin("b", "s")
+    done = await log.end(ended(await play(log, Pool(), FIRST)))
+    await play(unended, Pool(), FIRST)
+    journal.settle(1, [(done.journaled_as, 2), (unended.name, 2)], set())
+    journal.settle(2, [(done.journaled_as, 2)], set())
+    account = account_tokens(tmp_path)
+    assert account is not None and len(account.faults) == 2
+    assert account.faults[0].startswith("step 1:") and account.faults[1].startswith("step 2:")
+
+
+async def test_an_answer_is_on_the_disk_before_its_agent_has_it(tmp_path: Path) -> None:
+    journal = opened(tmp_path, 1)
+    log = journal.begin("a", "s")
+    [call] = await play(log, Pool(), FIRST)
+    [record] = [values for _, values in read_lines(tmp_path / "attempts.journal") if values["kind"] == "sampled"]
+    assert (record["try"], record["call"], record["base"]) == (log.name, 0, None)
+    assert (tmp_path / "attempts.journal").stat().st_mode & 0o777 == 0o600
+    assert len(call.completion.token_ids) == 2
+
+
+async def test_writes_at_the_same_time_share_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opened(tmp_path, 1)
+    flushes: list[bytes] = []
+    write = journal._write
+    monkeypatch.setattr(journal, "_write", lambda content: (flushes.append(content), write(content)))
+    logs = [journal.begin(f"a {n}", "s") for n in range(50)]
+    await asyncio.gather(*(play(log, Pool(), FIRST) for log in logs))
+    assert len(flushes) < 10 and account_tokens(tmp_path) == TokenAccount(sampled=100, waiting=100)
+
+
+async def test_a_last_record_cut_short_is_left_out(tmp_path: Path) -> None:
+    journal = opened(tmp_path, 1)
+    await play(journal.begin("a", "s"), Pool(), FIRST, SECOND)
+    file = tmp_path / "attempts.journal"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert account_tokens(tmp_path) == TokenAccount(sampled=2, waiting=2)
+    assert len(opened(tmp_path, 1).begin("a", "s").calls) == 1
+
+
+def change(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda record: record | changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        pytest.param("sampled", change(tokens="!"), id="not base64"),
+        pytest.param("sampled", change(tokens=""), id="fewer tokens than log-probs"),
+        pytest.param("sampled", change(logprobs="AACAfwAAgH8="), id="infinite log-probs"),
+        pytest.param("sampled", change(new="/////w=="), id="a negative token"),
+        pytest.param("sampled", change(prompt="0" * 32), id="another prompt"),
+        pytest.param("sampled", change(base=7), id="no such answer"),
+        pytest.param("sampled", change(call=-1), id="a negative number"),
+        pytest.param("sampled", change(**{"try": "none"}), id="no such try"),
+        pytest.param("sampled", change(finish="abort"), id="no end"),
+        pytest.param("sampled", change(sets=["AQAAAA==", ""]), id="sets of other tokens"),
+        pytest.param("ended", change(arrays="AAAA"), id="arrays that are not compressed"),
+        pytest.param("ended", change(trajectory={}), id="an empty trajectory"),
+        pytest.param("ended", lambda record: record | {"kind": "none"}, id="unknown kind"),
+        pytest.param("began", lambda record: {"kind": "began"}, id="fields that lack"),
+        pytest.param("start", change(version=1.5), id="half a version"),
+    ],
+)  # fmt: skip
+async def test_a_damaged_journal_is_refused_by_its_line(kind: str, change: Any, tmp_path: Path) -> None:
+    journal, file = opened(tmp_path, 1), tmp_path / "attempts.journal"
+    log = journal.begin("a", "s")
+    await log.end(ended(await play(log, Pool(), FIRST, SECOND)))
+    records = [values for _, values in read_lines(file)]
+    changed = [change(values) if values["kind"] == kind else values for values in records]
+    file.write_bytes(b"".join(map(encode_line, changed)))
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, 1).begin("a", "s")
+    assert str(caught.value).startswith(f"{file}:") and "remove it" in str(caught.value)
+
+
+async def test_a_line_with_a_wrong_checksum_is_refused_unless_it_is_the_last(tmp_path: Path) -> None:
+    journal, file = opened(tmp_path, 1), tmp_path / "attempts.journal"
+    await play(journal.begin("a", "s"), Pool(), FIRST, SECOND)
+    lines = file.read_bytes().splitlines(keepends=True)
+    for number in range(len(lines)):
+        broken = lines[number].replace(b'"kind"', b'"kinD"')
+        file.write_bytes(b"".join([*lines[:number], broken, *lines[number + 1 :]]))
+        with pytest.raises(DataError, match=f":{number + 1}:"):
+            account_tokens(tmp_path)
+
+
+async def test_arrays_that_unpack_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.journal.journal._MAX_ARRAYS", 1000)
+    journal = opened(tmp_path, 1)
+    log = journal.begin("a", "s")
+    calls = await play(log, Pool(), list(range(1, 400)))
+    await log.end(ended(calls))
+    with pytest.raises(DataError, match="too large"):
+        opened(tmp_path, 1).begin("a", "s")
+
+
+async def test_a_full_disk_ends_the_attempt(tmp_path: Path, no_file_may_grow: Any) -> None:
+    journal = opened(tmp_path, 1)
+    log = journal.begin("a", "s")
+    with no_file_may_grow(), pytest.raises(Exception, match=r"attempts\.journal"):
+        await play(log, Pool(), FIRST)
+    with pytest.raises(Exception, match=r"attempts\.journal"):
+        await log.end(Trajectory("command", PROBLEM, 0, 0, (), None))
+
+
+def test_a_line_is_json_with_its_checksum() -> None:
+    line = encode_line({"kind": "start", "version": 1})
+    checksum, _, content = line.rstrip(b"\n").partition(b" ")
+    assert int(checksum, 16) == zlib.crc32(content) and json.loads(content) == {"kind": "start", "version": 1}
