@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from megarl.algorithms.advantages import ADVANTAGES, gae
+from megarl.algorithms.advantages import ADVANTAGES, gae, rae
 from megarl.algorithms.divergences import DIVERGENCES, TAILS
 from megarl.algorithms.importance import IMPORTANCE_SAMPLING
 from megarl.algorithms.kl import KL_ESTIMATORS
@@ -20,7 +20,7 @@ from megarl.config.sections.learning import PRESETS
 @pytest.mark.parametrize(
     ("field", "table"),
     [
-        ("algorithm.advantage", ADVANTAGES | {"gae": gae}),
+        ("algorithm.advantage", ADVANTAGES | {"gae": gae, "rae": rae}),
         ("algorithm.policy_loss", POLICY_LOSSES),
         ("algorithm.importance_sampling", IMPORTANCE_SAMPLING),
         ("preference.loss", PREFERENCE_LOSSES),
@@ -73,7 +73,16 @@ def test_names_are_those_of_the_functions(table):
 
 @pytest.mark.parametrize(
     "table",
-    [ADVANTAGES, ["gae"], POLICY_LOSSES, KL_ESTIMATORS, IMPORTANCE_SAMPLING, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS],
+    [
+        ADVANTAGES,
+        ["gae", "rae"],
+        POLICY_LOSSES,
+        KL_ESTIMATORS,
+        IMPORTANCE_SAMPLING,
+        PREFERENCE_LOSSES,
+        PRESETS,
+        AGGREGATIONS,
+    ],
 )
 def test_the_guide_names_them(table):
     guide = (Path(__file__).parents[2] / "launch/recipes/README.md").read_text(encoding="utf-8")
