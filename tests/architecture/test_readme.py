@@ -43,6 +43,7 @@ REWARD_GUIDE = "megarl/rewards/README.md"
 MATHS_GUIDE = "megarl/rewards/maths/README.md"
 ENVIRONMENT_GUIDE = "megarl/environments/README.md"
 SANDBOX_GUIDE = "megarl/sandbox/README.md"
+ATTEMPT_GUIDE = "megarl/sandbox/containers/README.md"
 RESHARD_GUIDE = "megarl/reshard/README.md"
 LOOP_GUIDE = "megarl/loops/README.md"
 TRAINING_GUIDE = "megarl/training/README.md"
@@ -52,7 +53,7 @@ CONTAINER_GUIDE = "launch/container/README.md"
 ALGORITHM_GUIDE = "megarl/algorithms/README.md"
 GUIDES = (
     RECIPES, REWARD_GUIDE, ENVIRONMENT_GUIDE, SANDBOX_GUIDE, RESHARD_GUIDE, LOOP_GUIDE, TRAINING_GUIDE, TRACKING_GUIDE,
-    SLURM_GUIDE, CONTAINER_GUIDE, MATHS_GUIDE, ALGORITHM_GUIDE,
+    SLURM_GUIDE, CONTAINER_GUIDE, MATHS_GUIDE, ALGORITHM_GUIDE, ATTEMPT_GUIDE,
 )  # fmt: skip
 PAGES = (README, *GUIDES)
 # README and guides aim at about 1,800 words. The margin is there so that no sentence is bent to fit a count.

@@ -351,6 +351,16 @@ def test_a_rank_of_a_job_that_is_lost_is_named_and_the_others_go_on(cluster: Clu
     cluster.run(*allocation, sys.executable, "-m", "tests.cluster.losing", scene, scene, PYTHONPATH=str(ROOT))
 
 
+@needs_slurm
+def test_containers_of_attempts_start_on_all_nodes_of_a_job(cluster: Cluster) -> None:
+    allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
+    program = (sys.executable, "-m", "tests.cluster.containers_on_nodes")
+    # srun reports the end of the agents after it.
+    report = json.loads(cluster.run(*allocation, *program, PYTHONPATH=str(ROOT)).splitlines()[0])
+    assert len(set(report["names"])) == 2 and len(report["names"]) == 4
+    assert report["answers"] == ["got hello"] * 4 and report["left"] == 0
+
+
 @pytest.mark.long
 @needs_slurm
 def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Cluster) -> None:

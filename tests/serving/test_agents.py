@@ -314,3 +314,39 @@ def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
         assert found.failure is not None and found.failure.startswith("VerifierError: ") and failure in found.failure
         assert found.reward is None
     assert found.metrics["verifier_seconds"] > 0 and found.num_sampled > 0
+
+
+TASK_AGENT = """
+open("answer.txt", "w").write(answer)
+"""
+
+
+@pytest.mark.end_to_end
+def test_tasks_with_verifiers_train_in_sandboxes(tool_model: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        folder = tmp_path / f"tasks/add-{number}"
+        (folder / "tests").mkdir(parents=True)
+        (folder / "instruction.md").write_text(f"Add {number}.")
+        (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 60\n")
+        # The reward is the number of different bytes, so that attempts at a task differ.
+        (folder / "tests/test.sh").write_text("fold -w 1 answer.txt | sort -u | wc -l > /logs/verifier/reward.txt\n")
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness/run.py").write_text(ASKING + TASK_AGENT)
+    recipe = RECIPE.format(
+        model=json.dumps({"path": str(tool_model), "dtype": "float32"}),
+        data=json.dumps({"train": str(tmp_path / "tasks"), "max_prompt_tokens": 200}),
+        command=json.dumps([sys.executable, str(tmp_path / "harness/run.py")]),
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    fields = "rollout.agent.sandbox=sandbox", f"rollout.agent.folders=[{tmp_path}/harness]", "rollout.agent.nodes=all"
+    done = subprocess.run(
+        [*MEGARL, "train", "recipe.yaml", *fields], cwd=tmp_path, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run] = (tmp_path / "runs").iterdir()
+    steps = [step for step in logged_steps(run) if "rollout/turns/mean" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/ended/error"] == 0 and step["environment/leaked_containers"] == 0
+        assert step["environment/verifier_seconds"] > 0 and step["environment/live_containers"] > 0
+        assert step["logprob_gap/max"] < 1e-4 and step["reward/mean"] > 1

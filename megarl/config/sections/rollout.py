@@ -88,7 +88,7 @@ class AgentConfig(Section):
     header x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
     sandbox: Annotated[Literal["process", "sandbox"], OnlyIf(COMMAND)] = "process"
     """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces of
-    its own, which need no daemon and no image. See megarl/environments/README.md."""
+    its own, which need no daemon and no image. See megarl/sandbox/containers/README.md."""
     image: Annotated[str | None, OnlyIf(COMMAND, CONTAINER)] = None
     """Image of the container. With sandbox: a folder with an unpacked image, whose files the program sees below a layer
     of its own. Default: the machine's system folders and megarl's Python, read-only."""
