@@ -87,28 +87,46 @@ def containers(recipe: Recipe) -> Iterator[str]:
         for place, folder in enumerate(agent.folders)
         if not (os.path.isabs(folder) and os.path.exists(folder))
     ]
-    images = dict.fromkeys(task_image(task, agent.image, is_unpacked=True) for task in tasks) or {agent.image: None}
+    is_unpacked = agent.sandbox == "sandbox"
+    own_images = [task_image(task, agent.image, is_unpacked=is_unpacked) for task in tasks]
+    images = dict.fromkeys(own_images or [agent.image])
     faults += [fault for task in tasks for fault in _task_faults(task, agent)]
-    faults += [
-        f"rollout.agent.image = {image}: is not a folder with an unpacked image (it has no bin/sh); unpack "
-        "one there, with `docker export CONTAINER | tar -x -C FOLDER` for example, or leave the field out"
-        for image in images
-        if image is not None and not os.path.lexists(Path(image, "bin/sh"))
-    ]
+    faults += [fault for image in images if (fault := _image_fault(image, agent)) is not None]
     yield from faults
     if faults:
         return
-    image = next(iter(images))
-    settings = ContainerSettings(
-        kind=agent.sandbox,
-        name="megarl-check",
-        address=("127.0.0.1", 9),
-        image=image,
-        folders=agent.folders,
-        network=agent.reach,
+    # Unpacked images are alike; of the others, each may be missing.
+    for image in list(images)[: 1 if is_unpacked else None]:
+        settings = ContainerSettings(
+            kind=agent.sandbox,
+            name=f"megarl-check-{os.getpid()}",
+            address=("127.0.0.1", 9),
+            image=image,
+            folders=agent.folders,
+            network=agent.reach,
+        )
+        if (fault := start_fault(settings)) is not None:
+            remedy = (
+                REMEDIES["namespaces"] if is_unpacked else f"{agent.sandbox} run must work; pull or build the image"
+            )
+            yield f"rollout.agent.sandbox = {agent.sandbox}, image {image}: no container starts ({fault}); {remedy}"
+
+
+def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
+    """Return the error of an image; None: there is none."""
+    if agent.sandbox != "sandbox":
+        if shutil.which(agent.sandbox) is None:
+            return (
+                f"rollout.agent.sandbox = {agent.sandbox}: it is not installed; install it, or set "
+                "rollout.agent.sandbox=sandbox, which needs no daemon"
+            )
+        return None if image else f"rollout.agent.image is missing; {agent.sandbox} needs the name of an image"
+    if image is None or os.path.lexists(Path(image, "bin/sh")):
+        return None
+    return (
+        f"rollout.agent.image = {image}: is not a folder with an unpacked image (it has no bin/sh); unpack "
+        "one there, with `docker export CONTAINER | tar -x -C FOLDER` for example, or leave the field out"
     )
-    if (fault := start_fault(settings)) is not None:
-        yield f"rollout.agent.sandbox = {agent.sandbox}: no container starts ({fault}); {REMEDIES['namespaces']}"
 
 
 def _harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
@@ -124,10 +142,11 @@ def _harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
 def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
     """Yield errors of a task not fitting the recipe's containers."""
     where = f"{task['folder']}/{TASK_FILE}"
-    if agent.image is None and (task["has_dockerfile"] or task["image"]):
+    is_known = task["image"] is not None and agent.sandbox != "sandbox"
+    if agent.image is None and not is_known and (task["has_dockerfile"] or task["image"]):
         yield (
-            f"{where}: the task has an image of its own, which is not built or downloaded; unpack it, and set "
-            "rollout.agent.image to its folder. {task} in it stands for the task's name"
+            f"{where}: the task has an image of its own, which is not built or downloaded; set rollout.agent.image to "
+            "it, unpacked in a folder for sandbox=sandbox. {task} in it stands for the task's name"
         )
     if task["needs_network"] and agent.reach != "host":
         yield (

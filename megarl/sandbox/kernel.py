@@ -80,6 +80,11 @@ def unshare(flags: int) -> None:
     _check_result(_LIBC.unshare(ctypes.c_int(flags)), "unshare")
 
 
+def setns(descriptor: int) -> None:
+    """Enter a namespace, an open file of /proc/PID/ns."""
+    _check_result(_LIBC.setns(ctypes.c_int(descriptor), ctypes.c_int(0)), "setns")
+
+
 def prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     _check_result(_LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")

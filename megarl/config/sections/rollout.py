@@ -13,6 +13,7 @@ from megarl.config.conditions import (
     COLOCATED,
     COMMAND,
     CONTAINER,
+    NAMESPACES,
     NOT_AGENT,
     NOT_COMMAND,
     NOT_SINGLE_TURN,
@@ -86,12 +87,14 @@ class AgentConfig(Section):
     untrained_kinds: tuple[str, ...] = ()
     """Kinds of requests whose answers are not trained, for example title. Clients name the kind of a request in the
     header x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
-    sandbox: Annotated[Literal["process", "sandbox"], OnlyIf(COMMAND)] = "process"
+    sandbox: Annotated[Literal["process", "sandbox", "podman", "docker"], OnlyIf(COMMAND)] = "process"
     """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces of
-    its own, which need no daemon and no image. See megarl/sandbox/containers/README.md."""
+    its own, without daemon or image. podman, docker: a container of that program. See
+    megarl/sandbox/containers/README.md."""
     image: Annotated[str | None, OnlyIf(COMMAND, CONTAINER)] = None
     """Image of the container. With sandbox: a folder with an unpacked image, whose files the program sees below a layer
-    of its own. Default: the machine's system folders and megarl's Python, read-only."""
+    of its own. Default: the machine's system folders and megarl's Python, read-only. With podman or docker: a name on
+    each node, required; nothing is downloaded."""
     folders: Annotated[tuple[str, ...], OnlyIf(COMMAND, CONTAINER)] = ()
     """Folders of the machine shown read-only at the same place in the container, for example that of the program.
     Absolute paths."""
@@ -107,7 +110,7 @@ class AgentConfig(Section):
     memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
     """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
     MemoryLimit. Default: none."""
-    disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, CONTAINER)] = None
+    disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, NAMESPACES)] = None
     """Maximum size of an attempt's new files in GiB. They are held in memory. A program that fills it ends with
     DiskLimit. Default: 4."""
     output_mib: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None

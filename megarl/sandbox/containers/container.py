@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -19,7 +20,11 @@ from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
 LEASE_SECONDS = 60.0
 """Seconds from the last renewal of a lease to the end of its container."""
-_TRIAL_SECONDS = 60.0
+COMMAND_LINES = ("podman", "docker")
+"""Kinds of containers held by a daemon or another program."""
+_REMOVAL_SECONDS = 60.0
+_TRIAL_SECONDS = 330.0
+"""Seconds for the first message of a keeper."""
 _KEEPER = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -131,6 +136,12 @@ class Container:
     async def stop(self) -> None:
         """End the container with all its programs and files."""
         if self._process is not None:
+            if self._writer is not None and self.settings.kind in COMMAND_LINES:
+                # The end of the connection lets the keeper remove the container; a killed one leaves that to a daemon.
+                self._writer.write_eof()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_REMOVAL_SECONDS):
+                        await self._process.wait_for_end()
             await self._process.stop()
         if self._writer is not None:
             self._writer.close()

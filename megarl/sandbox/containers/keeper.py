@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from megarl.processes.frames import send
 from megarl.processes.process_tree import die_with, fork_child
+from megarl.sandbox.containers.command_lines import CommandLinePlace
 from megarl.sandbox.containers.places import MachinePlace, NamespacePlace
 from megarl.sandbox.containers.relay import Relay
-from megarl.sandbox.containers.requests import Limits, RequestLoop
+from megarl.sandbox.containers.requests import Limits, Place, RequestLoop
 from megarl.sandbox.containers.root_folder import (
     NAMESPACES,
     NETWORK_NAMESPACE,
@@ -39,9 +40,8 @@ def main() -> NoReturn:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel kills programs before the training.
         file.write("1000")
-    hold = _hold_namespaces if settings["kind"] == "sandbox" else _hold_programs
     try:
-        hold(settings, connection)
+        _HOLD[settings["kind"]](settings, connection)
     except OSError as error:
         send(connection, {"refused": error.strerror or str(error)})
     os._exit(0)
@@ -51,7 +51,19 @@ def _hold_programs(settings: dict[str, Any], connection: socket.socket) -> None:
     _serve(settings, connection, MachinePlace(), _url(settings["address"]))
 
 
-def _serve(settings: dict[str, Any], connection: socket.socket, place: MachinePlace | NamespacePlace, url: str) -> None:
+def _hold_command_line(settings: dict[str, Any], connection: socket.socket) -> None:
+    place = CommandLinePlace(settings)
+    try:
+        url = _url(settings["address"])
+        if settings["network"] == "endpoint":
+            Relay(place.listen(), tuple(settings["address"]))
+            url = f"http://127.0.0.1:{RELAY_PORT}"
+        _serve(settings, connection, place, url)
+    finally:
+        place.close()
+
+
+def _serve(settings: dict[str, Any], connection: socket.socket, place: Place, url: str) -> None:
     loop = RequestLoop(connection, place, Limits(**settings["limits"]), settings["lease_seconds"])
     send(connection, {"ready": True, "url": url})
     loop.run()
@@ -119,6 +131,15 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> Non
     select.select([os.pidfd_open(first)], [], [])
     del relay
     os._exit(0)
+
+
+_HOLD = {
+    "process": _hold_programs,
+    "sandbox": _hold_namespaces,
+    "podman": _hold_command_line,
+    "docker": _hold_command_line,
+}
+"""Function holding a container by `rollout.agent.sandbox`."""
 
 
 def unprivileged_user(proc: int) -> int:

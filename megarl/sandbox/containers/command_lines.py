@@ -1,0 +1,176 @@
+"""Containers of podman and docker, through their command lines.
+
+A container's main program waits for the end of its input, a pipe from the keeper. The end of the keeper thus ends the
+container, and `--rm` removes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import signal
+import socket
+import tarfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.platform.commands import run_command
+from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
+from megarl.processes.process_tree import adopt_orphans, descendants, fork_child, send_signal
+from megarl.sandbox.containers.root_folder import open_loopback
+from megarl.sandbox.kernel import setns
+
+_START_SECONDS = 300.0
+"""Seconds for a container to start, without the download of its image."""
+_SECONDS = 60.0
+"""Seconds for any other short command."""
+_LABEL = "megarl"
+_PUT = 'rm -rf "$1" && mkdir -p "$1" && base64 -d | tar -x -f - -C "$1"'
+_GET = 'test -f "$1" && head -c "$2" "$1" | base64'
+
+
+def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
+    """Return the arguments with which podman and docker alike start a container for `owner`, a process id."""
+    limits = settings["limits"]
+    arguments = ["run", "--rm", "--interactive", "--pull=never", "--name", settings["name"]]
+    arguments += ["--label", f"{_LABEL}={owner}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+    arguments.append(f"--network={'none' if settings['network'] == 'endpoint' else 'host'}")
+    if limits["processes"] is not None:
+        arguments.append(f"--pids-limit={limits['processes']}")
+    if limits["memory_bytes"] is not None:
+        # Equal limits mean no swap.
+        arguments += [f"--memory={limits['memory_bytes']}", f"--memory-swap={limits['memory_bytes']}"]
+    for folder in settings["folders"]:
+        arguments += ["--volume", f"{folder}:{folder}:ro"]
+    return [*arguments, "--entrypoint", "cat", settings["image"]]
+
+
+class CommandLinePlace:
+    """A container of podman or docker. Its programs are started by `exec`."""
+
+    has_own_users = False
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Start the container. Raises OSError."""
+        adopt_orphans()
+        program = shutil.which(settings["kind"])
+        if program is None:
+            raise FileNotFoundError(f"{settings['kind']} is not installed")
+        self._program, self._name = program, settings["name"]
+        self._environment = dict(os.environ)
+        self._remove_leftovers()
+        reading, self._writing = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(reading, "rb") as stdin:
+            self._main = LaunchedProgram(
+                [program, *run_arguments(settings, os.getppid())], stdin=stdin, stdout=DEVNULL, stderr=PIPE
+            )
+        self.pid = self._wait_until_running()
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens on the loopback of the container. Raises OSError."""
+        ours, theirs = socket.socketpair()
+
+        def enter() -> None:
+            try:
+                # As an ordinary user, the rights over the network come with the container's user namespace.
+                if os.geteuid() != 0:
+                    _enter(self.pid, "user")
+                _enter(self.pid, "net")
+                with open_loopback() as listener:
+                    socket.send_fds(theirs, [b"listening"], [listener.fileno()])
+            except OSError as error:
+                theirs.send((error.strerror or str(error)).encode())
+
+        child = fork_child(enter)
+        text, listeners, _, _ = socket.recv_fds(ours, 1000, 1)
+        os.waitpid(child, 0)
+        if not listeners:
+            raise PermissionError(f"the container's network cannot be entered ({text.decode()})")
+        return socket.socket(fileno=listeners[0])
+
+    def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
+        # By name alone: the keys of an attempt must not be seen in a list of processes.
+        names = [part for name in request["environment"] for part in ("--env", name)]
+        folder = ["--workdir", request["folder"]] if request["folder"] else []
+        command = [self._program, "exec", "--interactive", *names, *folder, self._name, *request["command"]]
+        return command, {**self._environment, **request["environment"]}, None
+
+    def process_ids(self) -> list[int]:
+        return []
+
+    def free_disk_bytes(self) -> int | None:
+        return None
+
+    def kill_all(self) -> None:
+        # The container's first process is not killed by it.
+        with suppress(OSError):
+            self._run("exec", self._name, "sh", "-c", "kill -9 -1")
+        main = {self._main.pid, *descendants(self._main.pid)}
+        for pid in descendants(os.getpid()):
+            if pid not in main:
+                with suppress(OSError):
+                    send_signal(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+    def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for path, (mode, content) in files.items():
+                entry = tarfile.TarInfo(path)
+                entry.size, entry.mode = len(content), mode & 0o777
+                tar.addfile(entry, io.BytesIO(content))
+        text = base64.b64encode(archive.getvalue()).decode()
+        self._run("exec", "--interactive", self._name, "sh", "-c", _PUT, "sh", folder, stdin=text)
+
+    def get(self, path: str, max_bytes: int) -> bytes:
+        content = base64.b64decode(self._run("exec", self._name, "sh", "-c", _GET, "sh", path, str(max_bytes + 1)))
+        if len(content) > max_bytes:
+            raise OSError(f"{path} has more than {max_bytes} bytes")
+        return content
+
+    def close(self) -> None:
+        """End and remove the container."""
+        os.close(self._writing)
+        with suppress(OSError):
+            self._run("rm", "--force", self._name)
+
+    def _wait_until_running(self) -> int:
+        """Return the container's first process. Raises OSError if it does not start."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self._main.exit_code(0.1) is not None:
+                with self._main.stderr as errors:
+                    raise OSError(" ".join(errors.read().decode(errors="replace").split())[-400:])
+            with suppress(OSError):
+                pid = int(self._run("inspect", "--format", "{{.State.Pid}}", self._name) or 0)
+                if pid:
+                    return pid
+        self.close()
+        raise OSError(f"the container did not start within {_START_SECONDS:g} s")
+
+    def _remove_leftovers(self) -> None:
+        """Remove containers of processes that have ended. Only a daemon that was killed too leaves one."""
+        template = f'{{{{.ID}}}} {{{{.Label "{_LABEL}"}}}}'
+        listed = self._run("ps", "--all", "--filter", f"label={_LABEL}", "--format", template)
+        for line in listed.splitlines():
+            container, _, owner = line.partition(" ")
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                self._run("rm", "--force", container)
+
+    def _run(self, *arguments: str, stdin: str = "") -> str:
+        """Run a short command. Raises OSError if it fails."""
+        done = run_command([self._program, *arguments], seconds=_SECONDS, stdin=stdin)
+        if done.returncode != 0:
+            raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")
+        return done.stdout
+
+
+def _enter(pid: int, namespace: str) -> None:
+    descriptor = os.open(f"/proc/{pid}/ns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    setns(descriptor)
+    os.close(descriptor)
