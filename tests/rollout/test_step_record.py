@@ -36,6 +36,7 @@ def record_of(step: int = 3, *, is_complete: bool = True, seed: int = 0) -> Step
         recipe="name: test\n",
         layout=LAYOUT,
         kl_coefficient=0.1,
+        role_baselines={"first": 0.1 + 0.2},
         groups=groups,
         waiting=[[segmented(2, 0, 0.0, ".xx")]],
         arrays=arrays if is_complete else {},
@@ -65,6 +66,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, is_complete: bool) -
         record.state,
         0.1,
     )
+    assert found.role_baselines == {"first": 0.1 + 0.2}
     assert (found.arrays.keys() == record.arrays.keys()) and found.num_tokens == record.num_tokens
     everything = (flatten([*one.groups, *one.waiting]) for one in (record, found))
     assert [len(group) for group in found.waiting] == [1]
