@@ -44,6 +44,25 @@ def test_advantages(config: dict[str, float], expected: list[list[float]], clipp
     assert found.get("distillation/clipped") == clipped
 
 
+def test_the_kl_of_tokens_by_their_place_in_the_sample() -> None:
+    """Samples of 600 and 70 tokens: bands begin anew in each, and an untrained token has no number."""
+    batch = batch_of([attempt(0, 1.0, 600), attempt(0, 0.0, 70)])
+    batch.loss_mask[2] = False
+    trained = np.flatnonzero(batch.loss_mask)
+    numbers = np.concatenate([np.arange(599), np.arange(70)])
+    old = np.zeros(len(batch.token_ids), np.float32)
+    old[trained] = np.where(numbers < 64, 1.0, np.where(numbers < 512, 2.0, 4.0))
+    batch.per_token["old_logprobs"] = old
+    found = compute_teacher_advantages(batch, np.zeros_like(old), DistillationConfig())
+    bands = [found[f"distillation/reverse_kl/{name}"] for name in ("first_64", "from_64", "from_512")]
+    assert bands == [1.0, 2.0, 4.0]
+    assert found["distillation/reverse_kl"] == pytest.approx(float(old[trained].mean()))
+    short = batch_of([attempt(0, 1.0, 3)])
+    short.per_token["old_logprobs"] = np.zeros(len(short.token_ids), np.float32)
+    found = compute_teacher_advantages(short, np.zeros(len(short.token_ids), np.float32), DistillationConfig())
+    assert "distillation/reverse_kl/from_64" not in found
+
+
 def test_advantages_of_rewards_are_added() -> None:
     batch = batch_of([attempt(0, 1.0, 3), attempt(0, 0.0, 1)])
     batch.per_token["old_logprobs"] = np.array(POLICY, np.float32)

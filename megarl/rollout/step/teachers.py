@@ -27,6 +27,9 @@ METRICS = (
         "nats",
         "log-prob of a sampled token by the policy minus its log-prob by the teacher, mean",
     ),
+    MetricRow("distillation/reverse_kl/first_64", "nats", "distillation/reverse_kl of a sample's first 64 tokens"),
+    MetricRow("distillation/reverse_kl/from_64", "nats", "distillation/reverse_kl of a sample's tokens from 64 to 511"),
+    MetricRow("distillation/reverse_kl/from_512", "nats", "distillation/reverse_kl of a sample's tokens from 512 on"),
     MetricRow(
         "distillation/unknown",
         "share",
@@ -53,6 +56,8 @@ METRICS = (
     ),
 )
 
+_BANDS = {"first_64": 0, "from_64": 64, "from_512": 512}
+"""Bands of a sample's trained tokens: name, and number of the first token. A band ends where the next one begins."""
 _NO_PROMPTS: Mapping[str, TeacherPrompts] = MappingProxyType({})
 _NO_OPENING = Opening(0, np.zeros(0, np.int64))
 
@@ -189,6 +194,7 @@ def compute_teacher_advantages(
     log_ratios = torch.where(mask, log_ratios, 0.0)
     # Measured before clipping, so the metric stays an estimate of the KL.
     metrics = {"distillation/reverse_kl": -float(log_ratios[mask].double().mean())}
+    metrics |= _band_metrics(batch, log_ratios)
     if (bound := config.max_log_ratio) is not None:
         metrics["distillation/clipped"] = float((log_ratios[mask].abs() > bound).double().mean())
         log_ratios = log_ratios.clamp(-bound, bound)
@@ -202,6 +208,23 @@ def compute_teacher_advantages(
         mask=mask,
     )
     batch.per_token["advantages"] = torch.where(mask, advantages, 0.0).numpy()
+    return metrics
+
+
+def _band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
+    """Return the mean of policy minus teacher by the number of a token in its sample; none for an empty band.
+
+    `log_ratios` [tokens] are the teacher's log-probs minus the policy's.
+    """
+    counts = np.cumsum(batch.loss_mask)
+    # Trained tokens before each sample, so that numbers begin at 0 in each.
+    before = np.concatenate([[0], counts])[batch.cu_samples[:-1]]
+    numbers = counts - 1 - np.repeat(before, np.diff(batch.cu_samples))
+    metrics = {}
+    for (name, first), end in zip(_BANDS.items(), [*list(_BANDS.values())[1:], np.inf], strict=True):
+        is_in_band = torch.from_numpy(batch.loss_mask & (numbers >= first) & (numbers < end))
+        if is_in_band.any():
+            metrics[f"distillation/reverse_kl/{name}"] = -float(log_ratios[is_in_band].double().mean())
     return metrics
 
 
