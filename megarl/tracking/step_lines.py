@@ -38,7 +38,7 @@ class StepLine:
         step = row.get("step") if isinstance(row, dict) else None
         if not _is_number(step) or math.isnan(_number(step)):
             return None
-        return cls(int(step), numbers_of(row), row.get(_FOLLOWS) is True)
+        return cls(int(_number(step)), numbers_of(row), row.get(_FOLLOWS) is True)
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for a line of the file."""
