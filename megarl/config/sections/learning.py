@@ -157,8 +157,8 @@ class MuonConfig(Section):
     """Factor of an update by its matrix's shape. spectral (default): sqrt(max(out, in)), arXiv 2502.16982. shape:
     sqrt(max(1, out/in)), Jordan et al. unit_rms: sqrt(out/in)."""
     scale_factor: Annotated[PositiveFloat, OnlyIf(muon)] = 0.2
-    """Further factor of an update. 0.2 with scale spectral: as large as Adam's, so Adam's learning rates fit
-    (arXiv 2502.16982). 1 is verl's, with adam_rate 0.229."""
+    """Further factor of an update. 0.2 with scale spectral: as large as Adam's in a long run (arXiv 2502.16982). 1 is
+    verl's, with adam_rate 0.229."""
     adam_rate: Annotated[PositiveFloat, OnlyIf(muon)] = 1.0
     """Learning rate of the parameters that Adam updates (embedding, head, router, norms, biases), as a multiple of
     learning_rate."""
