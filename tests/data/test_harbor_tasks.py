@@ -31,7 +31,8 @@ def task(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_a_folder_of_tasks_is_a_data_set(task: Callable[..., Path], tmp_path: Path) -> None:
-    settings = '[agent]\ntimeout_sec = 9\n[verifier]\ntimeout_sec = 5.5\n[environment]\nworkdir = "/app"\ncpus = 2\n'
+    settings = '[agent]\ntimeout_sec = 9\nuser = "root"\n[verifier]\ntimeout_sec = 5.5\n'
+    settings += '[environment]\nworkdir = "/app"\ncpus = 2\n'
     task("second", settings)
     task("first")
     first, second = read_records(tmp_path)
@@ -60,6 +61,9 @@ def test_a_folder_of_tasks_is_a_data_set(task: Callable[..., Path], tmp_path: Pa
         ("task.toml", '[verifier]\nenvironment_mode = "separate"', "verifier.environment_mode = 'separate'"),
         ("task.toml", '[environment]\nnetwork_mode = "allowlist"', "environment.network_mode = allowlist"),
         ("task.toml", "[environment]\nworkdir = 3", "environment.workdir = 3"),
+        ("task.toml", '[agent]\nuser = "nobody"', "agent.user = 'nobody'"),
+        ("task.toml", '[verifier.env]\nKEY = "1"', "verifier.env = {'KEY': '1'}"),
+        ("task.toml", '[environment.healthcheck]\ncommand = "x"', "environment.healthcheck"),
         ("environment/docker-compose.yaml", "", "environment/docker-compose.yaml"),
     ],
 )

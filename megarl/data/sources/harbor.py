@@ -17,6 +17,12 @@ TASK_FILE = "task.toml"
 FIELD = "harbor"
 """Field of a record with its task."""
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_UNSUPPORTED = {
+    "agent": ("user",),
+    "verifier": ("user", "env"),
+    "environment": ("env", "healthcheck", "mcp_servers"),
+}
+"""Settings without effect here, by section. A task needing one would be graded in another state."""
 _VERIFIER_SECONDS = 600.0
 """Harbor's default."""
 
@@ -50,6 +56,11 @@ def read_task(path: Path) -> dict[str, Any]:
         )
     if environment.get("network_mode", "no-network") == "allowlist":
         raise DataError(f"{path}: environment.network_mode = allowlist is not supported; set it to no-network")
+    for section, names in _UNSUPPORTED.items():
+        for name in names:
+            # Programs run as the container's root anyway.
+            if (value := _section(path, settings, section).get(name)) and value != "root":
+                raise DataError(f"{path}: {section}.{name} = {value!r}: is not supported; remove it, or the task")
     task = {
         "folder": str(folder.resolve()),
         "image": _text(path, environment, "docker_image"),
