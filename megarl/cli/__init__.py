@@ -30,6 +30,7 @@ from megarl.cli.recipes import recipes
 from megarl.cli.removed import add_removed_commands
 from megarl.cli.replay import replay
 from megarl.cli.resize import resize
+from megarl.cli.service import service
 from megarl.console.lines import print_error, print_lines
 from megarl.console.predictions import print_sizes
 from megarl.console.surveys import print_findings
@@ -58,6 +59,7 @@ app.command(cls=MakeCommand)(make)
 app.command()(export)
 app.command(cls=RecipeCommand)(replay)
 app.command(cls=RecipeCommand)(resize)
+app.command(cls=RecipeCommand)(service)
 
 
 def _print_version(is_asked: bool) -> None:

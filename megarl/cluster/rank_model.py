@@ -121,24 +121,32 @@ class RankModel:
 
         Entry t is for the prediction of token t. It is zero on the first token of each sequence.
         """
-        return await self._gather("forward", batch)
+        # A forward pass reads only the tokens, so the other arrays are not sent.
+        return await self.gather(f"{self.name}.forward", batch.with_arrays({}), max_tokens=self.max_tokens_per_forward)
 
     async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Compute the policy's log-probs and entropies on a batch, in nats: float32 [2, tokens].
 
         Entry t is for the prediction of token t. It is zero on the first token of each sequence.
         """
-        return await self._gather("forward_with_entropies", batch)
+        return await self.gather(
+            f"{self.name}.forward_with_entropies", batch.with_arrays({}), max_tokens=self.max_tokens_per_forward
+        )
 
-    async def _gather(self, method: str, batch: TokenBatch) -> NDArray[np.float32]:
-        """Call a forward method on the ranks, and return its values in the batch's order: float32 [..., tokens]."""
-        # A forward pass reads only the tokens, so the other arrays are not sent.
-        batch = batch.with_arrays({})
+    async def gather(
+        self, method: str, batch: TokenBatch, *args: Any, max_tokens: int | None = None
+    ) -> NDArray[np.float32]:
+        """Call a method on the ranks that returns values of each token, and return them in the batch's order.
+
+        The result is float32 [..., tokens]. The method gets the replica's rows, of at most `max_tokens` tokens each
+        (None: `max_tokens_per_microbatch`), and `args`. Sequences that are repeated to fill rows have no trained token.
+        """
         sent = self.filled(batch.num_sequences)
         filled = batch if len(sent) == batch.num_sequences else batch.select(sent)
-        packed = self._pack(filled, self.together, self.max_tokens_per_forward)
-        rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=self.max_tokens_per_forward)
-        results = await self.group.scatter(f"{self.name}.{method}", self.by_rank(rows))
+        filled.loss_mask[batch.cu_seqlens[-1] :] = False
+        packed = self._pack(filled, self.together, max_tokens)
+        rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=max_tokens)
+        results = await self.group.scatter(method, self.by_rank(rows), *args)
         parts = [
             (row, values)
             for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True)

@@ -46,6 +46,8 @@ class TokenBatch:
     target_keys: NDArray[np.int64] | None = None
     """For distillation: the number of the sequence's teacher, and the sequence's own number in the step: [sequences,
     2]."""
+    labels: NDArray[np.int64] | None = None
+    """[tokens]: the token whose log-prob is computed at the place of each token. None: the token itself."""
     shares_prefixes: bool = False
     """Whether the model computes shared prefixes of these sequences once, as a tree. For batches of one row."""
 
@@ -133,6 +135,7 @@ class TokenBatch:
             retained_sets=None if self.retained_sets is None else select_retained(self.retained_sets, places),
             temperatures=None if self.temperatures is None else self.temperatures[selection],
             target_keys=None if self.target_keys is None else self.target_keys[selection],
+            labels=None if self.labels is None else self.labels[places],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -149,7 +152,8 @@ class TokenBatch:
         """Return the same sequences with only these per-token arrays. Indices of distillation teachers are dropped."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
-            self.expert_digests, self.retained_sets, self.temperatures, shares_prefixes=self.shares_prefixes,
+            self.expert_digests, self.retained_sets, self.temperatures, labels=self.labels,
+            shares_prefixes=self.shares_prefixes,
         )  # fmt: skip
 
 
@@ -173,6 +177,9 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         per_token={name: np.concatenate([batch.per_token[name] for batch in batches]) for name in batches[0].per_token},
         retained_sets=join_retained([(len(batch.token_ids), batch.retained_sets) for batch in batches]),
         temperatures=_join_temperatures(batches),
+        labels=None
+        if all(batch.labels is None for batch in batches)
+        else np.concatenate([batch.token_ids if batch.labels is None else batch.labels for batch in batches]),
     )
 
 

@@ -61,16 +61,29 @@ class Adapter(nn.Module):
         if hasattr(linear, "layer_norm_weight"):
             self.norm = (linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma)
         rows, columns = linear.weight.shape
-        splits, place = self.group.size(), self.group.rank()
-        # Each rank draws the full matrix and cuts its part: the start is the same in every layout.
-        a = _random_values((rank, columns * (1 if self.is_column else splits)), f"{seed} {key}")
-        a = a if self.is_column else a.chunk(splits, dim=1)[place]
+        place = self.group.rank()
+        a = self._draw(seed, (rank, columns))
         is_gated = key.endswith("linear_fc1")
         self.a = nn.Parameter(a.to(linear.weight).contiguous())
         self.b = nn.Parameter(linear.weight.new_zeros((2, rows // 2, rank) if is_gated else (rows, rank)))
         self.split_dims = {"a": None, "b": int(is_gated)} if self.is_column else {"a": 1, "b": None}
         for letter, dim in self.split_dims.items():
             self._mark(getattr(self, letter), dim, place)
+
+    def reset(self, seed: int) -> None:
+        """Give the matrices the values of a new adapter with this seed."""
+        with torch.no_grad():
+            rank, columns = self.a.shape
+            self.a.copy_(self._draw(seed, (rank, columns)))
+            self.b.zero_()
+
+    def _draw(self, seed: int, shape: tuple[int, int]) -> Tensor:
+        """Return this rank's part of a new matrix A, [rank, local in]."""
+        # Each rank draws the full matrix and cuts its part: the start is the same in every layout.
+        rank, columns = shape
+        splits = 1 if self.is_column else self.group.size()
+        full = _random_values((rank, columns * splits), f"{seed} {self.key}")
+        return full if self.is_column else full.chunk(splits, dim=1)[self.group.rank()]
 
     def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
         """Set Megatron's attributes for the reduction of a parameter's gradient and for the gradient norm."""

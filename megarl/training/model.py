@@ -143,7 +143,14 @@ class ModelShard:
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
         """Return the first `count` output values of each token, [count, tokens] per row. Arguments as in `forward`."""
-        outputs = self.run_forward(self.share_rows(rows), partial(_kept_output, count=count))
+        return self.unpack_outputs(self.run_forward(self.share_rows(rows), partial(_kept_output, count=count)))
+
+    def unpack_outputs(self, outputs: Sequence[tuple[Tensor, Microbatch]]) -> list[NDArray[np.float32]] | None:
+        """Return values of each token in the rows' order, float32 [count, tokens] per row; None on ranks that do not
+        report.
+
+        `outputs` has the values [count, places] of each row, and its microbatch.
+        """
         if not self.reports:
             return None
         rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]

@@ -128,7 +128,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         arguments = policy_logprobs, old_logprobs, per_token["advantages"]
         try:
             if is_of_trajectories:
-                loss, metrics = _apply_to_whole_row(policy_loss, arguments, batch, settings)
+                loss, metrics = apply_to_whole_row(policy_loss, arguments, batch, settings)
             else:
                 loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
             refuse_missing_metrics(metrics, config.needed_loss_metrics)
@@ -327,13 +327,13 @@ def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dic
     }
 
 
-def _apply_to_whole_row(
+def apply_to_whole_row(
     policy_loss: Callable[..., LossAndMetrics],
     arguments: tuple[Tensor, ...],
     batch: Microbatch,
     settings: dict[str, Any],
 ) -> LossAndMetrics:
-    """Return a loss of whole trajectories, all segments included, on this context-parallel rank's tokens."""
+    """Return a loss of whole trajectories, all segments included, on this context-parallel rank's tokens: [tokens]."""
     row, local = batch.row, batch.row.local
     assert local is not None
     policy_logprobs, *other_arguments = (whole_row(tensor.detach(), row) for tensor in arguments)

@@ -101,7 +101,7 @@ class TrainingEngine(ModelShard):
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.pending_reduction: Callable[[], None] | None = None
-        """Reduction of the gradients that passes have added since the last step; None: there are none."""
+        """Reduction of the gradients of all passes since the last step; None: there are none."""
         self.config.finalize_model_grads_func = self._defer_reduction
         if self.overlaps_reduction:
             # Megatron's schedules reduce nothing within this context: gradients of all microbatches except the last are
@@ -295,8 +295,9 @@ class TrainingEngine(ModelShard):
         """Add the gradients [elements] of this replica's rows to those of earlier calls. Returns the measurements of
         each row.
 
-        `objective(output, batch=Microbatch)` returns a row's loss [], a token count [] required by Megatron, and what
-        it measures. Gradients are reduced over the ranks once, by `apply`.
+        `objective(output, batch=Microbatch)` returns a row's loss [1], a token count [1] required by Megatron, and
+        its measurements. Gradients are reduced over the ranks once, by `apply`. With `overlaps_reduction`, only one
+        call may precede a step.
         """
         for part in self.engine_parts:
             part.prepare_update(rows)
@@ -327,7 +328,7 @@ class TrainingEngine(ModelShard):
         faults.reach("gradients", self.gradient_buffers)
 
     def _defer_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the reduction that ends a pass of Megatron's schedule for the next step.
+        """Keep the reduction at the end of a pass for the next step.
 
         Passes add to the same buffers: reducing in each of them would sum earlier gradients over the ranks again.
         """

@@ -18,6 +18,7 @@ def make_microbatch(
     The tokens of each rank are a multiple of `multiple`. `qkv_format` is the model's format of plain rows.
     """
     # Sequences of one token each have no prediction to store.
-    if batch.shares_prefixes and batch.lengths.max() > 1:
+    # A tree computes one prediction for equal tokens, but their labels may differ.
+    if batch.shares_prefixes and batch.labels is None and batch.lengths.max() > 1:
         return pack_tree(batch, multiple=multiple, device=device, cp=cp, cp_rank=cp_rank)
     return pack_row(batch, multiple=multiple, qkv_format=qkv_format, device=device, cp=cp, cp_rank=cp_rank)

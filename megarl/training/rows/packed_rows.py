@@ -54,7 +54,7 @@ def pack_row(
         padded=padded,
         samples=batch.samples,
         input_ids=select_own(batch.token_ids, places=places)[None],
-        labels=select_predictions(batch.token_ids)[None],
+        labels=select_predictions(batch.token_ids if batch.labels is None else batch.labels)[None],
         row=row,
         mask=select_predictions(batch.loss_mask),
         per_token={name: select_predictions(values) for name, values in batch.per_token.items()},

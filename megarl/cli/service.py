@@ -1,0 +1,48 @@
+"""`megarl service`: serves programs written with the Tinker SDK."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.cli.arguments import Overrides, RecipePath
+
+
+def service(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Others than this machine's need --keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8420,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of accounts: a name and the SHA-256 of a key in each line. Default: one account for all."
+        ),
+    ] = None,
+    serve_as: Annotated[
+        str | None,
+        typer.Option(help="Name of the base model for clients, for example Qwen/Qwen3-8B. Default: model.path."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub name from which clients load the tokenizer. Default: model.path."),
+    ] = None,
+) -> None:
+    """Serve programs written with the Tinker SDK: LoRA training and sampling on the ranks of a recipe."""
+    from megarl.console.lines import print_lines
+    from megarl.service.command import prepare, run
+
+    prepared = prepare(
+        Path(recipe), overrides or (), host=host, port=port, keys=keys, served_name=serve_as, tokenizer=tokenizer
+    )
+    print_lines(prepared.notices)
+
+    def announce(url: str) -> None:
+        print(f"serving {prepared.served.name} at {url}", flush=True)
+
+    asyncio.run(run(prepared, announce))

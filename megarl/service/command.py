@@ -1,0 +1,157 @@
+"""The command `megarl service`: checks a recipe for a service, starts its ranks, and serves until a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster.deadlines import run_deadlines
+from megarl.cluster.launchers import start_ranks
+from megarl.config import AlgorithmConfig, Recipe, RewardConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe import error_page
+from megarl.families.shape import read_model_shape
+from megarl.files.atomic import storage_faults_named
+from megarl.loops.models import models_of
+from megarl.loops.stopping import leaving_on_signals
+from megarl.planner.defaults import with_memory_defaults
+from megarl.preflight import check, download_missing, load
+from megarl.rollout.pool import EnginePool
+from megarl.service import wire
+from megarl.service.accounts import Accounts, read_accounts
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.desk import Desk
+from megarl.service.rank_trainer import RankTrainer
+from megarl.service.routes import make_app
+from megarl.service.trainer import ServedModel
+from megarl.serving.http_server import HttpServer
+from megarl.tracking.display import Display
+from megarl.types import ConfigError
+
+WORKER = "megarl.service.rank_worker:ServiceWorker"
+"""Class of the worker on each rank."""
+_MOST_CONNECTIONS = 4096
+_MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
+UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")
+"""Sections of a recipe without use in a service: the client's program has their contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service with checked inputs, ready to start. `folder` holds its logs and checkpoints."""
+
+    recipe: Recipe
+    parallel: ParallelConfig
+    served: ServedModel
+    accounts: Accounts
+    folder: Path
+    host: str
+    port: int
+    notices: tuple[str, ...]
+
+
+def prepare(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    keys: Path | None = None,
+    served_name: str | None = None,
+    tokenizer: str | None = None,
+) -> Service:
+    """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
+
+    `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
+    """
+    accounts = read_accounts(keys, host)
+    wire.messages()
+    written = load(file, overrides)
+    if problems := list(_unfit_fields(written)):
+        raise ConfigError(error_page(f"recipe {written.name} for a service", problems))
+    display = Display()
+    download_missing(written, display.info)
+    recipe = with_memory_defaults(_for_service(written), is_start=True)
+    parallel = check(recipe)
+    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
+    targets = set(recipe.lora.targets)
+    served = ServedModel(
+        name=served_name or recipe.model.path,
+        architecture=shape.family,
+        tokenizer=tokenizer or recipe.model.path,
+        rank=recipe.lora.rank,
+        trains_mlp=targets >= _MLP,
+        trains_attention=targets >= _ATTENTION,
+        vocab_size=shape.vocab_size,
+        row_tokens=recipe.trainer.max_tokens_per_microbatch,
+        context_tokens=recipe.context_tokens,
+    )
+    folder = Path(recipe.runs_folder) / recipe.name
+    given = [name for name in UNUSED if name in written.model_fields_set]
+    notices = (f"not used by a service: {', '.join(given)}. The client's program decides these",) if given else ()
+    return Service(recipe, parallel, served, accounts, folder, host, port, (*written.notices, *notices))
+
+
+def _unfit_fields(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each field without support in a service."""
+    if recipe.loop != "rl":
+        yield f"loop = {recipe.loop}: a service trains and samples; give a recipe with loop rl"
+    if not recipe.lora.rank:
+        yield "lora.rank = 0: a service trains LoRA adapters; set lora.rank"
+    if recipe.lora.dropout:
+        yield f"lora.dropout = {recipe.lora.dropout}: models would share its random numbers; set it to 0"
+    targets = set(recipe.lora.targets)
+    for kind in (_MLP, _ATTENTION):
+        if len(targets & kind) == 1:
+            yield (
+                f"lora.targets = {', '.join(recipe.lora.targets)}: clients choose between attention and MLP as a "
+                f"whole; name both of {' and '.join(sorted(kind))}, or neither"
+            )
+    if recipe.optimizer.name != "adam":
+        yield f"optimizer.name = {recipe.optimizer.name}: clients send settings of AdamW; set adam"
+    if fraction := recipe.trainer.optimizer_offload_fraction:
+        yield (
+            f"trainer.optimizer_offload_fraction = {fraction}: models take turns, and this optimizer's state cannot be "
+            "exchanged; set it to 0"
+        )
+    if recipe.rollout.placement != "colocated":
+        yield f"rollout.placement = {recipe.rollout.placement}: a service samples on the trainer's ranks; set colocated"
+    if recipe.trainer.overlap_grad_reduce:
+        yield "trainer.overlap_grad_reduce = true: gradients of several calls add up before one reduction; leave it out"
+    if (coefficient := recipe.trainer.mtp_loss_coefficient) is not None:
+        yield f"trainer.mtp_loss_coefficient = {coefficient}: no client sends this loss; leave it out"
+
+
+def _for_service(recipe: Recipe) -> Recipe:
+    """Return the recipe without the models and tasks of its loop. Clients bring data, rewards and losses."""
+    trainer = recipe.trainer.model_copy(update={"overlap_grad_reduce": False, "share_prefixes": "off"})
+    return recipe.model_copy(update={"trainer": trainer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()})
+
+
+async def run(service: Service, announce: Callable[[str], object]) -> None:
+    """Start the ranks, and serve until a signal arrives. `announce` is called with the URL. Raises StoppedError."""
+    recipe = service.recipe
+    logs = service.folder / "service" / "logs"
+    with storage_faults_named(logs):
+        logs.mkdir(parents=True, exist_ok=True)
+    display = Display()
+    with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
+        async with AsyncExitStack() as stack:
+            ranks = await start_ranks(recipe.cluster, logs, trainer=service.parallel)
+            stack.push_async_callback(ranks.close)
+            ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
+            settings = {"recipe": recipe, "parallel": service.parallel, "topology": ranks.trainers.topology}
+            await ranks.trainers.construct(WORKER, settings)
+            pool = EnginePool(ranks, service.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
+            model = models_of(recipe, service.parallel, ranks.trainers)["policy"]
+            trainer = RankTrainer(service.served, ranks, pool, model)
+            await trainer.start()
+            desk = Desk(trainer, Checkpoints(service.folder / "service" / "checkpoints"), report=display.warn)
+            server = HttpServer(make_app(desk, service.accounts), section="service", max_connections=_MOST_CONNECTIONS)
+            url = await server.start(service.host, service.port)
+            stack.push_async_callback(server.close)
+            announce(url)
+            # Until a signal cancels it, or the ranks fail.
+            await trainer.failure

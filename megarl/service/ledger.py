@@ -1,0 +1,216 @@
+"""Ledger of a service: every request once, a model's in the order of their numbers, results until they are read.
+
+The SDK numbers the requests of a model from 1 and repeats them after a lost reply. Chunks of one call arrive in any
+order, the first one last. So a request waits for the next missing number, and a repeated one gets the first promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megarl.service.refusals import NotFoundError, UserError
+
+READ_SECONDS = 600.0
+"""Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
+MOST_AHEAD = 10_000
+"""Maximum distance of a request's number from the next missing one."""
+_JSON = "application/json"
+
+
+class Reply(NamedTuple):
+    """The body of a finished request's answer, and its content type."""
+
+    body: bytes
+    content_type: str = _JSON
+
+
+Work = Callable[[], Awaitable[Reply]]
+
+
+def json_reply(**values: Any) -> Reply:
+    return Reply(json.dumps(values).encode())
+
+
+@dataclass(eq=False, slots=True)
+class Promise:
+    """An accepted request. `digest` identifies its body, `owner` is its account."""
+
+    request_id: str
+    owner: str
+    digest: bytes
+    model_id: str | None = None
+    sequence_ids: tuple[str, ...] = ()
+    """Ids of the future sequences of a sampling request."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    reply: Reply | None = None
+    is_failed: bool = False
+    read_at: float | None = None
+    """Time when the result was first read."""
+
+    def finish(self, reply: Reply) -> None:
+        self.reply = reply
+        self.done.set()
+
+    def fail(self, message: str, category: str) -> None:
+        """Give the client an error. `category` is user (its own fault) or server; it retries neither."""
+        self.is_failed = True
+        self.finish(json_reply(error=message, category=category))
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """The numbered requests of one model."""
+
+    owner: str
+    next_number: int = 1
+    promises: dict[int, Promise] = field(default_factory=dict)
+    held: dict[int, Work] = field(default_factory=dict)
+    """Requests before their turn, by number."""
+    ready: asyncio.Queue[tuple[Promise, Work]] = field(default_factory=asyncio.Queue)
+    worker: asyncio.Task[None] | None = None
+
+
+class Ledger:
+    """Promises by id, and the numbered requests of each model. `report` is called with errors of the service."""
+
+    def __init__(self, report: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report, self._clock = report, clock
+        self._promises: dict[str, Promise] = {}
+        self._sequences: dict[str, _Sequence] = {}
+        self._single: dict[Hashable, Promise] = {}
+        """Promises of requests with a key of their own, and no order."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open_model(self, model_id: str, owner: str) -> None:
+        """Begin the numbers of a model, with 1. Only the first call has an effect."""
+        if model_id not in self._sequences:
+            sequence = self._sequences[model_id] = _Sequence(owner)
+            sequence.worker = asyncio.create_task(self._run_in_order(sequence))
+
+    def close_model(self, model_id: str) -> None:
+        """Forget a model's numbers, and fail its open requests."""
+        sequence = self._sequences.pop(model_id, None)
+        if sequence is None:
+            return
+        assert sequence.worker is not None
+        sequence.worker.cancel()
+        for number, promise in sequence.promises.items():
+            if not promise.done.is_set():
+                promise.fail(f"model {model_id}: its session ended before request {number} ran", "user")
+
+    def submit(self, model_id: str, number: int, digest: bytes, work: Work) -> Promise:
+        """Accept request `number` of a model. It runs after all numbers before it.
+
+        A repeated request gets the first promise. A number of another body, or out of range, gets a
+        failed promise: an error status would make the client retry, or lose its place.
+        """
+        sequence = self._sequences[model_id]
+        if (earlier := sequence.promises.get(number)) is not None:
+            if earlier.digest == digest:
+                return earlier
+            return self._refuse(sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on")
+        if not sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
+            text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
+            return self._refuse(sequence.owner, model_id, text)
+        promise = self._add(sequence.owner, digest, model_id)
+        sequence.promises[number], sequence.held[number] = promise, work
+        while (next_work := sequence.held.pop(sequence.next_number, None)) is not None:
+            sequence.ready.put_nowait((sequence.promises[sequence.next_number], next_work))
+            sequence.next_number += 1
+        return promise
+
+    def submit_single(
+        self,
+        key: Hashable,
+        owner: str,
+        digest: bytes,
+        work: Work,
+        *,
+        model_id: str | None = None,
+        num_sequences: int = 0,
+    ) -> Promise:
+        """Accept a request without order, and run it. A request with the same key and body gets the first promise."""
+        if (earlier := self._single.get(key)) is not None:
+            if earlier.digest == digest:
+                return earlier
+            return self._refuse(owner, model_id, f"{key}: was used by another request; use a new number", num_sequences)
+        promise = self._single[key] = self._add(owner, digest, model_id, num_sequences)
+        task = asyncio.create_task(self._run(promise, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return promise
+
+    def find(self, request_id: str, owner: str) -> Promise:
+        """Return a promise of this owner. Raises NotFoundError."""
+        promise = self._promises.get(request_id)
+        if promise is None or promise.owner != owner:
+            raise NotFoundError(f"request_id = {request_id}: does not exist")
+        return promise
+
+    async def wait_for(self, promise: Promise, seconds: float) -> Reply | None:
+        """Return a promise's result; None if it is not finished after so many seconds. It can be read again."""
+        try:
+            async with asyncio.timeout(seconds):
+                await promise.done.wait()
+        except TimeoutError:
+            return None
+        if promise.read_at is None:
+            promise.read_at = self._clock()
+        return promise.reply
+
+    def expire(self) -> None:
+        """Forget results, a while after they were read. Their numbers stay used."""
+        oldest = self._clock() - READ_SECONDS
+        is_old = {p for p in self._promises.values() if p.read_at is not None and p.read_at < oldest}
+        self._promises = {name: promise for name, promise in self._promises.items() if promise not in is_old}
+        self._single = {key: promise for key, promise in self._single.items() if promise not in is_old}
+        for sequence in self._sequences.values():
+            sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in is_old}
+
+    def forget_owner_keys(self, prefix: Hashable) -> None:
+        """Forget the requests without order with keys from `prefix` on: their session ended."""
+        ended = {key for key in self._single if isinstance(key, tuple) and key[0] == prefix}
+        for key in ended:
+            self._promises.pop(self._single.pop(key).request_id, None)
+
+    async def close(self) -> None:
+        """Cancel all requests."""
+        tasks = [*self._tasks, *(sequence.worker for sequence in self._sequences.values() if sequence.worker)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, owner: str, digest: bytes, model_id: str | None, num_sequences: int = 0) -> Promise:
+        sequence_ids = tuple(secrets.token_hex(12) for _ in range(num_sequences))
+        promise = Promise(secrets.token_hex(16), owner, digest, model_id, sequence_ids)
+        self._promises[promise.request_id] = promise
+        return promise
+
+    def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
+        promise = self._add(owner, b"", model_id, num_sequences)
+        promise.fail(message, "user")
+        return promise
+
+    async def _run_in_order(self, sequence: _Sequence) -> None:
+        while True:
+            await self._run(*await sequence.ready.get())
+
+    async def _run(self, promise: Promise, work: Work) -> None:
+        """Run a request and keep its result. An error is the promise's, never the ledger's."""
+        try:
+            promise.finish(await work())
+        except (UserError, NotFoundError) as error:
+            promise.fail(str(error), "user")
+        except asyncio.CancelledError:
+            promise.fail("the service ended before this request ran", "server")
+            raise
+        except Exception as error:
+            # The client learns only the kind of error: the text may quote another client's data or local paths.
+            self._report(f"request {promise.request_id}: {type(error).__name__}: {error}")
+            promise.fail(f"the service failed: {type(error).__name__}; its log has the cause", "server")

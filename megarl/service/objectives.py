@@ -1,0 +1,85 @@
+"""Losses of the training service: sums over a call's tokens, by the formulas of `algorithms`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses import POLICY_LOSSES, gspo
+from megarl.training.objective import apply_to_whole_row
+from megarl.training.rows.microbatch import Microbatch
+
+Measured = tuple[Tensor, Microbatch]
+"""Log-probs and losses of a row's tokens, float32 [2, places] without gradient, and the row."""
+TokenLoss = Callable[[Tensor, Microbatch], Tensor]
+"""Function from log-probs [places] and their row to each token's loss [places]."""
+
+
+def cross_entropy(logprobs: Tensor, batch: Microbatch) -> Tensor:
+    """Return minus weight times log-prob, [places]. `logprobs` are [places]."""
+    return -batch.per_token["token_weights"] * logprobs
+
+
+def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Mapping[str, float]) -> Tensor:
+    """Return a loss of `algorithms.policy_losses`, [places]. `logprobs` [places] are the policy's."""
+    loss, _ = POLICY_LOSSES[name](logprobs, *_past(batch), **settings)
+    return loss
+
+
+def sequence_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
+    """Return GSPO's loss, [places]: each sequence has one ratio, over the tokens of the row's mask."""
+    loss, _ = apply_to_whole_row(gspo, (logprobs, *_past(batch)), batch, dict(settings))
+    return loss
+
+
+def _past(batch: Microbatch) -> tuple[Tensor, Tensor]:
+    return batch.per_token["old_logprobs"], batch.per_token["advantages"]
+
+
+def _clip_bounds(settings: Mapping[str, float]) -> dict[str, float]:
+    """Return megarl's distances from ratio 1, from a client's bounds of the ratio."""
+    return {
+        "clip_low": 1 - settings.get("clip_low_threshold", 0.8),
+        "clip_high": settings.get("clip_high_threshold", 1.2) - 1,
+    }
+
+
+def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
+    """Return the loss with this name of `losses.LOSSES`, with a client's settings."""
+    if name == "cross_entropy":
+        return cross_entropy
+    if name == "importance_sampling":
+        return partial(policy_loss, name="unclipped", settings={})
+    if name == "ppo":
+        return partial(policy_loss, name="clipped", settings=_clip_bounds(settings))
+    if name == "cispo":
+        return partial(policy_loss, name="cispo", settings=_clip_bounds(settings))
+    if name == "gspo":
+        return partial(sequence_loss, settings=_clip_bounds(settings))
+    assert name == "dro", "the driver refuses other names"
+    return partial(policy_loss, name="dro", settings={"beta": settings["beta"]})
+
+
+def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tuple[Tensor, Tensor, Measured]]:
+    """Return the objective of a call, for `TrainingEngine.accumulate`. Its loss [1] is a sum over the row's tokens."""
+    loss_of_tokens = token_loss(name, settings)
+
+    def objective(output: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor, Measured]:
+        # Selecting the loss alone is not enough: a gradient of zero times an infinite slope is NaN.
+        logprobs = torch.where(batch.mask, output[0], output[0].detach())
+        losses = torch.where(batch.mask, loss_of_tokens(logprobs, batch), 0.0)
+        # Megatron's schedules require a token count, which is not used.
+        count = torch.ones((), dtype=torch.int, device=losses.device)
+        return losses.sum(), count, (torch.stack([output[0], losses]).detach(), batch)
+
+    return objective
+
+
+def measure(
+    output: Tensor, batch: Microbatch, non_loss_data: bool, *, name: str, settings: Mapping[str, float]
+) -> Measured:
+    """Return log-probs and losses of a row, [2, places], in a pass without gradients."""
+    return make_objective(name, settings)(output, batch)[2]

@@ -1,0 +1,154 @@
+"""The adapters of many models on a training rank: one is live in the policy, the others are copies in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.models.lora import adapters_of
+from megarl.service.objectives import make_objective, measure
+from megarl.training.optimizer import step_if_finite
+from megarl.training.state import checkpoint
+from megarl.training.state.exchange import HeldState, copy_state, drop_moments, restore_state, trained_parameters
+from megarl.training.training_engine import TrainingEngine
+
+Rows = Sequence[TokenBatch] | None
+"""The rows of a replica, on its first rank; None on the others."""
+
+
+class Adapters:
+    """The models and published versions of a service on this rank. Every method is a collective of the trainer.
+
+    The policy must be on its device, and engines on the same device asleep.
+    """
+
+    def __init__(self, policy: TrainingEngine, parallel: ParallelConfig) -> None:
+        self._policy, self._parallel = policy, parallel
+        self._live: str | None = None
+        """The model in the policy; None: the policy may be overwritten."""
+        self._held: dict[str, HeldState] = {}
+        self._versions: dict[str, list[Tensor]] = {}
+
+    def create(self, name: str, seed: int) -> None:
+        """Make a model with new adapters and a new optimizer."""
+        self._hold_live()
+        for _, _, adapter in adapters_of(self._policy.chunks):
+            adapter.reset(seed)
+        self._policy.clear_gradients()
+        drop_moments(self._policy)
+        # Main weights are copies of the weights that the optimizer was built with.
+        self._policy.optimizer.reload_model_params()
+        self._live = name
+
+    def accumulate(
+        self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
+    ) -> list[NDArray[np.float32]] | None:
+        """Add the gradients of a call. Returns log-probs and losses, [2, tokens] per row; None on other ranks."""
+        self._select(name)
+        results = self._policy.accumulate(self._policy.share_rows(rows), make_objective(loss, settings))
+        return self._policy.unpack_outputs(results)
+
+    def measure(
+        self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
+    ) -> list[NDArray[np.float32]] | None:
+        """Like `accumulate`, in a pass without gradients."""
+        self._select(name)
+        of_row = partial(measure, name=loss, settings=settings)
+        return self._policy.unpack_outputs(self._policy.run_forward(self._policy.share_rows(rows), of_row))
+
+    def clear(self, name: str) -> None:
+        self._select(name)
+        self._policy.clear_gradients()
+
+    def step(self, name: str, adam: Mapping[str, float]) -> tuple[float, bool]:
+        """Run a step of AdamW with these settings. Returns the gradients' norm, and whether weights changed."""
+        self._select(name)
+        policy = self._policy
+        policy.reduce_gradients()
+        parts: list[Any] = policy.optimizer.chained_optimizers
+        for part in parts:
+            part.config.clip_grad = adam["grad_clip_norm"]
+            for group in part.optimizer.param_groups:
+                group["lr"], group["weight_decay"] = adam["learning_rate"], adam["weight_decay"]
+                group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
+        norm, is_applied = step_if_finite(policy.optimizer, is_wanted=True)
+        policy.clear_gradients()
+        return norm, is_applied
+
+    def save(self, name: str, folder: Path) -> None:
+        """Write a model's state to a folder, readable with any parallel sizes. Its gradients are not part of it."""
+        self._select(name)
+        save = checkpoint.stage(folder, {"": self._policy}, str(self._parallel))
+        save.write(asynchronous=False)
+        save.finish()
+
+    def load(self, name: str, folder: Path, with_optimizer: bool) -> None:
+        """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_harmless`."""
+        self._hold_live()
+        self._held.pop(name, None)
+        self._policy.clear_gradients()
+        drop_moments(self._policy)
+        checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
+        if not with_optimizer:
+            drop_moments(self._policy)
+        self._live = name
+
+    def publish(self, name: str, version: str) -> None:
+        """Keep a copy of a model's adapters under the name of a version."""
+        self._select(name)
+        self._versions[version] = self._copy_weights()
+
+    def publish_folder(self, folder: Path, version: str) -> None:
+        """Keep a copy of the adapters of a saved state."""
+        self.load(version, folder, False)
+        self._versions[version] = self._copy_weights()
+        self._live = None
+
+    def show(self, version: str | None) -> None:
+        """Write the adapters of a version into the policy, for the next reshard. None: the base model."""
+        self._hold_live()
+        with torch.no_grad():
+            if version is None:
+                for _, _, adapter in adapters_of(self._policy.chunks):
+                    adapter.b.zero_()
+                return
+            for parameter, values in zip(trained_parameters(self._policy), self._versions[version], strict=True):
+                parameter.copy_(values)
+
+    def score(self, rows: Rows, version: str | None) -> list[NDArray[np.float32]] | None:
+        """Return log-probs of the rows' tokens under a version: [1, tokens] per row."""
+        self.show(version)
+        logprobs = self._policy.forward(rows)
+        return None if logprobs is None else [values[None] for values in logprobs]
+
+    def forget(self, models: Sequence[str], versions: Sequence[str]) -> None:
+        for name in models:
+            self._held.pop(name, None)
+            self._live = None if self._live == name else self._live
+        for name in versions:
+            self._versions.pop(name, None)
+
+    def _select(self, name: str) -> None:
+        """Make a model the live one."""
+        if self._live == name:
+            return
+        self._hold_live()
+        restore_state(self._policy, self._held.pop(name))
+        self._live = name
+
+    def _hold_live(self) -> None:
+        if self._live is not None:
+            self._held[self._live] = copy_state(self._policy)
+        self._live = None
+
+    def _copy_weights(self) -> list[Tensor]:
+        return [parameter.detach().to("cpu", copy=True) for parameter in trained_parameters(self._policy)]

@@ -1,0 +1,19 @@
+"""Errors of the training service: the client's faults."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Raised to refuse a request. The client's call fails, without retries."""
+
+
+class NotFoundError(Exception):
+    """Raised for an unknown id, or one of another key. Both have the same answer, status 404."""
+
+
+class MalformedError(Exception):
+    """Raised for an unreadable request. Its answer has status 400, or `status`."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status

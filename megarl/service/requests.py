@@ -1,0 +1,168 @@
+"""JSON bodies of the SDK's requests. Unknown fields are ignored: newer versions of the SDK send more of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+
+from megarl.service.refusals import UserError
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""Pattern of a checkpoint's name: one safe part of a path."""
+_MOST_SAMPLES = 1024
+"""Maximum number of samples of one request."""
+_TTL_SECONDS = (3600, 10 * 366 * 86400)
+"""Shortest and longest life of a checkpoint, as in the SDK: an hour, and ten years."""
+
+
+class Body(BaseModel):
+    """A request's body. Names beginning with `model_` are the SDK's."""
+
+    model_config = {"protected_namespaces": (), "extra": "ignore"}
+
+
+class Numbered(Body):
+    """A numbered request of a model."""
+
+    model_id: str
+    seq_id: int
+
+
+class LoraSettings(Body):
+    rank: PositiveInt
+    seed: NonNegativeInt | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerKind(Body):
+    type: str = "adamw"
+
+
+class CreateModel(Body):
+    session_id: str
+    model_seq_id: NonNegativeInt
+    base_model: str
+    lora_config: LoraSettings | None = None
+    optimizer_config: OptimizerKind = OptimizerKind()
+
+
+class LoadWeights(Body):
+    """A load creates its model (`session_id`), or is the first numbered request of one (`model_id`)."""
+
+    path: str
+    optimizer: bool
+    session_id: str | None = None
+    model_seq_id: NonNegativeInt | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    optimizer_config: OptimizerKind | None = None
+
+
+class AdamSettings(Body):
+    """Settings of one step of AdamW, with the SDK's defaults. `grad_clip_norm` 0: no clipping."""
+
+    learning_rate: Annotated[FiniteFloat, Field(ge=0)] = 1e-4
+    beta1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-12
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+
+
+class OptimStep(Numbered):
+    adam_params: AdamSettings | None = None
+    optimizer_params: OptimizerKind | None = None
+
+
+class SaveWeights(Numbered):
+    path: Annotated[str, Field(pattern=NAME)]
+    ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(Numbered):
+    path: Annotated[str, Field(pattern=NAME)] | None = None
+    sampling_session_seq_id: NonNegativeInt | None = None
+    kind: str = "snapshot"
+    ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class CreateSampler(Body):
+    session_id: str
+    sampling_session_seq_id: NonNegativeInt
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class PromptChunk(Body):
+    type: str = "encoded_text"
+    tokens: list[NonNegativeInt] = []
+
+
+class Prompt(Body):
+    chunks: list[PromptChunk]
+
+
+class SampleSettings(Body):
+    max_tokens: PositiveInt | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
+
+
+class SampleAddress(Body):
+    """A sampling request's session, its number in the session, and how many samples it asks for."""
+
+    sampling_session_id: str
+    seq_id: NonNegativeInt
+    num_samples: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 1
+
+
+class SampleRequest(SampleAddress):
+    prompt: Prompt
+    sampling_params: SampleSettings
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+
+class RetrieveFuture(Body):
+    request_id: str
+
+
+class SessionAddress(Body):
+    session_id: str
+
+
+class ModelAddress(Body):
+    model_id: str
+
+
+class PathAddress(Body):
+    tinker_path: str
+
+
+def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Return a body of this kind. Raises UserError with the first wrong field."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        value = first.get("input")
+        is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
+        shown = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
+        raise UserError(f"{place}{shown}: {first['msg']}") from error

@@ -1,0 +1,233 @@
+"""HTTP routes of the training service, below /api/v1."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from megarl.service.accounts import Accounts
+from megarl.service.desk import Desk
+from megarl.service.ledger import Promise
+from megarl.service.refusals import MalformedError, NotFoundError, UserError
+from megarl.service.requests import (
+    CreateModel,
+    CreateSampler,
+    LoadWeights,
+    ModelAddress,
+    PathAddress,
+    RetrieveFuture,
+    SessionAddress,
+    read_fields,
+)
+from megarl.serving.body import MAX_BODY_BYTES, parse_body
+from megarl.serving.refusal import RequestError
+
+HOLD_SECONDS = 30.0
+"""Maximum seconds of a poll without a result. The SDK ends a poll after 45."""
+EXPIRY_SECONDS = 30.0
+"""Seconds between searches for silent sessions and old results."""
+_BODY_SECONDS = 60.0
+"""Seconds until a body must be complete."""
+_UNEMBED_NOTICE = (
+    "This service trains adapters of attention and MLP layers. train_unembed has no effect: the output layer has no "
+    "adapter."
+)
+
+Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
+
+
+def make_app(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SECONDS) -> web.Application:
+    """Return the application of a service."""
+    routes = _Routes(desk, accounts, hold_seconds)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.add_routes(routes.table())
+    app.cleanup_ctx.append(routes.expiring)
+    return app
+
+
+class _Routes:
+    """Handlers of the routes. A wrong key gets 401, an unknown or foreign id 404, an unreadable body 400.
+
+    Every other fault of a request fails its promise. The SDK retries the statuses 409, 429 and 5xx, so a client's fault
+    never has them.
+    """
+
+    def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
+        self._desk, self._accounts, self._hold_seconds = desk, accounts, hold_seconds
+
+    def table(self) -> list[web.RouteDef]:
+        posts: dict[str, Handler] = {
+            "client/config": self._client_config,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session_id}/finish": self._finish_session,
+            "telemetry": self._telemetry,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "load_weights": self._load_weights,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._numbered(self._desk.optim_step),
+            "save_weights": self._numbered(self._desk.save_weights),
+            "save_weights_for_sampler": self._numbered(self._desk.save_for_sampler),
+            "create_sampling_session": self._create_sampler,
+            "asample": self._numbered(self._desk.sample),
+            "retrieve_future": self._retrieve,
+            "weights_info": self._weights_info,
+        }
+        gets: dict[str, Handler] = {
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampler_id}": self._describe_sampler,
+        }
+        return [
+            *(web.post(f"/api/v1/{path}", self._checked(handler)) for path, handler in posts.items()),
+            *(web.get(f"/api/v1/{path}", self._checked(handler)) for path, handler in gets.items()),
+            web.get("/api/v1/healthz", _healthz),
+        ]
+
+    async def expiring(self, app: web.Application) -> AsyncIterator[None]:
+        """Context of the application: silent sessions and old results end meanwhile."""
+
+        async def expire() -> None:
+            while True:
+                await asyncio.sleep(EXPIRY_SECONDS)
+                await self._desk.expire()
+
+        task = asyncio.create_task(expire())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await self._desk.close()
+
+    def _checked(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler with a check of the key before, and answers for its errors."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
+            if owner is None:
+                return _error("X-API-Key: this key is not known to the service", 401)
+            try:
+                return await handler(request, owner)
+            except NotFoundError as error:
+                return _error(str(error), 404)
+            except MalformedError as error:
+                return _error(str(error), error.status)
+            except UserError as error:
+                return _error(str(error), 422)
+
+        return checked
+
+    def _numbered(self, accept: Callable[[dict[str, Any], str], Promise]) -> Handler:
+        async def handle(request: web.Request, owner: str) -> web.StreamResponse:
+            return _promise(accept(await _json(request), owner))
+
+        return handle
+
+    async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
+        # The SDK's defaults hold for everything else.
+        return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
+
+    async def _create_session(self, request: web.Request, owner: str) -> web.StreamResponse:
+        await _json(request)
+        values = {"session_id": self._desk.open_session(owner), "info_message": _UNEMBED_NOTICE}
+        return web.json_response({"type": "create_session", **values})
+
+    async def _heartbeat(self, request: web.Request, owner: str) -> web.StreamResponse:
+        body = read_fields(SessionAddress, await _json(request))
+        try:
+            self._desk.touch_session(body.session_id, owner)
+        except NotFoundError as error:
+            # The SDK stops its heartbeat at this status.
+            return _error(str(error), 410)
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def _finish_session(self, request: web.Request, owner: str) -> web.StreamResponse:
+        # A 404 would be raised in the client's program, though the session has only ended by itself.
+        with contextlib.suppress(NotFoundError):
+            await self._desk.finish_session(request.match_info["session_id"], owner)
+        return web.json_response({})
+
+    async def _telemetry(self, request: web.Request, owner: str) -> web.StreamResponse:
+        return web.json_response({"status": "accepted"})
+
+    async def _create_model(self, request: web.Request, owner: str) -> web.StreamResponse:
+        return _promise(self._desk.create_model(read_fields(CreateModel, await _json(request)), owner))
+
+    async def _get_info(self, request: web.Request, owner: str) -> web.StreamResponse:
+        body = read_fields(ModelAddress, await _json(request))
+        return web.json_response(self._desk.describe_model(body.model_id, owner))
+
+    async def _load_weights(self, request: web.Request, owner: str) -> web.StreamResponse:
+        return _promise(self._desk.load_weights(read_fields(LoadWeights, await _json(request)), owner))
+
+    async def _forward_backward(self, request: web.Request, owner: str) -> web.StreamResponse:
+        return _promise(self._desk.forward_backward(await _read(request), owner))
+
+    async def _create_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
+        body = read_fields(CreateSampler, await _json(request))
+        sampler_id = await self._desk.create_sampler(body, owner)
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+
+    async def _describe_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
+        return web.json_response(self._desk.describe_sampler(request.match_info["sampler_id"], owner))
+
+    async def _weights_info(self, request: web.Request, owner: str) -> web.StreamResponse:
+        body = read_fields(PathAddress, await _json(request))
+        return web.json_response(self._desk.describe_weights(body.tinker_path, owner))
+
+    async def _capabilities(self, request: web.Request, owner: str) -> web.StreamResponse:
+        served = self._desk.served
+        model = {"model_name": served.name, "max_context_length": served.context_tokens}
+        return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
+
+    async def _retrieve(self, request: web.Request, owner: str) -> web.StreamResponse:
+        body = read_fields(RetrieveFuture, await _json(request))
+        promise = self._desk.ledger.find(body.request_id, owner)
+        reply = await self._desk.ledger.wait_for(promise, self._hold_seconds)
+        if reply is None:
+            return web.json_response({"type": "try_again", "request_id": body.request_id, "queue_state": "active"})
+        return web.Response(body=reply.body, content_type=reply.content_type)
+
+
+async def _healthz(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"status": "ok"})
+
+
+async def _read(request: web.Request) -> bytes:
+    """Return a request's body. Raises MalformedError for a large, late or compressed one."""
+    if encoding := request.headers.get("Content-Encoding"):
+        raise MalformedError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
+    # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
+    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
+        raise MalformedError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await request.read()
+    except TimeoutError as error:
+        raise MalformedError(f"the body is not complete after {_BODY_SECONDS:g} seconds") from error
+
+
+async def _json(request: web.Request) -> dict[str, Any]:
+    raw = await _read(request)
+    try:
+        return dict(parse_body(raw or b"{}"))
+    except RequestError as error:
+        raise MalformedError(str(error), status=error.status) from error
+
+
+def _promise(promise: Promise) -> web.StreamResponse:
+    values: dict[str, Any] = {"request_id": promise.request_id}
+    if promise.model_id is not None:
+        values["model_id"] = promise.model_id
+    if promise.sequence_ids:
+        values["sample_sequence_ids"] = list(promise.sequence_ids)
+    return web.json_response(values)
+
+
+def _error(message: str, status: int) -> web.StreamResponse:
+    return web.json_response({"error": message}, status=status, dumps=json.dumps)

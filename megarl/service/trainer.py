@@ -1,0 +1,91 @@
+"""The training service's view of a trainer: it trains and samples models, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.token_batch import TokenBatch
+from megarl.service.requests import AdamSettings
+from megarl.service.wire import Sample
+from megarl.types import SamplingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The base model of a service, and the limits of adapters and requests."""
+
+    name: str
+    """Its name in clients' requests."""
+    architecture: str
+    tokenizer: str
+    """Folder or Hub name of the clients' tokenizer."""
+    rank: int
+    trains_mlp: bool
+    trains_attention: bool
+    vocab_size: int
+    row_tokens: int
+    """Maximum tokens of a training sequence."""
+    context_tokens: int
+    """Maximum tokens of a prompt with its completion."""
+
+
+class Trainer(Protocol):
+    """Trains and samples the adapters of many models. `version` names published weights; None: the base."""
+
+    @property
+    def served(self) -> ServedModel: ...
+
+    async def create_model(self, model_id: str, seed: int) -> None:
+        """Make a model with new adapters, drawn from `seed`, and a new optimizer."""
+        ...
+
+    async def forward_backward(
+        self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
+    ) -> NDArray[np.float32]:
+        """Add a batch's gradients to the model's, and return log-probs and losses: float32 [2, tokens]."""
+        ...
+
+    async def clear_gradients(self, model_id: str) -> None: ...
+
+    async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
+        """Run a step with the gradients since the last one, then clear them. Raises UserError if they are not finite.
+
+        Returns metrics named `name:reduction`.
+        """
+        ...
+
+    async def save(self, model_id: str, folder: Path) -> None:
+        """Write the model's adapters and optimizer state into an empty folder."""
+        ...
+
+    async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Make a model from a saved one. Without its optimizer state it gets a new optimizer."""
+        ...
+
+    async def publish(self, model_id: str, version: str) -> None:
+        """Keep a copy of the model's adapters for sampling. Later training does not change it."""
+        ...
+
+    async def publish_folder(self, folder: Path, version: str) -> None:
+        """Keep a copy of a saved model's adapters for sampling."""
+        ...
+
+    async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
+        """Free the memory of models and versions."""
+        ...
+
+    async def sample(
+        self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]
+    ) -> list[Sample]:
+        """Sample a completion of the prompt [tokens] for each seed. Raises UserError if the engine refuses it."""
+        ...
+
+    async def score(self, version: str | None, prompt: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return the log-probs of a prompt's tokens at temperature 1: float32 [tokens], NaN for the first one."""
+        ...

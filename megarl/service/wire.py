@@ -1,0 +1,164 @@
+"""The SDK's protobuf messages of training and sampling, as numpy arrays.
+
+They are defined by the SDK's own generated module. It is loaded by its file: importing the SDK takes seconds and
+loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.service.refusals import MalformedError, UserError
+from megarl.types import ConfigError
+
+SDK_VERSION = "0.38"
+"""Minor version of the SDK with these messages."""
+PROTOBUF = "application/x-protobuf"
+"""Content type of protobuf bodies."""
+_LITTLE_ENDIAN = {"float32": "<f4", "int64": "<i8", "int32": "<i4"}
+
+
+@cache
+def messages() -> ModuleType:
+    """Return the SDK's generated module. Raises ConfigError if the SDK is missing or has another version."""
+    # The package's folder is found without importing it.
+    spec = importlib.util.find_spec("tinker")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "megarl service needs the SDK's messages: install the extra `service` (pip install 'megarl[service]')"
+        )
+    installed = version("tinker")
+    if not installed.startswith(f"{SDK_VERSION}."):
+        raise ConfigError(
+            f"tinker = {installed}: this service knows the messages of tinker {SDK_VERSION}; install that version"
+        )
+    file = Path(spec.submodule_search_locations[0]) / "proto" / "tinker_public_pb2.py"
+    module_spec = importlib.util.spec_from_file_location("megarl_service_messages", file)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+class Datum(NamedTuple):
+    """A training sequence as the client sends it: input tokens [tokens], and arrays [tokens] by name."""
+
+    token_ids: NDArray[np.int64]
+    inputs: Mapping[str, NDArray[Any]]
+
+
+class Sample(NamedTuple):
+    """A sampled sequence: tokens and log-probs [tokens], and whether it ended at a stop (else at its length)."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    is_stopped: bool
+
+
+def parse_training_call(raw: bytes) -> Any:
+    """Return the message of a forward_backward request. Raises MalformedError if it is none."""
+    from google.protobuf.message import DecodeError
+
+    message = messages().ForwardBackwardRequest()
+    try:
+        message.ParseFromString(raw)
+    except DecodeError as error:
+        raise MalformedError("the body is not a ForwardBackwardRequest") from error
+    return message
+
+
+def loss_settings(message: Any) -> dict[str, float | str]:
+    """Return the settings of a call's loss. The newer map, of numbers and texts, goes before the older one."""
+    if message.loss_fn_config_v2:
+        return {
+            name: value.number if value.WhichOneof("value") == "number" else value.text
+            for name, value in message.loss_fn_config_v2.items()
+        }
+    return dict(message.loss_fn_config)
+
+
+def read_datums(message: Any) -> list[Datum]:
+    """Return the datums of a call. Raises UserError with the datum's number for images and faulty tensors."""
+    datums = []
+    for number, datum in enumerate(message.data):
+        place = f"data[{number}]"
+        token_ids = _chunk_tokens(datum.model_input, f"{place}.model_input")
+        inputs = {
+            name: _read_tensor(tensor, f"{place}.loss_fn_inputs.{name}")
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        datums.append(Datum(token_ids, inputs))
+    if not datums:
+        raise UserError("data is empty: give at least one datum")
+    return datums
+
+
+def _chunk_tokens(chunks: Sequence[Any], place: str) -> NDArray[np.int64]:
+    """Return the tokens of all text chunks, joined: one chat prompt has about ten of them."""
+    parts = []
+    for number, chunk in enumerate(chunks):
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind != "encoded_text":
+            raise UserError(f"{place}.chunks[{number}] is {kind or 'empty'}: this service trains on text only")
+        parts.append(_from_bytes(chunk.encoded_text.tokens, "int32", f"{place}.chunks[{number}]"))
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+def _read_tensor(tensor: Any, place: str) -> NDArray[Any]:
+    """Return a tensor [tokens]. Raises UserError for a sparse one, several columns, or another type."""
+    module = messages()
+    kinds = {module.DTYPE_FLOAT32: "float32", module.DTYPE_INT64: "int64"}
+    if tensor.dtype not in kinds:
+        raise UserError(f"{place}: has element type {tensor.dtype}; send float32 or int64")
+    if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
+        raise UserError(
+            f"{place}: has shape {list(tensor.shape)}; several targets for one position are not supported: send one "
+            "value per token"
+        )
+    values = _from_bytes(tensor.dense, kinds[tensor.dtype], place)
+    if list(tensor.shape) not in ([], [len(values)]):
+        raise UserError(f"{place}: has {len(values)} values, but shape {list(tensor.shape)}")
+    return values
+
+
+def _from_bytes(raw: bytes, kind: str, place: str) -> NDArray[Any]:
+    dtype = np.dtype(_LITTLE_ENDIAN[kind])
+    if len(raw) % dtype.itemsize:
+        raise UserError(f"{place}: its {len(raw)} bytes are not whole values of type {kind}")
+    return np.frombuffer(raw, dtype).copy()
+
+
+def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
+    """Return the reply to a forward_backward request, from the log-probs [tokens] of each datum."""
+    module = messages()
+    reply = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
+    record = reply.loss_fn_outputs.add()
+    record.type_tag, record.num_datums = "ArrayRecord", len(logprobs)
+    field = record.fields["logprobs"]
+    field.data = b"".join(values.astype("<f4").tobytes() for values in logprobs)
+    field.offsets, field.dtype = ends.tobytes(), module.DTYPE_FLOAT32
+    return reply.SerializeToString()
+
+
+def sampling_reply(samples: Sequence[Sample], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
+    """Return the reply to an asample request. `prompt_logprobs` [prompt] are NaN where there is none."""
+    module = messages()
+    reply = module.SampleResponse()
+    for sample in samples:
+        sequence = reply.sequences.add()
+        sequence.stop_reason = module.STOP_REASON_STOP if sample.is_stopped else module.STOP_REASON_LENGTH
+        sequence.tokens = sample.token_ids.astype("<i4").tobytes()
+        sequence.logprobs = sample.logprobs.astype("<f4").tobytes()
+    if prompt_logprobs is not None:
+        reply.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    return reply.SerializeToString()

@@ -1,0 +1,106 @@
+"""Exchange of a trained model's whole state for another one between calls: weights, gradients, moments, step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.training.training_engine import TrainingEngine
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """Copies in host memory of a model's trained state on this rank.
+
+    `tensors` are trained weights, gradients and main weights. `moments` has the optimizer's values of each parameter,
+    and `steps` the step counts of its parameter groups. `reduction` is due for the gradients; None: they are zero.
+    """
+
+    tensors: list[Tensor]
+    moments: list[list[dict[str, Any]]]
+    steps: list[list[Any]]
+    reduction: Callable[[], None] | None
+
+
+def copy_state(engine: TrainingEngine) -> HeldState:
+    """Copy the engine's trained state to host memory. The engine must be on its device."""
+    inners = _inner_optimizers(engine)
+    return HeldState(
+        tensors=[_on_host(tensor) for tensor in _live_tensors(engine)],
+        moments=[
+            [
+                {name: _on_host(value) for name, value in inner.state.get(parameter, {}).items()}
+                for parameter in _parameters(inner)
+            ]
+            for inner in inners
+        ],
+        # Transformer Engine and apex count steps in the groups, torch in each parameter's state.
+        steps=[[group.get("step") for group in inner.param_groups] for inner in inners],
+        reduction=engine.pending_reduction,
+    )
+
+
+@torch.no_grad()
+def restore_state(engine: TrainingEngine, state: HeldState) -> None:
+    """Write a copied state into the engine. Its own state is lost."""
+    for tensor, values in zip(_live_tensors(engine), state.tensors, strict=True):
+        tensor.copy_(values)
+    for inner, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
+        for parameter, values in zip(_parameters(inner), moments, strict=True):
+            # A step replaces no tensor of the state, so the copies themselves must not become live.
+            inner.state[parameter] = {name: _like(value, parameter) for name, value in values.items()}
+            if not values:
+                del inner.state[parameter]
+        for group, step in zip(inner.param_groups, steps, strict=True):
+            group.pop("step", None)
+            if step is not None:
+                group["step"] = step
+    engine.pending_reduction = state.reduction
+
+
+def drop_moments(engine: TrainingEngine) -> None:
+    """Give the optimizer the state of a new one: no moments and no steps. Main weights stay."""
+    for inner in _inner_optimizers(engine):
+        inner.state.clear()
+        for group in inner.param_groups:
+            group.pop("step", None)
+
+
+def trained_parameters(engine: TrainingEngine) -> list[Tensor]:
+    """Return the trained parameters [*shape] on this rank, in a fixed order."""
+    return [parameter for parameter in engine.parameters.values() if parameter.requires_grad]
+
+
+def _live_tensors(engine: TrainingEngine) -> Iterator[Tensor]:
+    """Yield trained weights, gradient buffers and the optimizer's main weights, each memory once."""
+    seen: set[int] = set()
+    main_weights = [parameter for inner in _inner_optimizers(engine) for parameter in _parameters(inner)]
+    for tensor in (*trained_parameters(engine), *engine.gradient_buffers(), *main_weights):
+        # With float32 weights the optimizer trains the parameters themselves, or views of their buffers.
+        if tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield tensor.detach()
+
+
+def _inner_optimizers(engine: TrainingEngine) -> list[Any]:
+    optimizers: list[Any] = engine.optimizer.chained_optimizers
+    return [optimizer.optimizer for optimizer in optimizers]
+
+
+def _parameters(inner: Any) -> list[Tensor]:
+    return [parameter for group in inner.param_groups for parameter in group["params"]]
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """Return a live copy of a held value: on the parameter's device if it has its size, else in host memory."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(parameter.device if value.numel() > 1 else value.device, copy=True)

@@ -1,0 +1,198 @@
+"""Keys, foreign ids, and bodies that cannot be read: what a client learns, and with which status."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from megarl.service.accounts import Accounts, read_accounts
+from megarl.types import ConfigError
+from tests.service.fake_trainer import FakeTrainer
+from tests.service.served import needs_sdk, serving
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+ACCOUNTS = Accounts({"ann": digest("tml-a"), "bob": digest("tml-b")})
+
+
+class Client:
+    """A client that sends JSON with a key."""
+
+    def __init__(self, session: ClientSession, url: str, key: str) -> None:
+        self._session, self._url, self._key = session, url, key
+
+    async def post(self, path: str, body: Any = None, raw: bytes | None = None, **headers: str) -> tuple[int, Any]:
+        data = {"data": raw} if raw is not None else {"json": {} if body is None else body}
+        headers = {"X-API-Key": self._key, **headers}
+        async with self._session.post(f"{self._url}/api/v1/{path}", headers=headers, **data) as reply:
+            return reply.status, await reply.json()
+
+    async def result(self, path: str, body: Any) -> Any:
+        status, promise = await self.post(path, body)
+        assert status == 200, promise
+        status, reply = await self.post("retrieve_future", {"request_id": promise["request_id"]})
+        assert status == 200
+        return reply
+
+
+async def make_model(client: Client, number: int = 0) -> tuple[str, str]:
+    _, session = await client.post("create_session")
+    body = {
+        "session_id": session["session_id"], "model_seq_id": number, "base_model": "Qwen/Qwen3-8B",
+        "lora_config": {"rank": 8, "seed": 1},
+    }  # fmt: skip
+    reply = await client.result("create_model", body)
+    return session["session_id"], reply["model_id"]
+
+
+def test_a_key_sees_nothing_of_another(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
+            ann, bob = Client(http, url, "tml-a"), Client(http, url, "tml-b")
+            session_id, model_id = await make_model(ann)
+            saved = await ann.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"})
+            sampler = await ann.result(
+                "save_weights_for_sampler", {"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 0}
+            )
+            sampler_id = sampler["sampling_session_id"]
+            _, promise = await ann.post("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+            bobs_session, _ = await make_model(bob)
+            sample = {
+                "sampling_session_id": sampler_id, "seq_id": 0, "sampling_params": {"max_tokens": 2},
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+            }  # fmt: skip
+            foreign: list[tuple[str, Any]] = [
+                ("get_info", {"model_id": model_id}),
+                ("optim_step", {"model_id": model_id, "seq_id": 4}),
+                ("save_weights", {"model_id": model_id, "seq_id": 4, "path": "x"}),
+                ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 4, "path": "x"}),
+                ("retrieve_future", {"request_id": promise["request_id"]}),
+                ("asample", sample),
+                ("weights_info", {"tinker_path": saved["path"]}),
+                ("create_sampling_session",
+                 {"session_id": bobs_session, "sampling_session_seq_id": 0, "model_path": saved["path"]}),
+                ("create_model", {"session_id": session_id, "model_seq_id": 9, "base_model": "Qwen/Qwen3-8B"}),
+            ]  # fmt: skip
+            for path, body in foreign:
+                status, reply = await bob.post(path, body)
+                missing, missing_reply = await bob.post(path, _with_other_ids(body))
+                assert (path, status, missing) == (path, 404, 404)
+                assert reply.keys() == missing_reply.keys() == {"error"}
+            # Promises that name a foreign path fail like those that name none.
+            reply = await bob.result(
+                "load_weights",
+                {"session_id": bobs_session, "model_seq_id": 5, "path": saved["path"], "optimizer": True},
+            )
+            assert "does not exist" in reply["error"] and reply["category"] == "user"
+            assert (await bob.post("session_heartbeat", {"session_id": session_id}))[0] == 410
+            assert (await bob.post(f"sessions/{session_id}/finish"))[0] == 200
+            assert (await ann.post("session_heartbeat", {"session_id": session_id}))[0] == 200
+            assert (await ann.post("get_info", {"model_id": model_id}))[0] == 200
+            for key in ("", "tml-c", "tml-A", "\udcff"):
+                assert (await Client(http, url, key).post("create_session"))[0] == 401
+
+    asyncio.run(run())
+
+
+def _with_other_ids(body: Any) -> Any:
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: value
+        if name in ("path", "base_model", "seq_id", "model_seq_id") or not isinstance(value, str)
+        else "none"
+        for name, value in body.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://../../etc/passwd", "tinker://a:train:0/weights/..", "tinker://a:train:0/weights/.hidden",
+        "tinker://a:train:0/other/x", "tinker://a:train:0/weights/x/y", "/etc/passwd", "", "tinker://%2e%2e/weights/x",
+    ],
+)  # fmt: skip
+def test_a_path_cannot_leave_the_folder(tmp_path: Path, path: str) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            status, _ = await client.post("weights_info", {"tinker_path": path})
+            assert status == 404
+
+    asyncio.run(run())
+
+
+def test_wrong_fields_fail_their_promise_and_use_their_number(tmp_path: Path) -> None:
+    async def run() -> None:
+        trainer = FakeTrainer()
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            wrong = {"adam_params": {"learning_rate": -1.0}, "optimizer_params": {"type": "dimuon"}}
+            for number, (name, value) in enumerate(wrong.items(), 1):
+                reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, name: value})
+                assert reply["category"] == "user" and ("learning_rate" in reply["error"] or "dimuon" in reply["error"])
+            for number, name in enumerate(("../x", ".x", "a/b", ""), 3):
+                reply = await client.result("save_weights", {"model_id": model_id, "seq_id": number, "path": name})
+                assert reply["category"] == "user" and reply["error"].startswith("path")
+            reply = await client.result("optim_step", {"model_id": model_id, "seq_id": 7, "adam_params": {}})
+            assert reply["metrics"] == {"grad_norm:mean": 0.0}
+            saved = {"model_id": model_id, "path": "once"}
+            first = await client.result("save_weights", saved | {"seq_id": 8})
+            second = await client.result("save_weights", saved | {"seq_id": 9})
+            third = await client.result("save_weights", saved | {"seq_id": 10, "overwrite": True})
+            assert "exists" in second["error"] and first["path"] == third["path"]
+
+    asyncio.run(run())
+
+
+@needs_sdk
+def test_bodies_that_cannot_be_read_are_refused_without_a_retry(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            assert (await client.post("optim_step", raw=b"{"))[0] == 400
+            assert (await client.post("optim_step", raw=b"[]"))[0] == 400
+            assert (await client.post("optim_step", {"model_id": 3}))[0] == 422
+            assert (await client.post("forward_backward", raw=b"\xff\xff\xff"))[0] in (400, 404)
+            assert (await client.post("forward_backward", raw=b"x", **{"Content-Encoding": "gzip"}))[0] == 415
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("", "has no account"),
+        ("ann tml-a\n", ":1: is not NAME"),
+        (f"ann {digest('a')}\nann {digest('b')}\n", ":2: names ann again"),
+    ],
+)
+def test_a_file_of_keys_is_right_or_one_error(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_accounts(file, "0.0.0.0")
+    assert words in str(refused.value)
+
+
+def test_other_machines_need_keys(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "10.0.0.3", "::", "node7"):
+        with pytest.raises(ConfigError, match="--keys"):
+            read_accounts(None, host)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert read_accounts(None, host).owner_of("anything") == "local"
+    file = tmp_path / "keys"
+    file.write_text(f"# team\nann {digest('tml-a')}\n")
+    accounts = read_accounts(file, "0.0.0.0")
+    assert accounts.owner_of("tml-a") == "ann" and accounts.owner_of("tml-b") is None

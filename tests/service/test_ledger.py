@@ -1,0 +1,136 @@
+"""The ledger under shuffled, repeated and lost requests: each runs once, in order, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.service.ledger import READ_SECONDS, Ledger, Reply, json_reply
+from megarl.service.refusals import NotFoundError, UserError
+
+
+def note(runs: list[int], number: int) -> Any:
+    async def work() -> Reply:
+        await asyncio.sleep(0)
+        runs.append(number)
+        return json_reply(number=number)
+
+    return work
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    order=st.integers(1, 9).flatmap(lambda count: st.permutations(range(1, count + 1))),
+    repeats=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=12),
+    lost=st.sets(st.integers(0, 30), max_size=8),
+)
+def test_every_request_runs_once_in_order(order: list[int], repeats: list[tuple[int, int]], lost: set[int]) -> None:
+    """Requests arrive in any order, some twice. A lost reply is followed by the same request again."""
+    arrivals = list(order)
+    for place, number in repeats:
+        if number in order:
+            arrivals.insert(place, number)
+
+    async def run() -> None:
+        ledger = Ledger(report=lambda text: pytest.fail(text))
+        ledger.open_model("m", "owner")
+        runs: list[int] = []
+        promises: dict[int, str] = {}
+        for place, number in enumerate(arrivals):
+            for _ in range(2 if place in lost else 1):
+                promise = ledger.submit("m", number, b"%d" % number, note(runs, number))
+                assert promises.setdefault(number, promise.request_id) == promise.request_id
+            await asyncio.sleep(0)
+        for number, request_id in promises.items():
+            for _ in range(2):
+                reply = await ledger.wait_for(ledger.find(request_id, "owner"), 5.0)
+                assert reply == json_reply(number=number)
+        assert runs == sorted(order)
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_only_the_missing_number_is_waited_for() -> None:
+    """A custom loss reserves numbers that it sends only after it has the first results."""
+
+    async def run() -> None:
+        ledger, runs = Ledger(report=print), []
+        ledger.open_model("m", "owner")
+        second = ledger.submit("m", 2, b"", note(runs, 2))
+        assert await ledger.wait_for(second, 0.01) is None and runs == []
+        first = ledger.submit("m", 1, b"", note(runs, 1))
+        assert await ledger.wait_for(first, 5.0) and await ledger.wait_for(second, 5.0)
+        assert runs == [1, 2]
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [1, 0, -3, 10**9])
+def test_a_number_that_cannot_be_used_fails_its_promise_only(number: int) -> None:
+    async def run() -> None:
+        ledger, runs = Ledger(report=print), []
+        ledger.open_model("m", "owner")
+        first = ledger.submit("m", 1, b"body", note(runs, 1))
+        wrong = ledger.submit("m", number, b"another body", note(runs, 99))
+        reply = await ledger.wait_for(wrong, 5.0)
+        assert wrong.is_failed and reply is not None and b'"category": "user"' in reply.body
+        after = ledger.submit("m", 2, b"", note(runs, 2))
+        assert await ledger.wait_for(first, 5.0) and await ledger.wait_for(after, 5.0)
+        assert runs == [1, 2]
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_errors_are_sorted_by_who_can_mend_them() -> None:
+    async def run() -> None:
+        reports: list[str] = []
+        ledger = Ledger(report=reports.append)
+
+        async def refuse() -> Reply:
+            raise UserError("rank = 7")
+
+        async def crash() -> Reply:
+            raise RuntimeError("secret of another client")
+
+        refused = ledger.submit_single("a", "owner", b"", refuse)
+        crashed = ledger.submit_single("b", "owner", b"", crash)
+        texts = [reply.body.decode() for p in (refused, crashed) if (reply := await ledger.wait_for(p, 5.0))]
+        assert '"category": "user"' in texts[0] and "rank = 7" in texts[0]
+        assert '"category": "server"' in texts[1] and "secret" not in texts[1]
+        assert len(reports) == 1 and "secret" in reports[0]
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_results_stay_until_long_after_they_were_read() -> None:
+    async def run() -> None:
+        now = [0.0]
+        ledger, runs = Ledger(report=print, clock=lambda: now[0]), []
+        ledger.open_model("m", "owner")
+        read = ledger.submit("m", 1, b"", note(runs, 1))
+        unread = ledger.submit("m", 2, b"", note(runs, 2))
+        await ledger.wait_for(read, 5.0)
+        await asyncio.sleep(0.01)
+        now[0] = READ_SECONDS - 1
+        ledger.expire()
+        assert ledger.find(read.request_id, "owner") is read
+        now[0] = READ_SECONDS + 1
+        ledger.expire()
+        with pytest.raises(NotFoundError):
+            ledger.find(read.request_id, "owner")
+        assert ledger.find(unread.request_id, "owner") is unread
+        # A very late repetition runs nothing.
+        assert ledger.submit("m", 1, b"", note(runs, 1)).is_failed and runs == [1, 2]
+        with pytest.raises(NotFoundError):
+            ledger.find(unread.request_id, "stranger")
+        await ledger.close()
+
+    asyncio.run(run())

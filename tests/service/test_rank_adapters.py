@@ -1,0 +1,105 @@
+"""Models that take turns on one trainer: each has the bits of the same program alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.service.datums import make_batch
+from megarl.service.requests import AdamSettings
+from megarl.service.wire import Datum
+from tests.rank_pool import RankPool
+from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe
+
+VOCABULARY = 431
+ADAM = AdamSettings(learning_rate=3e-3, weight_decay=0.01, grad_clip_norm=1.0).model_dump()
+
+
+def rows_for(model: int, call: int, parallel: ParallelConfig) -> list[TokenBatch]:
+    """This replica's row of a call of one model's program."""
+    random = np.random.default_rng([model, call])
+    datums = [
+        Datum(
+            random.integers(1, VOCABULARY, length),
+            {
+                "target_tokens": random.integers(1, VOCABULARY, length),
+                "logprobs": random.normal(-6, 0.5, length).astype(np.float32),
+                "advantages": random.normal(0, 1, length).astype(np.float32),
+            },
+        )
+        for length in (9, 5, 12, 7)
+    ]
+    batch = make_batch(datums, "importance_sampling", vocab_size=VOCABULARY, max_tokens=64)
+    replica = parallel.coordinates(dist.get_rank()).dp
+    return [batch.select(list(range(replica, 4, parallel.dp)))]
+
+
+def run_call(adapters: Any, model: int, call: int, parallel: ParallelConfig) -> None:
+    """Run one call of a model's program: two passes, then a step, three times."""
+    if call % 3 < 2:
+        adapters.accumulate(rows_for(model, call, parallel), str(model), "importance_sampling", {})
+    else:
+        adapters.step(str(model), ADAM)
+
+
+def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[int]], folder: Path) -> list[Any]:
+    """Return, for each order of the models' calls, the models' states: adapters, moments and steps."""
+    from megarl.service.rank_adapters import Adapters
+
+    engine, *_ = build(recipe, parallel)
+    adapters = Adapters(engine, parallel)
+    states = []
+    for number, order in enumerate(orders):
+        calls = dict.fromkeys(order, 0)
+        for model in calls:
+            adapters.create(str(model), 100 + model)
+        for place, model in enumerate(order):
+            run_call(adapters, model, calls[model], parallel)
+            calls[model] += 1
+            if number and place == 4:
+                # Between two calls of a model another one is sampled, saved and loaded.
+                adapters.publish(str(model), "version")
+                adapters.show("version")
+                adapters.save(str(model), folder)
+                adapters.load("loaded", folder, True)
+        # Each exchange holds the state of the model before.
+        adapters.show(None)
+        states.append({model: adapters._held.pop(str(model)) for model in calls})
+    return [
+        {
+            model: [*state.tensors, *(value for part in state.moments for values in part for value in values.values())]
+            for model, state in by_model.items()
+        }
+        for by_model in states
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [({"dp": 2}, "float32"), ({"tp": 2}, "float32"), ({"dp": 2}, "bfloat16"), ({"tp": 2}, "bfloat16")],
+)
+def test_models_that_take_turns_are_bit_equal_to_each_alone(
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path, sizes: dict[str, int], dtype: str
+) -> None:
+    folder = tiny_model(**(SETTINGS | DENSE))
+    recipe = lora_recipe(folder, overlap_grad_reduce=False)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+    parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+    together = [0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 0]
+    orders = ([0] * 6, [1] * 6, together)
+    target = tmp_path / "saved"
+    target.mkdir()
+    for first, second, both in ranks.run(train, recipe, parallel, orders, target, world_size=2):
+        for model, alone in ((0, first[0]), (1, second[1])):
+            assert len(alone) == len(both[model]) and sum(values.numel() for values in alone) > 1000
+            assert all(torch.equal(one, other) for one, other in zip(alone, both[model], strict=True))
+        assert not all(torch.equal(one, other) for one, other in zip(both[0], both[1], strict=True))
