@@ -272,7 +272,8 @@ class TrainingEngine(ModelShard):
         objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
         with self.in_memory():
             self.clear_gradients()
-            rows_metrics = self.accumulate(replica_rows, objective)
+            with self._gradient_passes(replica_rows, objective) as passes:
+                rows_metrics = get_forward_backward_func()(**passes)
             update = self.apply(read(rows_metrics), limits or UpdateLimits())
             if self.skipped_in_a_row == 1:
                 with self._update_context():
@@ -292,19 +293,23 @@ class TrainingEngine(ModelShard):
         self.optimizer.zero_grad()
 
     def accumulate(self, rows: Sequence[TokenBatch], objective: Callable[..., tuple[Tensor, Tensor, Row]]) -> list[Row]:
-        """Add the gradients [elements] of this replica's rows to those of earlier calls. Returns the measurements of
-        each row.
+        """Add the gradients [elements] of this replica's rows to those of earlier calls.
 
-        `objective(output, batch=Microbatch)` returns a row's loss [1], a token count [1] required by Megatron, and
-        its measurements. Gradients are reduced over the ranks once, by `apply`. With `overlaps_reduction`, only one
-        call may precede a step.
+        Returns what the objective measured of each row. `objective(output, batch=Microbatch)` returns a row's loss [],
+        a token count [] required by Megatron, and what it measures. Gradients are reduced over the ranks once, by
+        `apply`. With trainer.overlap_grad_reduce, only one call may precede it.
         """
+        with self._gradient_passes(rows, objective) as passes:
+            return get_forward_backward_func()(**passes)
+
+    @contextmanager
+    def _gradient_passes(self, rows: Sequence[TokenBatch], objective: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of Megatron's schedule for the passes of `accumulate`, which run within this context."""
         for part in self.engine_parts:
             part.prepare_update(rows)
         with self._update_context(), torch.enable_grad(), span("forward and backward"):
-            results = get_forward_backward_func()(**self.passes(rows, objective))
+            yield self.passes(rows, objective)
         self.release_feeds()
-        return results
 
     def apply(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
         """Reduce the gradients of all passes since the last step, and run the optimizer's step on them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import sys
@@ -11,8 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from megarl.service.accounts import Accounts
 from megarl.service.checkpoints import Checkpoints
@@ -22,11 +19,6 @@ from megarl.service.trainer import Trainer
 from megarl.serving.http_server import HttpServer
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")
-PYTHON = os.environ.get("MEGARL_TINKER_PYTHON", sys.executable)
-"""Python with the SDK and its dependencies."""
-needs_sdk = pytest.mark.skipif(
-    importlib.util.find_spec("tinker") is None, reason="the extra `service` is not installed"
-)
 
 
 @asynccontextmanager
@@ -45,7 +37,7 @@ async def serving(trainer: Trainer, folder: Path, accounts: Accounts | None = No
 async def run_program(url: str, name: str, base: str = "Qwen/Qwen3-8B", **environment: str) -> dict[str, Any]:
     """Run a program of `sdk_program`, and return what it printed."""
     process = await asyncio.create_subprocess_exec(
-        PYTHON, str(PROGRAM), url, name, base, stdout=-1, stderr=-1,
+        sys.executable, str(PROGRAM), url, name, base, stdout=-1, stderr=-1,
         env={**os.environ, "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore", **environment},
     )  # fmt: skip
     output, log = await asyncio.wait_for(process.communicate(), 240)

@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.types import ConfigError
 from tests.service.fake_trainer import FakeTrainer
-from tests.service.served import needs_sdk, serving
+from tests.service.served import serving
 
 
 def digest(key: str) -> str:
@@ -154,7 +154,6 @@ def test_wrong_fields_fail_their_promise_and_use_their_number(tmp_path: Path) ->
     asyncio.run(run())
 
 
-@needs_sdk
 def test_bodies_that_cannot_be_read_are_refused_without_a_retry(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:

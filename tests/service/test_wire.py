@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.service.fake_trainer import FakeTrainer
-from tests.service.served import needs_sdk, run_program, serving
-
-pytestmark = needs_sdk
+from tests.service.served import run_program, serving
 
 
 def test_a_supervised_loop_trains_saves_samples_and_resumes(tmp_path: Path) -> None:
