@@ -1,0 +1,70 @@
+"""`megarl service` on real ranks, with a program of the real SDK: it trains, saves, samples and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO
+
+import numpy as np
+import pytest
+
+from tests.service.served import run_program
+
+pytestmark = pytest.mark.end_to_end
+
+RECIPE = """
+name: served
+loop: rl
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/train.jsonl, max_prompt_tokens: 48}}
+cluster: {{ranks_per_node: 1}}
+trainer: {{max_tokens_per_microbatch: 512}}
+lora: {{rank: 8}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
+train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
+"""
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> Iterator[subprocess.Popen[str]]:
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
+    command = [sys.executable, "-m", "megarl", "service", "recipe.yaml", "--port", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def read_url(output: IO[str] | None) -> str:
+    """Return the address that a service prints once it accepts requests."""
+    assert output is not None
+    printed = ""
+    for line in output:
+        printed += line
+        if address := re.search(r"http://127\.0\.0\.1:\d+", line):
+            return address[0]
+    raise AssertionError(printed)
+
+
+def test_a_program_trains_saves_samples_and_resumes(
+    server: subprocess.Popen[str], tiny_model: Callable[..., Path]
+) -> None:
+    url = read_url(server.stdout)
+    results = asyncio.run(run_program(url, "supervised", str(tiny_model())))
+    assert results["losses"][-1] < 0.9 * results["losses"][0], results["losses"]
+    assert results["tokens"] == results["again"], "a seed decides the samples of a version"
+    # Log-probs of the engine's weights, of the trainer, and of a model resumed from its checkpoint.
+    assert np.allclose(results["scores"][1:], results["forward"][0], atol=1e-4)
+    assert results["forward"][0] == results["forward"][1]
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 75
