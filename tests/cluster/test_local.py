@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from megarl.cluster.launchers import importing_early, start_nodes, start_ranks
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import log_tail
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
@@ -80,7 +81,9 @@ async def test_only_trainers_that_split_layers_order_their_kernels(sizes, expect
 
     async def record(nodes, logs, part, *_, orders_kernels=False):
         asked[part.first_rank] = orders_kernels
-        return SimpleNamespace(part=part)
+        group = create_autospec(WorkerGroup, instance=True)
+        group.part = part
+        return group
 
     monkeypatch.setattr(launchers.RunNodes, "_fork_group", record)
     parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, "rollout_ranks": 1, **sizes})
