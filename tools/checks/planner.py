@@ -206,7 +206,7 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
         worker.sleep_engine()
         policy, engine = worker.policy, worker.engine
         assert engine is not None
-        saved = SavedTensors([*policy.parameters.values(), *policy._gradients()])
+        saved = SavedTensors([*policy.parameters.values(), *policy.gradient_buffers()])
         with saved.hooks():
             policy.update(rows)
         counts = trained_counts(policy, "") | {"activations": saved.peak}
