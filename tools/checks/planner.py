@@ -179,7 +179,7 @@ def trained_counts(model: Any, prefix: str) -> dict[str, int]:
         merged = counted_bytes(model.weights[name] for name in model._merged._adapters)
     return {
         f"{prefix}parameters": counted_bytes(model.parameters.values()),
-        f"{prefix}gradients": counted_bytes(model._gradients()),
+        f"{prefix}gradients": counted_bytes(model.gradient_buffers()),
         f"{prefix}main weights": counted_bytes(t for t in main if t.untyped_storage()._cdata not in weights),
         f"{prefix}moments": counted_bytes(moments),
         f"{prefix}merged": merged,
