@@ -194,8 +194,9 @@ class Recipe(Section):
         """Return the folder or Hub name of the engines' EAGLE-3 drafter, a model with files of its own; None without
         one."""
         config = self.rollout.vllm.get("speculative_config")
-        is_published = self.has_engine and isinstance(config, Mapping) and config.get("method") == "eagle3"
-        return config.get("model") or None if is_published else None
+        if not self.has_engine or not isinstance(config, Mapping) or config.get("method") != "eagle3":
+            return None
+        return config.get("model") or None
 
     @property
     def sends_adapter(self) -> bool:

@@ -67,7 +67,7 @@ def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
         pytest.param(
             "tp=2", "it belongs under trainer or rollout or distillation: trainer.tp", id="without its section"
         ),
-        pytest.param("train.nodes=2", "it belongs under cluster: cluster.nodes", id="other section"),
+        pytest.param("train.spare_nodes=2", "it belongs under cluster: cluster.spare_nodes", id="other section"),
         pytest.param("model.learning_rte=2", "did you mean optimizer.learning_rate", id="misspelt elsewhere"),
         pytest.param("model.qqq=2", "known are model.path, model.dtype", id="nothing near"),
     ],

@@ -30,6 +30,11 @@ CASES = {
     "train.record": ("all", {"train": {"record": "all"}}),
     "train.on_spike": ("skip", {"train": {"on_spike": "skip"}}),
     "weights.canary_every": ("10", {"weights": {"canary_every": 10}}),
+    "optimizer.name": ("muon", {"optimizer": {"name": "muon"}}),
+    "critic.optimizer.name": (
+        "muon",
+        {"algorithm": {"advantage": "gae"}, "critic": {"optimizer": {"name": "muon"}}},
+    ),
     "cluster.recover": ("restart", {"cluster": {"recover": "restart"}}),
     "checkpoint.replicate": ("2", {"checkpoint": {"replicate": 2}}),
 }

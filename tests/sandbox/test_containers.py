@@ -247,10 +247,15 @@ asyncio.run(hold())
 """
 
 
+def list_mounts() -> set[str]:
+    """Return the mounts of the machine, as lines of the kernel's list."""
+    return set(Path("/proc/self/mountinfo").read_text().splitlines())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_nothing_is_left_of_a_holder_that_is_killed_or_stopped(kind: str, number: signal.Signals) -> None:
-    mounts = Path("/proc/self/mountinfo").read_text()
+    mounts = list_mounts()
     with subprocess.Popen([sys.executable, "-c", HOLDER, kind], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         wait_until(lambda: len(list(descendants(holder.pid))) >= 5, seconds=60)
@@ -262,4 +267,5 @@ def test_nothing_is_left_of_a_holder_that_is_killed_or_stopped(kind: str, number
         if number == signal.SIGSTOP:
             assert time.monotonic() - began > 1.5, "it lived as long as its lease"
             os.kill(holder.pid, signal.SIGKILL)
-    assert Path("/proc/self/mountinfo").read_text() == mounts
+    # Tests in other workers may mount small disks in their folders meanwhile.
+    assert not {mount for mount in list_mounts() - mounts if "popen-gw" not in mount}

@@ -95,8 +95,8 @@ OF_THE_HOST = {
 }
 """Reads of tensors that a GPU run has in host memory, or that its kernels avoid, with the reason."""
 OF_A_PASS = {
-    ("cpu", "training/model.py:_outputs"): "log-probs of all rows",
-    ("numpy", "training/model.py:_outputs"): "the same",
+    ("cpu", "training/model.py:unpack_outputs"): "log-probs of all rows",
+    ("numpy", "training/model.py:unpack_outputs"): "the same",
 }
 OF_AN_UPDATE = {
     ("tolist", "rows/metrics.py:read"): "metrics of all rows",

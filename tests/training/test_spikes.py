@@ -51,10 +51,12 @@ def test_a_dropped_update_leaves_the_state_of_a_run_without_it(
     expected = state([first, last], [none, none])
     for limit, name in ((norm, "train/grad_norm"), (loss, "train/loss")):
         found = state([first, poisoned, last], [limit, limit, limit])
+        # A rank reports its share of the loss. Shares may cancel each other out, so all of them are compared.
+        healthy, spike = (sum(abs(metrics[update][name]) for metrics, _ in found) for update in (0, 1))
+        assert spike > 50 * healthy
         for (metrics, tensors), (_, wanted) in zip(found, expected, strict=True):
             assert [one["is_spike"] for one in metrics] == [0, 1, 0]
             assert [one["train/update_skipped"] for one in metrics] == [0, 1, 0]
-            assert abs(metrics[1][name]) > 50 * abs(metrics[0][name])
             assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[n], wanted[n]) for n in wanted)
     # The poisoned update matters where nothing drops it.
     assert not torch.equal(

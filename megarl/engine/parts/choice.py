@@ -53,7 +53,7 @@ def build_parts(
     if features.keep_experts is not None:
         yield RoutedExperts(features.keep_experts)
     speculative_config = config.vllm.get("speculative_config")
-    if drafter_folder(speculative_config) is not None:
+    if speculative_config is not None and drafter_folder(speculative_config) is not None:
         yield FrozenDrafts(speculative_config)
     elif speculative_config is not None:
         yield Drafts(list_copied_prefixes(read_model_shape(model_path, override)))

@@ -219,7 +219,8 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
     for path, count in dropped.items():
         screen.notice(f"{path}: {count} prompts were dropped, because they are longer than data.max_prompt_tokens")
     logs = evaluation.folder / "logs"
-    ranks = (await start_ranks(recipe.cluster, logs)).trainers
+    run_ranks = await start_ranks(recipe.cluster, logs)
+    ranks = run_ranks.trainers
     # The stack closes in reverse order: reward workers and environments end before the ranks.
     stack.push_async_callback(ranks.close)
     ranks.deadlines = run_deadlines(recipe.cluster)
@@ -238,7 +239,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
         source: ((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
         for source, sets in heldout.items()
     }
-    return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: ranks.agents)
+    return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: run_ranks.agents)
 
 
 class _Screen:
