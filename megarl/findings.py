@@ -34,5 +34,6 @@ class Finding(NamedTuple):
 def finding_of_line(level: Level, line: str, exit_code: int = ConfigError.exit_code) -> Finding:
     """Return the finding in a line `PLACE: TEXT`. Its `str` is the line."""
     # A line without a place is all text.
+    # The separator has a space, because FILE:LINE has a colon of its own.
     place, colon, text = line.partition(": ")
     return Finding(level, place, text, exit_code=exit_code) if colon else Finding(level, "", line, exit_code=exit_code)

@@ -17,6 +17,7 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """
     # float64: over millions of tokens, float32 sums would move the means, and with them tokens at the bounds.
     logprobs, advantages = (torch.where(mask, values, 0.0).double() for values in (logprobs, advantages))
+    # Without masked tokens the means would be 0 / 0, which is NaN.
     count = mask.sum().clamp(min=1)
     parts = (logprobs - logprobs.sum() / count) * (advantages - advantages.sum() / count)
     return torch.where(mask, parts, 0.0)

@@ -68,10 +68,12 @@ def newton_schulz(matrix: Tensor, coefficients: str, dtype: torch.dtype) -> Tens
     """
     # The smaller side comes first, so that Y is as small as possible.
     is_tall = matrix.shape[0] > matrix.shape[1]
+    # The Frobenius norm bounds every singular value, so all begin in [0, 1], where the polynomials work.
     x = matrix / matrix.norm().clamp_min(_SMALLEST_NORM)
     x = (x.T if is_tall else x).to(dtype)
     for a, b, c in COEFFICIENTS[coefficients]:
         y = x @ x.T
+        # addmm scales and adds inside the product, which saves temporary matrices.
         x = torch.addmm(x, torch.addmm(y, y, y, beta=b, alpha=c), x, beta=a)
     return (x.T if is_tall else x).to(matrix.dtype)
 
@@ -79,6 +81,7 @@ def newton_schulz(matrix: Tensor, coefficients: str, dtype: torch.dtype) -> Tens
 def newton_schulz_flops(rows: int, columns: int, coefficients: str) -> int:
     """Return the floating-point operations of `newton_schulz` on a matrix [rows, columns]."""
     small, large = sorted((rows, columns))
+    # Y = X X' and the product with X take 2 small^2 large each. Y Y takes 2 small^3.
     return len(COEFFICIENTS[coefficients]) * (4 * small**2 * large + 2 * small**3)
 
 

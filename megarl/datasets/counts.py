@@ -58,6 +58,7 @@ def count_records(
         }
         counts |= named_counts
     if broken:
+        # Sources of a mixture may share a file, and its error is listed once.
         raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(broken))))
     return counts
 
@@ -122,6 +123,7 @@ def _count_and_hash(
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
+        # The position without the text: other texts shift no record numbers.
         digest.update(index.to_bytes(8, "little"))
 
     return collect_count(records, noting, on_long)

@@ -31,6 +31,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
         yield Objection(
             f"megarl cannot write adapters of a {shape.family} model into vLLM, only of {', '.join(families)}"
         )
+    # In a dense model the same names are projections of its MLP, and can be sent.
     experts = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if shape.num_experts else []
     if experts:
         yield Objection(
@@ -38,6 +39,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
             "experts to vLLM",
             "set lora.targets=[qkv_proj,o_proj]",
         )
+    # vLLM 0.30 makes slots for fixed ranks only; smaller adapters are padded with zeros.
     if lora.rank > SLOT_RANKS[-1]:
         yield Objection(f"lora.rank = {lora.rank} exceeds vLLM's limit for adapters, {SLOT_RANKS[-1]}")
     if recipe.model.dtype == "float32" and not ranks_on_cpu(recipe):

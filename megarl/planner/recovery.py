@@ -33,6 +33,7 @@ def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
 
     Fields of the recipe keep their values. The recipe is returned unchanged without enough memory.
     """
+    # The prediction includes the copies only for a recipe that asks for them.
     changed = with_field_values(recipe, _open_fields(recipe))
     return changed if fullest_node_bytes(changed, judge.predict(changed)) <= _HOST_SHARE * machine_bytes() else recipe
 
@@ -42,6 +43,7 @@ def _open_fields(recipe: Recipe) -> dict[str, Any]:
 
     It is empty if another field of the recipe rules such a recovery out.
     """
+    # A written value may equal the default. It is still the user's choice.
     sets_recover = "recover" in recipe.cluster.model_fields_set
     sets_copies = "replicate" in recipe.checkpoint.model_fields_set
     is_refused = (sets_recover and recipe.cluster.recover == "stop") or (

@@ -93,6 +93,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
     faults += [fault for task in tasks for fault in _task_faults(task, agent)]
     faults += [fault for image in images if (fault := _image_fault(image, agent)) is not None]
     yield from faults
+    # A start with these faults would fail again, with a less clear message.
     if faults:
         return
     # Unpacked images are alike; of the others, each may be missing.
@@ -100,6 +101,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
         settings = ContainerSettings(
             kind=agent.sandbox,
             name=f"megarl-check-{os.getpid()}",
+            # Any address would do: the trial starts no program that connects to it.
             address=("127.0.0.1", 9),
             image=image,
             folders=agent.folders,
@@ -121,6 +123,7 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
                 "rollout.agent.sandbox=sandbox, which needs no daemon"
             )
         return None if image else f"rollout.agent.image is missing; {agent.sandbox} needs the name of an image"
+    # /bin/sh may be an absolute link, which is broken outside of the image.
     if image is None or os.path.lexists(Path(image, "bin/sh")):
         return None
     return (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megarl.types import ConfigError
 
+# The file holds hashes instead of keys, so reading it gives no access.
 _LINE = re.compile(r"^([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})$")
 LOCAL = "local"
 """Account of all clients of a service without a file of keys."""
@@ -25,6 +26,7 @@ class Accounts:
         """Return the account of a key; None if there is none."""
         if self._hashes is None:
             return LOCAL
+        # aiohttp decodes bytes that are not UTF-8 to surrogates. A strict encode would raise at them.
         digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
         # All are compared, each in constant time: the time of an answer reveals no hash.
         owners = [name for name, known in self._hashes.items() if hmac.compare_digest(digest, known)]
@@ -61,6 +63,7 @@ def read_accounts(file: Path | None, host: str) -> Accounts:
 
 def _is_loopback(host: str) -> bool:
     try:
+        # Other names may resolve to any address, so they count as open.
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -28,6 +28,7 @@ class Checkpoints:
     """The checkpoints in a folder, each with an owner."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        # The clock is wall-clock time by default: expiry continues across restarts of the service.
         self._folder, self._clock = folder, clock
 
     def path_of(self, run: str, kind: str, name: str) -> str:
@@ -38,6 +39,7 @@ class Checkpoints:
         """Return a new empty folder for a checkpoint. Raises UserError if the name is in use."""
         if (self._folder / run / kind / name / _RECORD).exists() and not overwrite:
             raise UserError(f"path = {name}: {self.path_of(run, kind, name)} exists; use another name, or overwrite")
+        # Names of clients cannot begin with a dot, so no request reaches an unfinished folder.
         partial = self._folder / run / kind / f".partial_{secrets.token_hex(4)}"
         partial.mkdir(parents=True)
         return partial
@@ -45,9 +47,11 @@ class Checkpoints:
     def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
         """Give a written folder its name, in place of an earlier checkpoint. `record` has its owner."""
         expires = None if ttl_seconds is None else self._clock() + ttl_seconds
+        # The record comes before the rename, so every named folder has an owner.
         replace_text(partial / _RECORD, json.dumps(record | {"expires": expires}))
         folder = partial.with_name(name)
         earlier = partial.with_name(f".old_{secrets.token_hex(4)}")
+        # A rename cannot replace a folder with files, so the earlier checkpoint moves away first.
         if folder.exists():
             folder.rename(earlier)
         partial.rename(folder)
@@ -69,6 +73,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise missing from error
         expires = record.get("expires")
+        # Foreign, expired and missing checkpoints have one answer, so that names cannot be probed.
         if record.get("owner") != owner or (expires is not None and expires <= self._clock()):
             raise missing
         return folder, record
@@ -79,6 +84,7 @@ class Checkpoints:
             try:
                 expires = json.loads(record_file.read_text()).get("expires")
             except (OSError, ValueError):
+                # One unreadable record must not keep the others from expiring.
                 continue
             if expires is not None and expires <= self._clock():
                 shutil.rmtree(record_file.parent, ignore_errors=True)

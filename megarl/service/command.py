@@ -32,6 +32,7 @@ from megarl.types import ConfigError
 
 WORKER = "megarl.service.rank_worker:ServiceWorker"
 """Class of the worker on each rank."""
+# A poll keeps its connection up to `routes.HOLD_SECONDS`, so clients with many requests need many.
 _MOST_CONNECTIONS = 4096
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
 UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")
@@ -67,12 +68,14 @@ def prepare(
     `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
     """
     accounts = read_accounts(keys, host)
+    # A missing or unknown SDK is reported now, before any rank starts.
     wire.messages()
     written = load(file, overrides)
     if problems := list(_unfit_fields(written)):
         raise ConfigError(error_page(f"recipe {written.name} for a service", problems))
     display = Display()
     download_missing(written, display.info)
+    # The loop's models are removed first, because the memory is planned for the service alone.
     recipe = with_memory_defaults(_for_service(written), is_start=True)
     parallel = check(recipe)
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
@@ -126,6 +129,7 @@ def _unfit_fields(recipe: Recipe) -> Iterator[str]:
 
 def _for_service(recipe: Recipe) -> Recipe:
     """Return the recipe without the models and tasks of its loop. Clients bring data, rewards and losses."""
+    # None could turn the overlap on, but gradients of several calls add up before one reduction.
     trainer = recipe.trainer.model_copy(update={"overlap_grad_reduce": False, "share_prefixes": "off"})
     return recipe.model_copy(update={"trainer": trainer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()})
 
@@ -151,6 +155,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             desk = Desk(trainer, Checkpoints(service.folder / "service" / "checkpoints"), report=display.warn)
             server = HttpServer(make_app(desk, service.accounts), section="service", max_connections=_MOST_CONNECTIONS)
             url = await server.start(service.host, service.port)
+            # The stack closes in reverse order: the server ends before the ranks that serve its requests.
             stack.push_async_callback(server.close)
             announce(url)
             # Until a signal cancels it, or the ranks fail.

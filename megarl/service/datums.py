@@ -29,6 +29,7 @@ def make_batch(datums: Sequence[Datum], loss: str, *, vocab_size: int, max_token
     for number, datum in enumerate(datums):
         _check_datum(datum, f"data[{number}]", loss, vocab_size=vocab_size, max_tokens=max_tokens)
     sequences = [np.append(datum.token_ids, datum.inputs["target_tokens"][-1:]) for datum in datums]
+    # Targets need not be the next input tokens, so labels are separate from the sequence.
     labels = [_shifted(datum.inputs["target_tokens"]) for datum in datums]
     # The first token of a sequence has no prediction.
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
@@ -70,6 +71,7 @@ def _check_datum(datum: Datum, place: str, loss: str, *, vocab_size: int, max_to
     wanted = {"target_tokens", *LOSSES[loss].inputs}
     if missing := sorted(wanted - datum.inputs.keys()):
         raise UserError(f"{place}.loss_fn_inputs.{missing[0]} is missing: {loss} needs it")
+    # A dropped array would silently train another loss than the client means.
     if unknown := sorted(datum.inputs.keys() - wanted):
         raise UserError(f"{place}.loss_fn_inputs.{unknown[0]}: {loss} does not use it; leave it out")
     for name, values in datum.inputs.items():

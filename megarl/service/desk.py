@@ -36,10 +36,12 @@ from megarl.service.requests import (
 from megarl.service.trainer import ServedModel, Trainer
 from megarl.types import SamplingSettings
 
+# SDK 0.38 sends a heartbeat every 10 seconds, so only a lost client is silent for so long.
 SILENT_SECONDS = 600.0
 """Seconds until a session without requests ends: its models, and weights published for it, leave the memory."""
 MOST_SESSIONS = 64
 """Maximum sessions of one account."""
+# Every idle model keeps its adapters, gradients and moments in host memory.
 MOST_MODELS = 16
 """Maximum models of one account in memory."""
 _SEEDS = 2**31
@@ -180,6 +182,7 @@ class Desk:
                     model.model_id, batch, message.loss_fn, settings, is_forward_only=message.forward_only
                 )
             except BaseException as error:
+                # A cancelled call counts as failed too: the ranks may still add its gradients.
                 if not message.forward_only:
                     model.failure = f"forward_backward {message.seq_id} failed: {error}"
                 raise
@@ -193,6 +196,7 @@ class Desk:
         address, model = self._numbered(values, owner)
 
         async def work() -> Reply:
+            # The failure is reset here, because the gradients are dropped with it.
             failure, model.failure = model.failure, None
             try:
                 body = read_fields(OptimStep, values)
@@ -232,6 +236,7 @@ class Desk:
                     f"kind = {body.kind}: sampling clients with moving weights are not supported; use snapshot"
                 )
             if body.path is not None:
+                # SDK 0.38 has no field for overwriting in this call, so a name in use is replaced.
                 path = await self._save(model, "sampler_weights", body.path, owner, body.ttl_seconds, overwrite=True)
                 return json_reply(path=path, type="save_weights_for_sampler")
             sampler = _Sampler(secrets.token_hex(12), secrets.token_hex(8))
@@ -305,6 +310,7 @@ class Desk:
             first_seed = body.sampling_params.seed
             if first_seed is None:
                 first_seed = secrets.randbelow(_SEEDS)
+            # Equal seeds would give equal samples.
             seeds = [(first_seed + number) % _SEEDS for number in range(body.num_samples)]
             _refuse_unsupported(body)
             samples = await self._trainer.sample(sampler.version, prompt, settings, seeds)
@@ -338,6 +344,7 @@ class Desk:
             max_new_tokens=min(room, params.max_tokens or room),
             temperature=params.temperature,
             top_p=params.top_p,
+            # The SDK turns top-k off with -1, megarl with 0.
             top_k=max(0, params.top_k),
             stop=texts,
             stop_token_ids=token_ids,
@@ -404,6 +411,7 @@ class Desk:
         raise NotFoundError(f"sampling_session_id = {sampler_id:.100}: does not exist")
 
     async def _end(self, session: _Session) -> None:
+        # The session leaves before the await below, so that no new request reaches its models.
         self._sessions.pop(session.session_id, None)
         for model_id in session.models:
             self.ledger.close_model(model_id)
@@ -453,6 +461,7 @@ def _prompt_tokens(body: SampleRequest) -> np.ndarray:
         token_ids += chunk.tokens
     if not token_ids:
         raise UserError("prompt is empty: give at least one token")
+    # A large id would wrap around in int32. The clipped one is still refused, outside the vocabulary.
     return np.array(token_ids, np.int64).clip(max=2**31 - 1).astype(np.int32)
 
 

@@ -18,6 +18,7 @@ from megarl.service.refusals import NotFoundError, UserError
 
 READ_SECONDS = 600.0
 """Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
+# Requests before their turn keep their bodies in memory, so their number is limited.
 MOST_AHEAD = 10_000
 """Maximum distance of a request's number from the next missing one."""
 _JSON = "application/json"
@@ -91,6 +92,7 @@ class Ledger:
         """Begin the numbers of a model, with 1. Only the first call has an effect."""
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner)
+            # One task per model keeps its order, and models do not wait for each other here.
             sequence.worker = asyncio.create_task(self._run_in_order(sequence))
 
     def close_model(self, model_id: str) -> None:
@@ -111,6 +113,7 @@ class Ledger:
         failed promise: an error status would make the client retry, or lose its place.
         """
         sequence = self._sequences[model_id]
+        # A repeated number may be below the next one, so it is looked up before the check of the range.
         if (earlier := sequence.promises.get(number)) is not None:
             if earlier.digest == digest:
                 return earlier
@@ -120,6 +123,7 @@ class Ledger:
             return self._refuse(sequence.owner, model_id, text)
         promise = self._add(sequence.owner, digest, model_id)
         sequence.promises[number], sequence.held[number] = promise, work
+        # SDK 0.38 submits the first chunk of a call last, so one request may release many.
         while (next_work := sequence.held.pop(sequence.next_number, None)) is not None:
             sequence.ready.put_nowait((sequence.promises[sequence.next_number], next_work))
             sequence.next_number += 1
@@ -142,6 +146,7 @@ class Ledger:
             return self._refuse(owner, model_id, f"{key}: was used by another request; use a new number", num_sequences)
         promise = self._single[key] = self._add(owner, digest, model_id, num_sequences)
         task = asyncio.create_task(self._run(promise, work))
+        # asyncio itself keeps only weak references to tasks; one without others could be collected.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return promise
@@ -160,6 +165,7 @@ class Ledger:
                 await promise.done.wait()
         except TimeoutError:
             return None
+        # Only the first read counts. Otherwise repeated reads would keep a result forever.
         if promise.read_at is None:
             promise.read_at = self._clock()
         return promise.reply

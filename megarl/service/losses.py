@@ -44,12 +44,14 @@ def checked_settings(name: str, settings: Mapping[str, float | str]) -> dict[str
         if key not in loss.settings:
             known = ", ".join(loss.settings) or "none"
             raise UserError(f"loss_fn_config.{key} = {value!r}: {name} has no such setting; it has {known}")
+        # The newer map of settings may have texts, but no loss here takes one.
         if isinstance(value, str) or not math.isfinite(value):
             raise UserError(f"loss_fn_config.{key} = {value!r}: is not a finite number; give one")
         numbers[key] = value
     for key in loss.required:
         if key not in numbers:
             raise UserError(f"loss_fn_config.{key} is missing: {name} needs it; give a number")
+    # `objectives._clip_bounds` has the same defaults. A single bound is checked against the other's default.
     low, high = numbers.get("clip_low_threshold", 0.8), numbers.get("clip_high_threshold", 1.2)
     if not 0 <= low <= 1 <= high:
         raise UserError(

@@ -31,6 +31,7 @@ def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Map
 
 def sequence_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
     """Return GSPO's loss, [places]: each sequence has one ratio, over the tokens of the row's mask."""
+    # A context-parallel rank has only a part of a sequence, but the ratio needs all of it.
     loss, _ = apply_to_whole_row(gspo, (logprobs, *_past(batch)), batch, dict(settings))
     return loss
 

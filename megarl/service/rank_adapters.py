@@ -73,13 +73,16 @@ class Adapters:
         """Run a step of AdamW with these settings. Returns the gradients' norm, and whether weights changed."""
         self._select(name)
         policy = self._policy
+        # Passes only add gradients. Reducing in each pass would sum earlier gradients over the ranks again.
         policy.reduce_gradients()
+        # `step_if_finite` and the inner Adam read these values at every step, so each call can set its own.
         parts: list[Any] = policy.optimizer.chained_optimizers
         for part in parts:
             part.config.clip_grad = adam["grad_clip_norm"]
             for group in part.optimizer.param_groups:
                 group["lr"], group["weight_decay"] = adam["learning_rate"], adam["weight_decay"]
                 group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
+        # Gradients are cleared after a refused step too, as its error tells the client.
         norm, is_applied = step_if_finite(policy.optimizer, is_wanted=True)
         policy.clear_gradients()
         return norm, is_applied
@@ -88,16 +91,20 @@ class Adapters:
         """Write a model's state to a folder, readable with any parallel sizes. Its gradients are not part of it."""
         self._select(name)
         save = checkpoint.stage(folder, {"": self._policy}, str(self._parallel))
+        # The driver renames the folder after this call, so all files must be complete.
         save.write(asynchronous=False)
         save.finish()
 
     def load(self, name: str, folder: Path, with_optimizer: bool) -> None:
         """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_harmless`."""
         self._hold_live()
+        # A loaded state replaces a model of this name, so its older copy must go.
         self._held.pop(name, None)
         self._policy.clear_gradients()
+        # Moments and step counts of the previous model must not mix with the loaded ones.
         drop_moments(self._policy)
         checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
+        # A restore always reads the moments, so they can only be dropped afterwards.
         if not with_optimizer:
             drop_moments(self._policy)
         self._live = name
@@ -111,6 +118,7 @@ class Adapters:
         """Keep a copy of the adapters of a saved state."""
         self.load(version, folder, False)
         self._versions[version] = self._copy_weights()
+        # The loaded state is not a model that trains on, so it must not be held as one.
         self._live = None
 
     def show(self, version: str | None) -> None:
@@ -118,9 +126,11 @@ class Adapters:
         self._hold_live()
         with torch.no_grad():
             if version is None:
+                # An adapter adds a multiple of B A x, so B = 0 gives the base model.
                 for _, _, adapter in adapters_of(self._policy.chunks):
                     adapter.b.zero_()
                 return
+            # Main weights stay behind. The next `_select` restores them together with the weights.
             for parameter, values in zip(trained_parameters(self._policy), self._versions[version], strict=True):
                 parameter.copy_(values)
 
@@ -151,4 +161,5 @@ class Adapters:
         self._live = None
 
     def _copy_weights(self) -> list[Tensor]:
+        # Versions wait in host memory: the device is needed for one model and the engines.
         return [parameter.detach().to("cpu", copy=True) for parameter in trained_parameters(self._policy)]

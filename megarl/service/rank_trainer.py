@@ -39,6 +39,7 @@ class RankTrainer:
         self._reshard_calls = ReshardCalls(ranks)
         # The engines' first version is that of the model folder.
         self._reshard_numbers = itertools.count(2)
+        # The pool finds requests by id, so ids are unique over all clients.
         self._request_numbers = itertools.count()
         self._turns = Turns(self._free_device, self._send_version)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -66,6 +67,7 @@ class RankTrainer:
         await self._train("clear", model_id)
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
+        # Norm and outcome are equal on all ranks, so one answer is enough.
         [(norm, is_applied), *_] = await self._train("step", model_id, adam.model_dump())
         if not is_applied:
             raise UserError(
@@ -129,6 +131,7 @@ class RankTrainer:
                 return await self._model.gather("adapters.score", batch, version)
 
         [logprobs] = await self._shielded(gather)
+        # The SDK reads NaN as a position without log-prob.
         logprobs[0] = np.nan
         return logprobs
 
@@ -152,6 +155,7 @@ class RankTrainer:
             try:
                 return await work()
             except MegarlError as error:
+                # The first error is the cause. Later ones are its consequences.
                 if not self.failure.done():
                     self.failure.set_exception(error)
                 raise
@@ -163,6 +167,7 @@ class RankTrainer:
 
     async def _free_device(self) -> None:
         """Put the engines to sleep: the trainer then has the device."""
+        # The pool stops first: it must not step an engine that sleeps.
         await self._pool.pause()
         await self._ranks.trainers.call("sleep_engine")
 
@@ -170,4 +175,5 @@ class RankTrainer:
         """Bring a version's adapters into the engines, and let them sample."""
         await self._ranks.trainers.call("adapters.show", version)
         await self._reshard_calls.run(verify=False, version=next(self._reshard_numbers))
+        # Waiting requests start only now, when every engine has the new weights.
         self._pool.resume()

@@ -11,6 +11,7 @@ from megarl.service.refusals import UserError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Pattern of a checkpoint's name: one safe part of a path."""
+# All samples of a request enter the pool's queue at once, ahead of later clients.
 _MOST_SAMPLES = 1024
 """Maximum number of samples of one request."""
 _TTL_SECONDS = (3600, 10 * 366 * 86400)
@@ -33,6 +34,7 @@ class Numbered(Body):
 class LoraSettings(Body):
     rank: PositiveInt
     seed: NonNegativeInt | None = None
+    # True is the SDK's default. It has no effect here, but refusing it would refuse most programs.
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

@@ -86,6 +86,7 @@ class _Routes:
         return [
             *(web.post(f"/api/v1/{path}", self._checked(handler)) for path, handler in posts.items()),
             *(web.get(f"/api/v1/{path}", self._checked(handler)) for path, handler in gets.items()),
+            # Health probes have no key, so this route is the only one without a check.
             web.get("/api/v1/healthz", _healthz),
         ]
 
@@ -108,6 +109,7 @@ class _Routes:
         """Return a handler with a check of the key before, and answers for its errors."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
+            # The key is checked before the body is read, so strangers cannot fill the memory.
             owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
             if owner is None:
                 return _error("X-API-Key: this key is not known to the service", 401)
@@ -129,6 +131,7 @@ class _Routes:
         return handle
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
+        # `_read` refuses compressed bodies, so clients must not compress them.
         # The SDK's defaults hold for everything else.
         return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
 

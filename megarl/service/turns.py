@@ -30,6 +30,7 @@ class Turns:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Context of a training call: it has the trainer alone, and no request samples."""
+        # The lock is held to the end of the call: its collectives must not mix with other calls.
         async with self._lock:
             await self._stop_sampling()
             yield
@@ -44,6 +45,7 @@ class Turns:
                 self._is_sampling, self._version = True, version
             self._num_sampling += 1
             self._drained.clear()
+        # The lock is free here, so that more requests for this version can join.
         try:
             yield
         finally:

@@ -134,6 +134,7 @@ def _from_bytes(raw: bytes, kind: str, place: str) -> NDArray[Any]:
     dtype = np.dtype(_LITTLE_ENDIAN[kind])
     if len(raw) % dtype.itemsize:
         raise UserError(f"{place}: its {len(raw)} bytes are not whole values of type {kind}")
+    # A view of bytes is read-only, and torch warns about arrays that it cannot write.
     return np.frombuffer(raw, dtype).copy()
 
 
@@ -141,6 +142,7 @@ def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str
     """Return the reply to a forward_backward request, from the log-probs [tokens] of each datum."""
     module = messages()
     reply = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    # The SDK reads offsets in bytes as int64, one more than there are datums.
     ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
     record = reply.loss_fn_outputs.add()
     record.type_tag, record.num_datums = "ArrayRecord", len(logprobs)

@@ -291,6 +291,7 @@ class AgentProgram:
                 await asyncio.wait({ending}, timeout=min(_LOOK_SECONDS, max(_TICK_SECONDS, seconds_left)))
         finally:
             ending.cancel()
+            # A user's agent may ignore its cancellation, and the attempt must end anyway.
             await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
         return ending.result()
 

@@ -89,6 +89,7 @@ class AttemptContainer:
                 folder=folder,
             )
         except asyncio.CancelledError:
+            # An agent on another node does not see the cancellation of this call.
             with suppress(ContainerError):
                 await self.node.ask("cancel", name=self._name)
             raise
@@ -151,6 +152,7 @@ class Containers:
         if self._config.nodes == "driver":
             return [self._driver]
         living = [agent for agent in self._agents() if not agent.is_lost]
+        # Known nodes are kept, because they hold the names and start times of their containers.
         self._nodes = {agent: self._nodes.get(agent) or self._node_of(agent) for agent in living}
         return list(self._nodes.values())
 
@@ -185,6 +187,7 @@ class Containers:
             tried.add(node)
             # Unique on every node of the run, also after a restart of the driver.
             name = f"megarl-{os.getpid()}-{attempt}-{next(self._numbers)}"
+            # Counted before it lives, so that attempts starting together choose different nodes.
             node.names.add(name)
             began = time.monotonic()
             try:
@@ -193,6 +196,7 @@ class Containers:
                 node.names.discard(name)
                 failure = error
                 continue
+            # A cancelled request may have started the container, which would then be renewed until the run ends.
             except BaseException:
                 await self._stop(node, name)
                 raise
@@ -237,6 +241,7 @@ class Containers:
             await asyncio.sleep(min(_RENEW_SECONDS, self._lease_seconds / 6))
 
     async def _renew_on(self, node: Node) -> None:
+        # One lost node must not stop the renewals on the others.
         with suppress(ContainerError):
             answer = await node.ask("renew")
             node.free_bytes = answer["free_bytes"]
@@ -258,6 +263,7 @@ class Containers:
         usual_seconds = [seconds for peer in self.nodes if peer is not node for seconds in peer.start_seconds]
         if node.name in self._slow or len(node.start_seconds) < _NUM_STARTS or len(usual_seconds) < _NUM_STARTS:
             return
+        # Medians, because a single slow start says nothing about a node.
         seconds, usual = statistics.median(node.start_seconds), statistics.median(usual_seconds)
         if seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS):
             self._slow.add(node.name)

@@ -18,6 +18,7 @@ from megarl.types import Problem
 
 _TESTS, _LOGS = "/tests", "/logs/verifier"
 _MAX_REWARD_BYTES = 64 << 10
+# In base64 these bytes still fit in one message (`requests.MAX_MESSAGE_BYTES`).
 _MAX_TEST_BYTES = 64 << 20
 _TAIL_CHARACTERS = 400
 

@@ -437,6 +437,21 @@ SWITCHES = {
         "loop: rl\nrollout: {environment: verifiers, max_turns: 4}",
         ["rollout.environment=single_turn", "rollout.environment=command", "rollout.environment=calculator"],
     ),
+    "container": (
+        "loop: rl\nrollout: {environment: command, max_turns: 4, agent: {command: [run], sandbox: sandbox, image: i}}",
+        ["rollout.environment=single_turn", "rollout.agent.sandbox=process"],
+    ),
+    "covariance": (
+        "loop: rl\nalgorithm: {clip_cov_share: 2e-4, kl_cov_share: 2e-4}",
+        ["algorithm.clip_cov_share=null", "algorithm.kl_cov_share=null"],
+    ),
+    "DPPO": ("loop: rl\nalgorithm: {policy_loss: dppo_tv}", ["algorithm.policy_loss=clipped"]),
+    "roles": ("loop: rl\nalgorithm: {advantage: rae}", ["algorithm.advantage=grpo"]),
+    "states": (
+        "loop: rl\nrollout: {environment: guess_number, max_turns: 4}\nalgorithm: {state_weight: 1.0}",
+        ["algorithm.state_weight=0"],
+    ),
+    "drafts": ("loop: sft\ntrainer: {mtp_loss_coefficient: 0.1}", ["trainer.mtp_loss_coefficient=null"]),
     "turns": (
         "loop: rl\nrollout: {environment: calculator, max_turns: 4}",
         ["rollout.environment=single_turn", "rollout.environment=verifiers", "rollout.max_turns=1",
@@ -457,6 +472,10 @@ SWITCHES = {
         "loop: distillation\ndistillation: {teacher: t, use_task_rewards: true}\n"
         "algorithm: {dynamic_sampling: [0, 1], overlong_buffer: 8}",
         ["loop=rl", "distillation.use_task_rewards=false"],
+    ),
+    "self-distillation": (
+        "loop: distillation\ndistillation: {teacher: policy, teacher_prompt: '{prompt} {context}', context: [record.a]}",
+        ["distillation.teacher_prompt=null"],
     ),
     "sampled tokens": ("loop: distillation\ndistillation: {teacher: t}", ["distillation.loss=full_vocabulary"]),
 }  # fmt: skip

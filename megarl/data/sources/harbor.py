@@ -101,6 +101,7 @@ def _seconds(path: Path, section: Mapping[str, Any], default: float | None) -> f
     value = section.get("timeout_sec", default)
     if value is None:
         return None
+    # Python counts true as the integer 1.
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
         raise DataError(f"{path}: timeout_sec = {value!r}: must be a number of seconds above 0")
     return float(value)

@@ -62,6 +62,7 @@ class AttemptJournal:
         self._failure: Exception | None = None
         if file.exists():
             self._state.read(file)
+        # Steps are undone first: `forget_settled` would remove their attempts, which can be used again.
         self._state.start(weight_version)
         self._state.forget_settled()
         # Attempts of earlier starts wait until their problems are drawn again.
@@ -109,6 +110,7 @@ class AttemptJournal:
             self.append({"kind": "lost", "tries": sorted(self._unused)})
             self._unused.clear()
         self._state.forget_settled()
+        # The thread of `_flush` writes this too, so records keep their order in the file.
         self._thread.submit(self._write, self._take_pending()).result()
 
     def account(self) -> TokenAccount:
@@ -176,6 +178,7 @@ class AttemptJournal:
 
     def _write(self, content: bytes) -> None:
         with storage_faults_named(self._file):
+            # `os.write` may write only a part of its bytes.
             rest = memoryview(content)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -264,6 +267,7 @@ def trajectory_values(trajectory: Trajectory) -> dict[str, Any]:
 
 def read_trajectory(values: Mapping[str, Any], num_sampled: int, find_problem: FindProblem) -> Trajectory:
     """Return the trajectory written by `trajectory_values`. Raises an error of `DAMAGE` for other values."""
+    # `zlib.decompress` has no limit, and a short text can expand to any size.
     unpacking = zlib.decompressobj()
     try:
         content = unpacking.decompress(base64.b64decode(values["arrays"], validate=True), _MAX_ARRAYS)

@@ -73,6 +73,7 @@ def _decode_line(line: bytes) -> dict[str, Any] | None:
 
 def prompt_digest(prompt: NDArray[np.int32]) -> str:
     """Return a hash of a prompt's tokens [prompt]."""
+    # 128 bits tell prompts apart, and each answer's line has a hash.
     return hashlib.sha256(prompt.tobytes()).hexdigest()[:32]
 
 

@@ -75,6 +75,7 @@ class JournaledTry:
 
     def forget_tokens(self) -> None:
         """Free the tokens of a try after its last use."""
+        # An empty mapping still shows that the try ended, which `_apply_step` checks.
         self.ended = self.ended and {}
         self.chains = []
         for answer in self.answers.values():
@@ -96,6 +97,7 @@ class JournaledTry:
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of this try, in the order of reading."""
         yield {"kind": "began", "try": self.name, "attempt": self.attempt, "settings": self.settings}
+        # A fresh try, because `base` of a record may refer only to answers written before it.
         again = JournaledTry(self.name, self.attempt, self.settings)
         for number, answer in sorted(self.answers.items()):
             assert answer.call is not None, "tries without tokens are settled"
@@ -355,6 +357,7 @@ def _add(account: TokenAccount, attempt: JournaledTry) -> None:
 
 
 def _count(value: Any) -> int:
+    # `isinstance` would accept true and false.
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.40} is not a count")
     return value

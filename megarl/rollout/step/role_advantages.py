@@ -19,6 +19,7 @@ def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: d
     begins with 0. Samples count in the order of their numbers, however the batch is ordered. Raises ConfigError for a
     sample without a role.
     """
+    # `rae` updates a baseline after each sample, so their order changes the result.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
     names = [_baseline_name(recipe, batch, sample) for sample in scored]
     known = list(dict.fromkeys(names))

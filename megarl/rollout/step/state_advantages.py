@@ -20,6 +20,7 @@ def weighted_state_advantages(turn_rewards: Tensor, batch: RLBatch, algorithm: A
     a scored sample has no state.
     """
     _refuse_missing_states(batch, algorithm)
+    # -1 means no group. The return of an unscored sample would shift the mean of its group.
     state_groups = torch.from_numpy(np.where(batch.is_scored[:, None], batch.state_groups, -1))
     of_turns = state_advantages(turn_returns(turn_rewards, algorithm.state_discount), state_groups)
     turns, cu_samples = torch.from_numpy(batch.turns), torch.from_numpy(batch.cu_samples)

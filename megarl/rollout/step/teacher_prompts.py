@@ -118,6 +118,7 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
     place = np.concatenate(places)
     joined = TokenBatch(
         token_ids=np.concatenate(pieces),
+        # Place -1 reads the mask of the batch's last token, so the first condition removes it.
         loss_mask=(place >= 0) & batch.loss_mask[place],
         cu_seqlens=borders([len(of_sequence) for of_sequence in places]),
         samples=batch.samples,

@@ -30,6 +30,7 @@ _START_SECONDS = 300.0
 _SECONDS = 60.0
 """Seconds for any other short command."""
 _LABEL = "megarl"
+# Base64, because `run_command` passes input and output as text, and files are bytes.
 _PUT = 'rm -rf "$1" && mkdir -p "$1" && base64 -d | tar -x -f - -C "$1"'
 _GET = 'test -f "$1" && head -c "$2" "$1" | base64'
 
@@ -37,6 +38,7 @@ _GET = 'test -f "$1" && head -c "$2" "$1" | base64'
 def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     """Return the arguments with which podman and docker alike start a container for `owner`, a process id."""
     limits = settings["limits"]
+    # Without a pull a missing image fails at once. A download could exceed `_START_SECONDS`.
     arguments = ["run", "--rm", "--interactive", "--pull=never", "--name", settings["name"]]
     arguments += ["--label", f"{_LABEL}={owner}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
     arguments.append(f"--network={'none' if settings['network'] == 'endpoint' else 'host'}")
@@ -47,6 +49,7 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
         arguments += [f"--memory={limits['memory_bytes']}", f"--memory-swap={limits['memory_bytes']}"]
     for folder in settings["folders"]:
         arguments += ["--volume", f"{folder}:{folder}:ro"]
+    # `cat` ends when its input does. The image's own entrypoint might not.
     return [*arguments, "--entrypoint", "cat", settings["image"]]
 
 
@@ -64,6 +67,7 @@ class CommandLinePlace:
         self._program, self._name = program, settings["name"]
         self._environment = dict(os.environ)
         self._remove_leftovers()
+        # A program that inherited the writing end would keep the container alive after the keeper.
         reading, self._writing = os.pipe2(os.O_CLOEXEC)
         with os.fdopen(reading, "rb") as stdin:
             self._main = LaunchedProgram(
@@ -110,6 +114,7 @@ class CommandLinePlace:
         # The container's first process is not killed by it.
         with suppress(OSError):
             self._run("exec", self._name, "sh", "-c", "kill -9 -1")
+        # The client of `run` must live: it holds the container's input open, and `cat` ends without it.
         main = {self._main.pid, *descendants(self._main.pid)}
         for pid in descendants(os.getpid()):
             if pid not in main:
@@ -128,6 +133,7 @@ class CommandLinePlace:
         self._run("exec", "--interactive", self._name, "sh", "-c", _PUT, "sh", folder, stdin=text)
 
     def get(self, path: str, max_bytes: int) -> bytes:
+        # One byte more than allowed shows that the file is too long.
         content = base64.b64decode(self._run("exec", self._name, "sh", "-c", _GET, "sh", path, str(max_bytes + 1)))
         if len(content) > max_bytes:
             raise OSError(f"{path} has more than {max_bytes} bytes")
@@ -146,6 +152,7 @@ class CommandLinePlace:
             if self._main.exit_code(0.1) is not None:
                 with self._main.stderr as errors:
                     raise OSError(" ".join(errors.read().decode(errors="replace").split())[-400:])
+            # `inspect` fails until the container exists, and prints 0 before its first process.
             with suppress(OSError):
                 pid = int(self._run("inspect", "--format", "{{.State.Pid}}", self._name) or 0)
                 if pid:

@@ -18,13 +18,17 @@ from megarl.processes.frames import HEADER_BYTES, FrameError, decode, encode, pa
 from megarl.processes.supervised_process import SupervisedProcess
 from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
+# Six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do not end a container.
 LEASE_SECONDS = 60.0
 """Seconds from the last renewal of a lease to the end of its container."""
 COMMAND_LINES = ("podman", "docker")
 """Kinds of containers held by a daemon or another program."""
+# As long as the keeper may take to remove a container (`command_lines._SECONDS`).
 _REMOVAL_SECONDS = 60.0
+# Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper reports that itself.
 _TRIAL_SECONDS = 330.0
 """Seconds for the first message of a keeper."""
+# The interpreter starts without site packages, so the script adds the folder of megarl to its path.
 _KEEPER = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -115,6 +119,7 @@ class Container:
                 folder=folder,
             )
         except asyncio.CancelledError:
+            # The message needs no number, because a container runs one program at a time.
             self._send({"do": "cancel"})
             raise
         return Executed(**answer)
@@ -150,6 +155,7 @@ class Container:
 
     async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
         assert self._reading is not None, "requests come after the start"
+        # Without its reader the future of a new request would never be resolved.
         if self._reading.done():
             raise ContainerError("ContainerLost: the container has ended")
         number = next(self._numbers)

@@ -41,6 +41,7 @@ class ContainerHost:
         container = Container(ContainerSettings(**arguments))
         try:
             await container.start()
+        # A cancelled start leaves a keeper that is not in `_containers` yet, so `close` would miss it.
         except BaseException:
             await container.stop()
             raise
@@ -51,6 +52,7 @@ class ContainerHost:
         running = asyncio.create_task(self._find(name).execute(**fields))
         self._running[name] = running
         try:
+            # `wait` does not raise the task's cancellation, so `_cancel` differs from a cancelled request.
             await asyncio.wait({running})
         finally:
             running.cancel()
@@ -73,6 +75,7 @@ class ContainerHost:
         return {"content": await self._find(name).get(path, max_bytes)}
 
     async def _stop(self, name: str) -> dict[str, Any]:
+        # Removed before the wait, so that a second stop and renewals skip it.
         if (container := self._containers.pop(name, None)) is not None:
             await container.stop()
         return {}
@@ -93,5 +96,6 @@ def free_memory_bytes() -> int:
     """Return the memory available to new programs of this node (proc(5), meminfo)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
+            # The kernel counts in KiB.
             return int(line.split()[1]) << 10
     return 0

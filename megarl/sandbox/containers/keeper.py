@@ -30,12 +30,14 @@ from megarl.sandbox.containers.root_folder import (
 from megarl.sandbox.kernel import CLONE_NEWNS, clone, unshare
 from megarl.sandbox.namespaces import become_user, unprivileged_users
 
+# New files are held in memory, so they have a limit even if the recipe sets none.
 DEFAULT_DISK_BYTES = 4 << 30
 
 
 def main() -> NoReturn:
     """Main function of the keeper. Arguments: settings as JSON, and the descriptor of its connection."""
     settings, connection = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    # A program that inherited it could answer the host, and would hold it open after the keeper.
     connection.set_inheritable(False)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel kills programs before the training.
@@ -121,6 +123,7 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> Non
 
     first = fork_child(begin, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
     os.close(proc)
+    # `recv_fds` would never return for a child without a listener if this end stayed open.
     theirs.close()
     # The host reads the end of the container only if no other process holds its end of the connection.
     connection.close()
@@ -147,6 +150,7 @@ def unprivileged_user(proc: int) -> int:
     with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     for user in unprivileged_users():
+        # Root of a rootless container can change only to users mapped into it.
         if any(first <= user < first + length for first, _, length in ranges):
             return user
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")

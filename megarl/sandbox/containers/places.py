@@ -67,6 +67,7 @@ class NamespacePlace:
         return space.f_bavail * space.f_frsize
 
     def kill_all(self) -> None:
+        # A program may fork while it is killed, so this repeats until no child is left.
         while True:
             # Process -1 is every process of the namespace but this one.
             with suppress(ProcessLookupError):

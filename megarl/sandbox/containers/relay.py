@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 
 _PART_BYTES = 64 << 10
+# Each connection takes two threads of the keeper, and a program may open connections without end.
 _MAX_CONNECTIONS = 64
 """Connections of one container at once. Further ones wait."""
 
@@ -49,5 +50,6 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while part := source.recv(_PART_BYTES):
             target.sendall(part)
+    # Only this direction ends: the other one may still carry an answer.
     with suppress(OSError):
         target.shutdown(socket.SHUT_WR)

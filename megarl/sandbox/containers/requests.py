@@ -132,6 +132,7 @@ class RequestLoop:
             try:
                 request = receive(self._connection, MAX_MESSAGE_BYTES, within(_MESSAGE_SECONDS))
             except (EOFError, OSError, FrameError) as error:
+                # After a broken frame the start of the next one is unknown, so the connection is useless.
                 raise LeaseEndedError from error
             if request["do"] != "renew":
                 return request
@@ -143,6 +144,7 @@ class RequestLoop:
     def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Run a program to its end or a limit, kill all processes of the container, and return what it printed."""
         command, environment, folder = self._place.command(request)
+        # Elsewhere the kernel would also count the user's other processes, such as the training's.
         max_tasks = self._limits.processes if self._place.has_own_users else None
         program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
         try:
@@ -171,11 +173,13 @@ class RequestLoop:
         # Processes may end between the two reads.
         ids = self._place.process_ids()
         stats = [fields for pid in ids if (fields := stat_fields(pid))]
+        # Field 20 of proc(5), stat: the number of threads. `fields` begin with field 3.
         num_tasks = sum(int(fields[17]) for fields in stats)
         if limits.processes is not None and num_tasks > limits.processes:
             return f"ProcessLimit: the program has {num_tasks} processes and threads; {limits.processes} are allowed"
         if limits.memory_bytes is not None and (used := _memory_bytes(ids, limits.memory_bytes)) > limits.memory_bytes:
             return f"MemoryLimit: the program uses {used >> 20} MiB; {limits.memory_bytes >> 20} are allowed"
+        # The size of the mounted tmpfs enforces the limit. Here a full one is only reported.
         if limits.disk_bytes is not None and self._place.free_disk_bytes() == 0:
             return f"DiskLimit: the program's files fill {limits.disk_bytes >> 20} MiB"
         return ""

@@ -95,10 +95,12 @@ def _mount_image(image: str, users: int | None) -> str:
     """Mount an image below a layer of new files. Returns where."""
     for name in ("image", "root", "new", "work"):
         os.mkdir(f"{_BUILT_AT}/{name}")
+        # The umask removes write permissions from the mode given to `mkdir`.
         os.chmod(f"{_BUILT_AT}/{name}", 0o1777)
     root = f"{_BUILT_AT}/root"
     _bind(image, f"{_BUILT_AT}/image", users)
     layers = f"lowerdir={_BUILT_AT}/image,upperdir={_BUILT_AT}/new,workdir={_BUILT_AT}/work"
+    # An ordinary user cannot write overlayfs's usual trusted.* attributes. `userxattr` needs Linux 5.11.
     mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, f"{layers},userxattr")
     return root
 
@@ -121,6 +123,7 @@ def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int
         os.makedirs(os.path.dirname(place), exist_ok=True)
         os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
     _bind(path, place, users)
+    # A bind mount ignores such flags (mount(2)), so a second call sets them.
     restrict_mount(place, MS_RDONLY | flags, recursive=True)
 
 
@@ -174,6 +177,7 @@ def finish_root() -> None:
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     # Terminals of the container alone; Codex and `script` open one.
     mount("devpts", "/dev/pts", "devpts", MS_NOSUID, "newinstance,ptmxmode=0666,mode=620")
+    # As large as in a container of docker by default.
     mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,mode=1777")
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
     for name, target in links.items():

@@ -72,6 +72,7 @@ class MatrixExchange:
         """Replace each matrix [rows, columns] by `compute` of it, on its owner. A collective over the group."""
         for round_ in self._rounds:
             whole = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
+            # Ranks that own no matrix in this round still send their parts of the others' matrices.
             self._copy(round_.gather, self._storages, whole)
             for first, shape in round_.matrices:
                 matrix = whole[_WHOLE][first : first + prod(shape)].view(shape)
@@ -103,6 +104,7 @@ def _make_rounds(
             )
             if owner == rank:
                 matrices = tuple((first, shapes[name]) for name, first in zip(owned, firsts, strict=True))
+        # All ranks make equal plans from equal layouts, so no plan is sent.
         gather, scatter = (
             make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=BUCKET_BYTES).for_rank(rank)
             for sources, destinations in ((parts, whole), (whole, parts))

@@ -69,6 +69,7 @@ class MuonWithAdam(torch.optim.Optimizer):
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter)
             add_gradient(state[MOMENTUM], gradient, self._config.momentum, nesterov=self._config.nesterov)
+        # Orthogonal updates need whole matrices, so all momentum must be in the gradients by now.
         self._run_exchange()
         for group, parameter, gradient in self._matrices():
             apply_update(parameter, gradient, group["lr"], group["weight_decay"])
@@ -121,6 +122,7 @@ class MuonRule:
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> dict[ParamKey, Any]:
         """Return Megatron's overrides that put matrices into groups of their own, and set Adam's learning rate."""
+        # Sets of ids, because `==` compares tensors element by element.
         matrices = {id(parameter) for parameter in self._parameters.values()}
         rate = self._config.muon.adam_rate
         rates = {"max_lr": self._config.learning_rate * rate, "min_lr": self._config.min_learning_rate * rate}
@@ -139,15 +141,18 @@ class MuonRule:
         """Replace Adam in all parts of an optimizer. A collective over the ranks of the pipeline stage."""
         leaves: list[Any] = optimizer.chained_optimizers
         for leaf in leaves:
+            # Megatron makes a stub without an optimizer if a part has no parameters.
             if leaf.optimizer is None:
                 continue
             assert isinstance(leaf.optimizer, Adam)
             leaf.optimizer = MuonWithAdam(leaf.optimizer, self._config, self._exchange(leaf))
+            # Megatron-Core 0.16.1 would give every parameter Adam's two moments here, matrices too.
             leaf.init_state_fn = lambda inner, config=None: inner.allocate_state()
 
     def _exchange(self, leaf: Any) -> Callable[[], None]:
         """Return the function that replaces this part's matrices, in all ranks' gradients, by orthogonal updates."""
         has_experts = any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
+        # Megatron sets `allreduce` to False on parameters of parallel experts; others may have no such attribute.
         parameters = {
             name: parameter
             for name, parameter in self._parameters.items()
@@ -217,6 +222,7 @@ def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
         for bucket in buckets
         for parameter, range_map in bucket["param_map"].items()
     }
+    # A rank's shard may have no element of a parameter, which is then missing in its map.
     return {
         name: (ranges[parameter].start, ranges[parameter].end)
         for name, parameter in parameters.items()

@@ -24,6 +24,7 @@ def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int
 
 def plan_rounds(owners: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> list[dict[int, list[str]]]:
     """Return the matrices of each owner by round. In a round, a rank has no more elements than the largest matrix."""
+    # The largest matrix needs this memory in any case, so smaller ones may share a round.
     limit = max((prod(shapes[name]) for name in owners), default=0)
     rounds_of_owner: dict[int, list[list[str]]] = {}
     for name in sorted(owners, key=lambda name: (-prod(shapes[name]), name)):
