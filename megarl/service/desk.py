@@ -72,6 +72,9 @@ class _Session:
     owner: str
     seen_at: float
     models: dict[str, _Model] = field(default_factory=dict)
+    starting: set[str] = field(default_factory=set)
+    """Ids of models that the trainer is making. They count for the limit, so that parallel requests cannot exceed it.
+    """
     samplers: dict[str, _Sampler] = field(default_factory=dict)
 
 
@@ -368,12 +371,21 @@ class Desk:
         session.seen_at = self._clock()
 
         async def make() -> Reply:
-            num_models = sum(len(each.models) for each in self._sessions.values() if each.owner == session.owner)
+            sessions = [each for each in self._sessions.values() if each.owner == session.owner]
+            num_models = sum(len(each.models) + len(each.starting) for each in sessions)
             if num_models >= MOST_MODELS:
                 raise UserError(
                     f"this key has {MOST_MODELS} models in memory; close their sessions, or save and stop some"
                 )
-            reply: Reply = await work()
+            session.starting.add(model_id)
+            try:
+                reply: Reply = await work()
+            finally:
+                session.starting.discard(model_id)
+            # `_end` releases only the models that the session has.
+            if self._sessions.get(session.session_id) is not session:
+                await self._trainer.forget(models=[model_id], versions=[])
+                raise UserError(f"session_id = {session.session_id}: ended before its model was made; begin a session")
             session.models[model_id] = _Model(model_id)
             self.ledger.open_model(model_id, session.owner)
             return reply
@@ -461,8 +473,8 @@ def _prompt_tokens(body: SampleRequest) -> np.ndarray:
         token_ids += chunk.tokens
     if not token_ids:
         raise UserError("prompt is empty: give at least one token")
-    # A large id would wrap around in int32. The clipped one is still refused, outside the vocabulary.
-    return np.array(token_ids, np.int64).clip(max=2**31 - 1).astype(np.int32)
+    # Ids of a request have any size, and int32 has not. A clipped one is still refused, outside the vocabulary.
+    return np.array([min(max(token_id, -1), 2**31 - 1) for token_id in token_ids], np.int32)
 
 
 def _refuse_unsupported(body: SampleRequest) -> None:

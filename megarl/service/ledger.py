@@ -214,7 +214,9 @@ class Ledger:
         except (UserError, NotFoundError) as error:
             promise.fail(str(error), "user")
         except asyncio.CancelledError:
-            promise.fail("the service ended before this request ran", "server")
+            # `close_model` has failed the promise already, and its reason is the client's own end.
+            if not promise.done.is_set():
+                promise.fail("the service ended before this request ran", "server")
             raise
         except Exception as error:
             # The client learns only the kind of error: the text may quote another client's data or local paths.

@@ -474,7 +474,8 @@ SWITCHES = {
         ["loop=rl", "distillation.use_task_rewards=false"],
     ),
     "self-distillation": (
-        "loop: distillation\ndistillation: {teacher: policy, teacher_prompt: '{prompt} {context}', context: [record.a]}",
+        "loop: distillation\n"
+        "distillation: {teacher: policy, teacher_prompt: '{prompt} {context}', context: [record.a]}",
         ["distillation.teacher_prompt=null"],
     ),
     "sampled tokens": ("loop: distillation\ndistillation: {teacher: t}", ["distillation.loss=full_vocabulary"]),

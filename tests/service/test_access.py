@@ -11,6 +11,7 @@ import pytest
 from aiohttp import ClientSession
 
 from megarl.service.accounts import Accounts, read_accounts
+from megarl.service.desk import MOST_MODELS
 from megarl.types import ConfigError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -150,6 +151,27 @@ def test_wrong_fields_fail_their_promise_and_use_their_number(tmp_path: Path) ->
             second = await client.result("save_weights", saved | {"seq_id": 9})
             third = await client.result("save_weights", saved | {"seq_id": 10, "overwrite": True})
             assert "exists" in second["error"] and first["path"] == third["path"]
+
+    asyncio.run(run())
+
+
+def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> None:
+    class SlowTrainer(FakeTrainer):
+        async def create_model(self, *arguments: Any) -> None:
+            await asyncio.sleep(0.2)
+            await super().create_model(*arguments)
+
+    async def run() -> None:
+        async with serving(SlowTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, session = await client.post("create_session")
+            body = {"session_id": session["session_id"], "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
+            requests = (
+                client.result("create_model", body | {"model_seq_id": number}) for number in range(MOST_MODELS + 3)
+            )
+            replies = await asyncio.gather(*requests)
+            assert sum("model_id" in reply for reply in replies) == MOST_MODELS
+            assert sum(reply.get("category") == "user" for reply in replies) == 3
 
     asyncio.run(run())
 

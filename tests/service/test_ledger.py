@@ -110,6 +110,21 @@ def test_errors_are_sorted_by_who_can_mend_them() -> None:
     asyncio.run(run())
 
 
+def test_the_end_of_a_session_is_the_reason_for_its_running_request() -> None:
+    async def run() -> None:
+        ledger = Ledger(report=print)
+        ledger.open_model("m", "owner")
+        promise = ledger.submit("m", 1, b"", asyncio.Event().wait)  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        ledger.close_model("m")
+        await asyncio.sleep(0.01)
+        reply = await ledger.wait_for(promise, 5.0)
+        assert reply is not None and '"category": "user"' in reply.body.decode() and "session" in reply.body.decode()
+        await ledger.close()
+
+    asyncio.run(run())
+
+
 def test_results_stay_until_long_after_they_were_read() -> None:
     async def run() -> None:
         now = [0.0]

@@ -239,7 +239,9 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
         source: ((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
         for source, sets in heldout.items()
     }
-    return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: run_ranks.agents)
+    return await make_sources(
+        recipe, data, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: run_ranks.agents
+    )
 
 
 class _Screen:
