@@ -163,7 +163,8 @@ class RequestLoop:
                 return "Cancelled: the host ended the program"
             if excess := self._excess(program):
                 return excess
-        return ""
+        # A program that cannot fork may end between two looks. Its children in the background still count.
+        return self._excess(program)
 
     def _excess(self, program: _Program) -> str:
         """Return the limit exceeded by a program; empty: none."""
