@@ -109,7 +109,9 @@ def test_a_program_beyond_a_limit_ends_by_name_and_leaves_nothing(
             assert ran.stdout == "on\n"
         else:
             ran = await running
-            assert ran.outcome.startswith(f"{outcome}: ") and ran.exit_code is None
+            assert ran.outcome.startswith(f"{outcome}: ")
+            # A shell that cannot fork ends by itself, perhaps before it is found.
+            assert ran.exit_code is None or (outcome == "ProcessLimit" and ran.exit_code == 2)
         assert set(descendants(os.getpid())) <= set(keeper)
         await container.stop()
         return ran
