@@ -73,7 +73,7 @@ def _decode_line(line: bytes) -> dict[str, Any] | None:
 
 def prompt_digest(prompt: NDArray[np.int32]) -> str:
     """Return a hash of a prompt's tokens [prompt]."""
-    # 128 bits tell prompts apart, and each answer's line has a hash.
+    # 128 bits distinguish all prompts of a run. Each answer's line also has a hash of its own.
     return hashlib.sha256(prompt.tobytes()).hexdigest()[:32]
 
 
