@@ -24,16 +24,13 @@ from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import Desk
 from megarl.service.rank_trainer import RankTrainer
-from megarl.service.routes import make_app
+from megarl.service.routes import make_server
 from megarl.service.trainer import ServedModel
-from megarl.serving.http_server import HttpServer
 from megarl.tracking.display import Display
 from megarl.types import ConfigError
 
 WORKER = "megarl.service.rank_worker:ServiceWorker"
 """Class of the worker on each rank."""
-# A poll keeps its connection up to `routes.HOLD_SECONDS`, so clients with many requests need many.
-_MOST_CONNECTIONS = 4096
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
 UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")
 """Sections of a recipe without use in a service: the client's program has their contents."""
@@ -153,7 +150,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             trainer = RankTrainer(service.served, ranks, pool, model)
             await trainer.start()
             desk = Desk(trainer, Checkpoints(service.folder / "service" / "checkpoints"), report=display.warn)
-            server = HttpServer(make_app(desk, service.accounts), section="service", max_connections=_MOST_CONNECTIONS)
+            server = make_server(desk, service.accounts)
             url = await server.start(service.host, service.port)
             # The stack closes in reverse order: the server ends before the ranks that serve its requests.
             stack.push_async_callback(server.close)

@@ -25,12 +25,15 @@ from megarl.service.requests import (
     read_fields,
 )
 from megarl.serving.body import MAX_BODY_BYTES, parse_body
+from megarl.serving.http_server import HttpServer
 from megarl.serving.refusal import RequestError
 
 HOLD_SECONDS = 30.0
 """Maximum seconds of a poll without a result. The SDK ends a poll after 45."""
 EXPIRY_SECONDS = 30.0
 """Seconds between searches for silent sessions and old results."""
+# A poll keeps its connection up to `HOLD_SECONDS`, so clients with many requests need many.
+_MOST_CONNECTIONS = 4096
 _BODY_SECONDS = 60.0
 """Seconds until a body must be complete."""
 _UNEMBED_NOTICE = (
@@ -41,17 +44,13 @@ _UNEMBED_NOTICE = (
 Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
 
-def make_app(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SECONDS) -> web.Application:
-    """Return the application of a service."""
-    routes = _Routes(desk, accounts, hold_seconds)
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.add_routes(routes.table())
-    app.cleanup_ctx.append(routes.expiring)
-    return app
+def make_server(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SECONDS) -> HttpServer:
+    """Return the HTTP server of a service, which is not started yet."""
+    return _Routes(desk, accounts, hold_seconds).server
 
 
 class _Routes:
-    """Handlers of the routes. A wrong key gets 401, an unknown or foreign id 404, an unreadable body 400.
+    """Handlers of the routes, and their server. A wrong key gets 401, an unknown or foreign id 404, a bad body 400.
 
     Every other fault of a request fails its promise. The SDK retries the statuses 409, 429 and 5xx, so a client's fault
     never has them.
@@ -59,8 +58,12 @@ class _Routes:
 
     def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
         self._desk, self._accounts, self._hold_seconds = desk, accounts, hold_seconds
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes(self._table())
+        app.cleanup_ctx.append(self._expiring)
+        self.server = HttpServer(app, section="service", max_connections=_MOST_CONNECTIONS)
 
-    def table(self) -> list[web.RouteDef]:
+    def _table(self) -> list[web.RouteDef]:
         posts: dict[str, Handler] = {
             "client/config": self._client_config,
             "create_session": self._create_session,
@@ -90,7 +93,7 @@ class _Routes:
             web.get("/api/v1/healthz", _healthz),
         ]
 
-    async def expiring(self, app: web.Application) -> AsyncIterator[None]:
+    async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
         """Context of the application: silent sessions and old results end meanwhile."""
 
         async def expire() -> None:
@@ -113,6 +116,9 @@ class _Routes:
             owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
             if owner is None:
                 return _error("X-API-Key: this key is not known to the service", 401)
+            # The server soon ends a connection without an admitted request, and a poll waits longer than that.
+            if not self.server.admit(request):
+                return _error(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
             try:
                 return await handler(request, owner)
             except NotFoundError as error:

@@ -14,9 +14,8 @@ from typing import Any
 from megarl.service.accounts import Accounts
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import Desk
-from megarl.service.routes import make_app
+from megarl.service.routes import make_server
 from megarl.service.trainer import Trainer
-from megarl.serving.http_server import HttpServer
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")
 
@@ -25,8 +24,7 @@ PROGRAM = Path(__file__).with_name("sdk_program.py")
 async def serving(trainer: Trainer, folder: Path, accounts: Accounts | None = None) -> AsyncIterator[str]:
     """Serve a trainer, and yield the URL."""
     desk = Desk(trainer, Checkpoints(folder), report=print)
-    app = make_app(desk, accounts or Accounts(None), hold_seconds=2.0)
-    server = HttpServer(app, section="service", max_connections=1000)
+    server = make_server(desk, accounts or Accounts(None), hold_seconds=2.0)
     url = await server.start("127.0.0.1", 0)
     try:
         yield url

@@ -176,6 +176,26 @@ def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> N
     asyncio.run(run())
 
 
+def test_a_poll_with_a_known_key_outlasts_the_time_for_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.serving.http_server.HEAD_SECONDS", 0.3)
+
+    class SlowTrainer(FakeTrainer):
+        async def clear_gradients(self, model_id: str) -> None:
+            await asyncio.sleep(60)
+
+    async def run() -> None:
+        async with serving(SlowTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
+            ann = Client(http, url, "tml-a")
+            _, model_id = await make_model(ann)
+            # A refused step clears the gradients.
+            wrong_step = {"model_id": model_id, "seq_id": 1, "adam_params": {"eps": 0}}
+            assert (await ann.result("optim_step", wrong_step))["type"] == "try_again"
+
+    asyncio.run(run())
+
+
 def test_bodies_that_cannot_be_read_are_refused_without_a_retry(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
