@@ -12,8 +12,4 @@ class NotFoundError(Exception):
 
 
 class MalformedError(Exception):
-    """Raised for an unreadable request. Its answer has status 400, or `status`."""
-
-    def __init__(self, message: str, *, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
+    """Raised for an unreadable request. Its answer has status 400."""

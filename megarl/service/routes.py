@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from megarl.service.requests import (
     SessionAddress,
     read_fields,
 )
-from megarl.serving.body import MAX_BODY_BYTES, parse_body
+from megarl.serving.body import MAX_BODY_BYTES, read_bytes, read_json
 from megarl.serving.http_server import HttpServer
 from megarl.serving.refusal import RequestError
 
@@ -34,8 +33,6 @@ EXPIRY_SECONDS = 30.0
 """Seconds between searches for silent sessions and old results."""
 # A poll keeps its connection up to `HOLD_SECONDS`, so clients with many requests need many.
 _MOST_CONNECTIONS = 4096
-_BODY_SECONDS = 60.0
-"""Seconds until a body must be complete."""
 _UNEMBED_NOTICE = (
     "This service trains adapters of attention and MLP layers. train_unembed has no effect: the output layer has no "
     "adapter."
@@ -52,8 +49,8 @@ def make_server(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SE
 class _Routes:
     """Handlers of the routes, and their server. A wrong key gets 401, an unknown or foreign id 404, a bad body 400.
 
-    Every other fault of a request fails its promise. The SDK retries the statuses 409, 429 and 5xx, so a client's fault
-    never has them.
+    Every other fault of a request fails its promise. The SDK retries the statuses 408, 409, 429 and 5xx, so a client's
+    fault never has them.
     """
 
     def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
@@ -124,7 +121,10 @@ class _Routes:
             except NotFoundError as error:
                 return _error(str(error), 404)
             except MalformedError as error:
-                return _error(str(error), error.status)
+                return _error(str(error), 400)
+            except RequestError as error:
+                # The SDK repeats a request with status 408, and a body that came late would come late again.
+                return _error(str(error), 400 if error.status == 408 else error.status)
             except UserError as error:
                 return _error(str(error), 422)
 
@@ -208,25 +208,18 @@ async def _healthz(request: web.Request) -> web.StreamResponse:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return a request's body. Raises MalformedError for a large, late or compressed one."""
-    if encoding := request.headers.get("Content-Encoding"):
-        raise MalformedError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
-    # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
-    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
-        raise MalformedError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            return await request.read()
-    except TimeoutError as error:
-        raise MalformedError(f"the body is not complete after {_BODY_SECONDS:g} seconds") from error
+    _refuse_compressed(request)
+    return await read_bytes(request)
 
 
 async def _json(request: web.Request) -> dict[str, Any]:
-    raw = await _read(request)
-    try:
-        return dict(parse_body(raw or b"{}"))
-    except RequestError as error:
-        raise MalformedError(str(error), status=error.status) from error
+    _refuse_compressed(request)
+    return dict(await read_json(request))
+
+
+def _refuse_compressed(request: web.Request) -> None:
+    if encoding := request.headers.get("Content-Encoding"):
+        raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
 
 
 def _promise(promise: Promise) -> web.StreamResponse:
@@ -239,4 +232,4 @@ def _promise(promise: Promise) -> web.StreamResponse:
 
 
 def _error(message: str, status: int) -> web.StreamResponse:
-    return web.json_response({"error": message}, status=status, dumps=json.dumps)
+    return web.json_response({"error": message}, status=status)

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -15,6 +15,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from megarl.files.strict_json import MEDIUM, count_values, is_deeper, refuse_surrogates
 from megarl.serving.conversation import MAX_DEPTH
 from megarl.serving.refusal import RequestError
+
+Parsed = TypeVar("Parsed")
 
 MAX_BODY_BYTES = 32 << 20
 """Largest accepted body of an HTTP request, in bytes (32 MiB)."""
@@ -30,23 +32,39 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     The identity is a hash of the path and of the object without `stream`. A client repeats a request with the same
     object, but some ask for a whole answer after a stream was cut.
 
+    Raises RequestError as `read_bytes`, and with status 400 for a body that is not a JSON object, nested too deeply, or
+    not representable in UTF-8.
+    """
+    return await _parse(_identify, await read_bytes(request), request.path)
+
+
+async def read_json(request: web.Request) -> Mapping[str, Any]:
+    """Return the JSON object in a request's body, empty for an empty body. Raises RequestError as `read_body`."""
+    return await _parse(parse_body, await read_bytes(request) or b"{}")
+
+
+async def read_bytes(request: web.Request) -> bytes:
+    """Return a request's body.
+
     Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError
-    with status 413 for a body that is too large, and 408 for one that does not arrive. The status is 400 for one that
-    is malformed, not a JSON object, nested too deeply, or not representable in UTF-8.
+    with status 413 for a body that is too large, 408 for one that does not arrive, and 400 for a malformed one.
     """
     # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise RequestError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            raw = await request.read()
+            return await request.read()
     except TimeoutError as error:
         raise RequestError(f"the body is not complete after {_BODY_SECONDS:g} seconds", status=408) from error
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
         raise RequestError(f"the body cannot be read: {type(error).__name__}: {error!s:.200}") from error
+
+
+async def _parse(parser: Callable[..., Parsed], raw: bytes, *args: Any) -> Parsed:
     if len(raw) < _LARGE_BYTES:
-        return _identify(raw, request.path)
-    return await asyncio.to_thread(_identify, raw, request.path)
+        return parser(raw, *args)
+    return await asyncio.to_thread(parser, raw, *args)
 
 
 def _identify(raw: bytes, path: str) -> tuple[bytes, Mapping[str, Any]]:
