@@ -169,7 +169,7 @@ class Agent:
         self._upward.write(pack_event(message))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work beside the agent's loop. asyncio itself would let the garbage collector end it."""
+        """Run work in the background. The agent holds the task, because asyncio does not: it could be collected."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

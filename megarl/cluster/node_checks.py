@@ -144,7 +144,7 @@ async def inspect(
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
         tried = await ranks.call("reach", addresses)
-        wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
+        wrong = list(unreachable_nodes({node: why for node, why in zip(nodes, tried, strict=True) if why}))
     await ranks.call("close")
     # Bandwidths are measured only where ranks have links: not for groups of one rank, nor on one node without GPUs.
     linked = [group for group in ranks.groups if group.world_size > 1]
@@ -298,10 +298,10 @@ def unfit_nodes_error(title: str, unfit: Sequence[Finding]) -> MegarlError:
     return kind(error_page(title, list(map(str, unfit))))
 
 
-def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def unreachable_nodes(tried: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     """Yield a fault for each node out of reach of others, from the results of `NodeReport.reach`."""
-    for node in dict.fromkeys(node for found in tried.values() for node in found):
-        others = {other: found[node] for other, found in tried.items() if node in found}
+    for node in dict.fromkeys(node for errors in tried.values() for node in errors):
+        others = {other: errors[node] for other, errors in tried.items() if node in errors}
         yield _bad_node(
             node,
             f"its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))})",

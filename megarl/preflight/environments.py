@@ -45,7 +45,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
         yield from command_faults(recipe.rollout.agent)
-        yield from _unnamed(recipe, None)
+        yield from _missing_state_and_role_names(recipe, None)
         yield from _inherited_variables(recipe)
     else:
         try:
@@ -94,12 +94,12 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
         if check := getattr(instance, "check", None):
             check()
         tools = tuple(getattr(instance, "tools", ()))
-    for fault in _unnamed(recipe, instance):
+    for fault in _missing_state_and_role_names(recipe, instance):
         raise ConfigError(fault)
     return tools
 
 
-def _unnamed(recipe: Recipe, instance: object) -> Iterator[str]:
+def _missing_state_and_role_names(recipe: Recipe, instance: object) -> Iterator[str]:
     """Yield an error if the algorithm needs states or roles that the environment `instance` does not name.
 
     None: a program, which returns no steps.

@@ -10,7 +10,10 @@ from megarl.service.refusals import UserError
 
 
 class Loss(NamedTuple):
-    """A loss: the arrays of each datum beside `target_tokens`, and its settings. `required` ones have no default."""
+    """A loss of the wire. `inputs` are the arrays of each datum in addition to `target_tokens`.
+
+    `settings` are the names that a client may set. `required` settings have no default.
+    """
 
     inputs: tuple[str, ...]
     settings: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from megarl.cluster.node_checks import (
     kinds_of_nodes,
     memory_shortages,
     unfit_nodes_error,
-    unreached,
+    unreachable_nodes,
 )
 from megarl.cluster.topology import Introduction, in_order, visible_gpus
 from megarl.cluster.worker_group import WorkerGroup
@@ -260,7 +260,7 @@ def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest
 
 def test_a_node_that_cannot_be_reached_is_named_once() -> None:
     tried = {"n1": {"n3": "no answer in 10 s"}, "n2": {"n3": "no answer in 10 s"}, "n3": {}}
-    (fault,) = unreached(tried)
+    (fault,) = unreachable_nodes(tried)
     assert str(fault).startswith("node n3: its ports cannot be reached from n1, n2 (no answer in 10 s)")
 
 

@@ -130,7 +130,7 @@ class LoraConfig(Section):
     PEFT's names also work: q_proj, k_proj and v_proj together mean qkv_proj; gate_proj and up_proj together mean
     gate_up_proj; all-linear means all four."""
     sync: Annotated[Literal["auto", "merged", "adapter"], OnlyIf(*LORA, SAMPLES)] = "auto"
-    """Weights sent to the engines by a reshard. adapter: the matrices A and B alone, beside the base weights. merged:
+    """Weights that engines receive after an update. adapter: only the matrices A and B; base weights stay. merged:
     all weights with the adapters merged in, which rounds small updates away in bfloat16. auto (default): adapter if
     the engines can take it, else merged, with a notice (megarl/reshard/README.md#lora)."""
     export_adapter: Annotated[bool, OnlyIf(*LORA)] = True

@@ -1,4 +1,4 @@
-"""Places of programs beside the request loop: this machine, and the namespaces of a container."""
+"""Where a provider runs its programs: on this machine, or in the namespaces of a container."""
 
 from __future__ import annotations
 
