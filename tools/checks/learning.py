@@ -3,16 +3,17 @@
 First a hasty student is made, as in the quickstart: a tiny model with random weights that imitates short answers to
 arithmetic. Each method then starts from it, with the same data, seeds and steps on two CPU ranks. Preference methods
 are measured by the share of held-out pairs that they win. Environments that megarl ships are methods here too: games
-start from a player that mostly guesses at random, tools from a student that seldom calls them. A row per method; it
-fails if the run fails or gains less than its limit.
+start from a player that mostly guesses at random, tools from a student that seldom calls them. A row per method and
+seed; it fails if the run fails or gains less than its limit. With several seeds, a last row per method has their means.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tools.make_dataset import make_dataset
@@ -164,19 +165,20 @@ def make_start(folder: Path, run: str) -> None:
     train(TOOL_STUDENT if run in ("tiny_tools_sft", SEARCHER) else STUDENT, *overrides, folder=folder)
 
 
-def check_method(folder: Path, name: str) -> dict[str, Any]:
-    """Train one method in a folder. Returns its row."""
+def check_method(folder: Path, name: str, seed: int) -> dict[str, Any]:
+    """Train one method with one seed in a folder. Returns its row."""
     recipe, *overrides = METHODS[name]
     if any(REWARD_MODEL in override for override in overrides) and not (folder / REWARD_MODEL).is_dir():
         train(RECIPES["reward_model"], folder=folder)
-    run_name = f"{name}-{time.strftime('%H%M%S')}"
+    run_name = f"{name}-{seed}-{time.strftime('%H%M%S')}"
     try:
-        seconds = train(RECIPES[recipe], f"name={run_name}", *overrides, folder=folder)
+        seconds = train(RECIPES[recipe], f"name={run_name}", *overrides, f"seed={seed}", folder=folder)
     except SystemExit as failure:
-        return {"method": name, "failure": str(failure), "met": False}
+        return {"method": name, "seed": seed, "failure": str(failure), "met": False}
     before, *_, after = heldout_accuracies(folder / "runs" / run_name)
     return {
         "method": name,
+        "seed": seed,
         "before": before,
         "after": after,
         "gain": after - before,
@@ -186,8 +188,16 @@ def check_method(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a method's means over its seeds, with the least and the largest accuracy afterwards."""
+    accuracies = [row["after"] for row in rows]
+    means = {key: fmean(row[key] for row in rows) for key in ("before", "after", "gain")}
+    return {"method": rows[0]["method"], "seed": "mean", **means, "least": min(accuracies), "most": max(accuracies)}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=METHODS, help="check this method; repeatable")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the runs of each method")
     parser.add_argument("--work", type=Path, default=Path("runs/check_learning"), help="folder of the runs")
 
 
@@ -197,4 +207,9 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if not (options.work / "runs" / start / "hf").is_dir():
             make_start(options.work, start)
     for name in options.only or METHODS:
-        yield check_method(options.work, name)
+        rows = []
+        for seed in options.seeds:
+            rows.append(check_method(options.work, name, seed))
+            yield rows[-1]
+        if len(rows) > 1 and all("after" in row for row in rows):
+            yield mean_row(rows)
