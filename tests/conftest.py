@@ -28,7 +28,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import pytest
 
-from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.agents.agent_link import AgentLink
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import disable_collector
 from megarl.processes.fork_server import end_fork_servers

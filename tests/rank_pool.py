@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups import backends, rendezvous
 from megarl.platform import device

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.completion import override_candidates
+from megarl.config.references.completion import override_candidates
 
 MEGARL = Path(sys.executable).with_name("megarl")
 RUN = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.cluster.rank_errors import RankFailedError
+from megarl.cluster.calls.rank_errors import RankFailedError
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

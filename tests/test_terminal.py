@@ -9,7 +9,7 @@ import pytest
 from rich.table import Table
 
 from megarl import cli
-from megarl.cluster.rank_handle import log_tail
+from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.terminal import Console, printable
 from megarl.types import DataError
 

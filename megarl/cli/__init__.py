@@ -224,7 +224,7 @@ def fork_run(
 
 def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
     """Return a context with an import of the ranks' libraries in the background. It takes longer than the checks."""
-    from megarl.cluster.launchers import importing_early
+    from megarl.cluster.launchers.run_nodes import importing_early
 
     return importing_early(recipe.cluster)
 
@@ -289,7 +289,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Show whether this machine's libraries and devices fit together, and which of them megarl will use."""
-    from megarl.cluster.doctor import differences, examine, examine_nodes
+    from megarl.cluster.checks.doctor import differences, examine, examine_nodes
     from megarl.config.recipe import error_page, load
     from megarl.planner.predictions import planned_host_bytes
     from megarl.preflight.sizes import machines

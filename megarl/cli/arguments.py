@@ -15,7 +15,7 @@ from megarl.types import ConfigError
 
 def _complete_override(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the candidates for the override at the cursor of a shell, each with a description."""
-    from megarl.config.completion import override_candidates
+    from megarl.config.references.completion import override_candidates
 
     return override_candidates(list(ctx.params.get("overrides") or ()), incomplete)
 

@@ -13,7 +13,7 @@ from megarl.cli.checking import with_notices_shown
 
 def _print_fields(is_asked: bool) -> None:
     if is_asked:
-        from megarl.config.field_table import fields_markdown
+        from megarl.config.references.field_table import fields_markdown
 
         print(fields_markdown(), end="")
         raise typer.Exit
@@ -61,6 +61,6 @@ def show_config(
 
 def schema() -> None:
     """Print the JSON Schema (draft 2020-12) of recipe files, for completion and checks in an editor."""
-    from megarl.config.json_schema import recipe_schema
+    from megarl.config.references.json_schema import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=1, ensure_ascii=False))

@@ -47,7 +47,7 @@ def resize(
     changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load_of_run
-    from megarl.loops.resizing import FIELDS, request, resized
+    from megarl.loops.ranks.resizing import FIELDS, request, resized
     from megarl.tracking.run_record import RunRecord
 
     if not overrides:
@@ -71,7 +71,7 @@ def _sizes(
     `is_of_run`: `recipe` is the config.yaml of a run, which an earlier version may have written.
     """
     from megarl.config.recipe import load
-    from megarl.loops.resizing import refuse_other_fields
+    from megarl.loops.ranks.resizing import refuse_other_fields
 
     names = [text.partition("=")[0] for text in overrides]
     refuse_other_fields(names)
@@ -83,7 +83,7 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     """Print about how many bytes ranks exchange when a run of the recipe changes its sizes from `before` to `after`."""
     from megarl.config.recipe import load
     from megarl.loops.models import trained_shape
-    from megarl.loops.resizing import with_sizes
+    from megarl.loops.ranks.resizing import with_sizes
     from megarl.planner.sizes import align_parallel
     from megarl.preflight import check_plan
     from megarl.reshard.forecast.resize import StateSettings, forecast_resize

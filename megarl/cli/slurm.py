@@ -32,7 +32,7 @@ def render(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
 @app.command(cls=RecipeCommand)
 def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOptions = None) -> None:
     """Check a recipe as a dry run does, let sbatch test the batch script, then submit it."""
-    from megarl.cluster.sbatch import check_options, require_sbatch, submit
+    from megarl.cluster.launchers.sbatch import check_options, require_sbatch, submit
 
     check_options(option or ())
     # Before the checks, which take half a minute.
@@ -54,7 +54,7 @@ def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
 
 
 def _batch_script(recipe: str, overrides: Sequence[str], options: Sequence[str]) -> str:
-    from megarl.cluster.sbatch import render
+    from megarl.cluster.launchers.sbatch import render
     from megarl.config.recipe import load
 
     return render(load(recipe, overrides), arguments=[recipe, *overrides], options=options)

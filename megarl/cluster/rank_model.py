@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.row_packing import RowPacking
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import Costs, count_tokens
 from megarl.data.token_batch import TokenBatch

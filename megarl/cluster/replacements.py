@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from megarl.cluster.stacks import engine_named
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.ranks.stacks import engine_named
 from megarl.types import MegarlError
 
 _MOST_STARTS = 3

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.reshard_states import MOST_ATTEMPTS, Command, Event, ReshardStates, State, TransitionError
 from megarl.cluster.run_ranks import RunRanks, together
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
 from megarl.reshard.reshard_report import ReshardReport

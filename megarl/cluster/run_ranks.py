@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from megarl import faults
-from megarl.cluster.agent_link import AgentLink
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.hang_report import HangReport
-from megarl.cluster.rank_errors import RankFailedError
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.agents.agent_link import AgentLink
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.types import PeerLostError
 
 _WATCH_SECONDS = 1.0

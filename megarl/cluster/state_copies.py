@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink, RankPlace
-from megarl.cluster.topology import reached_at
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.agents.agent_link import AgentLink, RankPlace
+from megarl.cluster.agents.topology import reached_at
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.reshard.state_holders import hand_overs
 from megarl.types import PeerLostError
 

@@ -14,8 +14,8 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
-from megarl.config.engine_fields import engine_field_fault, refusals_by_field
-from megarl.config.library_settings import reserved_settings
+from megarl.config.libraries.engine_fields import engine_field_fault, refusals_by_field
+from megarl.config.libraries.library_settings import reserved_settings
 from megarl.config.override import engine_overrides
 from megarl.engine.compilation_guard import without_fused_all_reduce
 from megarl.engine.parts.engine_part import EnginePart

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES, is_sequence_loss
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.cluster.teacher_model import TeacherRankModel
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.parts import Latent

@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.activity import Activity, phase_of_method
 from megarl.cluster.rank_model import RankModel, Work
+from megarl.cluster.ranks.activity import Activity, phase_of_method
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.files.atomic import replace_text

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from megarl import faults
+from megarl.cluster.launchers.sbatch import reporting_bad_nodes
 from megarl.cluster.reshard_calls import ReshardCalls
-from megarl.cluster.sbatch import reporting_bad_nodes
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
@@ -24,10 +24,16 @@ from megarl.loops.observers.selection import make_observers
 from megarl.loops.observers.step_checks import StepChecks
 from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.performance import Performance, Profiles
-from megarl.loops.rank_processes import RankProcesses
-from megarl.loops.rank_start import construct_workers, count_of_ranks, hardware, replacing_lost_engines, start_ranks
+from megarl.loops.ranks.rank_processes import RankProcesses
+from megarl.loops.ranks.rank_start import (
+    construct_workers,
+    count_of_ranks,
+    hardware,
+    replacing_lost_engines,
+    start_ranks,
+)
+from megarl.loops.ranks.resizing import ResizeAskedError
 from megarl.loops.reshard_schedule import ReshardSchedule
-from megarl.loops.resizing import ResizeAskedError
 from megarl.loops.run_data import RunData
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.saving.checkpointing import Checkpoints

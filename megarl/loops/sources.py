@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.cluster.agent_link import AgentLink
-from megarl.cluster.launchers import server_processes
+from megarl.cluster.agents.agent_link import AgentLink
+from megarl.cluster.launchers.run_nodes import server_processes
 from megarl.config import Recipe
 from megarl.config.judges import judges_answers
 from megarl.config.mixture import SourceRecipe

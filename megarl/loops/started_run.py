@@ -14,9 +14,9 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.performance import Performance, Profiles
-from megarl.loops.rank_processes import RankProcesses
+from megarl.loops.ranks.rank_processes import RankProcesses
+from megarl.loops.ranks.resizing import take_request
 from megarl.loops.reshard_schedule import ReshardSchedule
-from megarl.loops.resizing import take_request
 from megarl.loops.run_data import RunData
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.saving.checkpointing import Checkpoints

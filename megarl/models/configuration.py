@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.config.library_settings import reserved_settings, without_effect
+from megarl.config.libraries.library_settings import reserved_settings, without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families.megatron_settings import architecture_settings, router_settings
 from megarl.families.parts import Latent, Router

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.effects import unmet
-from megarl.config.library_settings import reserved_settings
+from megarl.config.libraries.library_settings import reserved_settings
 from megarl.config.parallel import ParallelConfig
 from megarl.config.reading.override_text import short_override
 from megarl.config.schema import value_at

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.engine_fields import engine_field_fault, refusals_by_field
-from megarl.config.library_settings import reserved_settings, without_effect
+from megarl.config.libraries.engine_fields import engine_field_fault, refusals_by_field
+from megarl.config.libraries.library_settings import reserved_settings, without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import start_ranks
+from megarl.cluster.calls.deadlines import run_deadlines
+from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page

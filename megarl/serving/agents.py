@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.agents.agent_link import AgentLink
 from megarl.config import Recipe
 from megarl.config.sections.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of

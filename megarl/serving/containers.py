@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.agents.agent_link import AgentLink
 from megarl.config.sections.rollout import ANY_ADDRESS, AgentConfig
 from megarl.sandbox.containers.container import LEASE_SECONDS, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.host import ContainerHost, free_memory_bytes

@@ -1,6 +1,6 @@
 """Few modules start or kill processes: all others use theirs.
 
-Not counted: Ray's actors (`cluster/ray.py`, `processes/on_ray.py`), and os.exec, which replaces a program.
+Not counted: Ray's actors (`cluster/launchers/ray.py`, `processes/on_ray.py`), and os.exec, which replaces a program.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field, PositiveFloat
 
 from megarl.cli import main
-from megarl.config.field_table import type_text
+from megarl.config.references.field_table import type_text
 from megarl.config.schema import all_fields, section_of
 from megarl.tracking.metric_table import rows
 

@@ -9,8 +9,8 @@ import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from megarl.cluster.srun import SrunNodes
-from megarl.cluster.topology import NodeKind
+from megarl.cluster.agents.topology import NodeKind
+from megarl.cluster.launchers.srun import SrunNodes
 from megarl.config.sections.rollout import AgentConfig
 from megarl.serving.containers import Containers
 from tests.cluster.test_containers import CALL, serve

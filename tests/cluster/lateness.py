@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.rank_errors import RankFailedError
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.calls.worker_group import WorkerGroup
 
 
 async def see_who_is_late(group: WorkerGroup, seconds: float) -> None:

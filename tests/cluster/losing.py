@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.hang_report import HangReport
-from megarl.cluster.nodes import Nodes
-from megarl.cluster.rank_errors import RankFailedError
+from megarl.cluster.agents.nodes import Nodes
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import ConfigError
 from tests.child_processes import is_alive
@@ -157,8 +157,8 @@ async def play(scene: str, nodes: Nodes, logs: Path) -> None:
 
 def main() -> None:
     """Play a scene on the nodes of this job."""
-    from megarl.cluster.srun import SrunNodes
-    from megarl.cluster.topology import NodeKind
+    from megarl.cluster.agents.topology import NodeKind
+    from megarl.cluster.launchers.srun import SrunNodes
 
     sys.path.insert(0, str(Path(__file__).parent))
     scene, logs = sys.argv[1:]

@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from megarl.cluster.nodes import ConnectedNodes, Nodes
-from megarl.cluster.topology import NodeKind
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.agents.nodes import ConnectedNodes, Nodes
+from megarl.cluster.agents.topology import NodeKind
+from megarl.cluster.calls.worker_group import WorkerGroup
 from tests.cluster.started import shared_imports
 
 START_SECONDS = 300.0
 AGENT = """
 import os
 import sys
-from megarl.cluster.agent import connect
-from megarl.cluster.topology import Introduction
+from megarl.cluster.agents.agent import connect
+from megarl.cluster.agents.topology import Introduction
 from megarl.processes.process_tree import die_with
 host, port, key, turn, parent = sys.argv[1:]
 die_with(int(parent))

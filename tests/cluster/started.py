@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from tests.shared_fork_servers import SHARED
 
 

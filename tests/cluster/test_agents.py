@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster import worker_group
-from megarl.cluster.agent_link import AgentLink, _pack_batch
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.handshake import introduce
-from megarl.cluster.messages import ANSWER, BATCH, PART, pack
-from megarl.cluster.rank_errors import RankFailedError
-from megarl.cluster.rank_handle import Answers, RankError, RankHandle
-from megarl.cluster.stacks import is_complete
-from megarl.cluster.topology import Introduction, own_interface, reached_at
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.agents.agent_link import AgentLink, _pack_batch
+from megarl.cluster.agents.handshake import introduce
+from megarl.cluster.agents.topology import Introduction, own_interface, reached_at
+from megarl.cluster.calls import worker_group
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.ranks.messages import ANSWER, BATCH, PART, pack
+from megarl.cluster.ranks.rank_handle import Answers, RankError, RankHandle
+from megarl.cluster.ranks.stacks import is_complete
 from megarl.platform.native_stacks import is_stopped
 from megarl.types import DataError, PeerLostError
 from tests.child_processes import is_alive

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.rank_errors import RankFailedError
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.types import PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started

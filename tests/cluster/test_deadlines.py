@@ -12,13 +12,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from megarl.cluster.call import Call
-from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
-from megarl.cluster.hang_report import HangReport
-from megarl.cluster.local import LocalGroup
-from megarl.cluster.rank_errors import RankFailedError
-from megarl.cluster.rank_handle import RankHandle
-from megarl.cluster.stacks import is_complete, ranks_named, summary
+from megarl.cluster.calls.call import Call
+from megarl.cluster.calls.deadlines import Deadlines, Limit, run_deadlines
+from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.launchers.local import LocalGroup
+from megarl.cluster.ranks.rank_handle import RankHandle
+from megarl.cluster.ranks.stacks import is_complete, ranks_named, summary
 from megarl.config import ClusterConfig
 from megarl.platform import native_stacks
 from tests.cluster.started import started

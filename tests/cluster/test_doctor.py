@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import _devices, apex, differences, numa_map, number_formats, version_set, versions
+from megarl.cluster.checks.doctor import _devices, apex, differences, numa_map, number_formats, version_set, versions
 from megarl.findings import Finding
 from megarl.platform.numa import Place
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus

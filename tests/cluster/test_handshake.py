@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from megarl.cluster.handshake import STRANGERS, introduce, meet
+from megarl.cluster.agents.handshake import STRANGERS, introduce, meet
 
 KEY = bytes(32)
 

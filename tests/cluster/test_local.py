@@ -14,13 +14,13 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from megarl.cluster import launchers
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.launchers import importing_early, start_nodes, start_ranks
-from megarl.cluster.local import LocalGroup
-from megarl.cluster.rank_errors import RankFailedError
-from megarl.cluster.rank_handle import log_tail
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.launchers import run_nodes as launchers
+from megarl.cluster.launchers.local import LocalGroup
+from megarl.cluster.launchers.run_nodes import importing_early, start_nodes, start_ranks
+from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
@@ -425,7 +425,7 @@ def test_ranks_die_with_the_driver(tmp_path):
     script.write_text(
         "import asyncio, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from megarl.cluster.local import LocalGroup\n"
+        "from megarl.cluster.launchers.local import LocalGroup\n"
         "async def drive():\n"
         "    from pathlib import Path\n"
         f"    group = await LocalGroup(2).start('probe:Probe', {{}}, log_folder=Path({str(tmp_path)!r}))\n"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megarl.cluster import state_copies
-from megarl.cluster.agent_link import RankPlace
-from megarl.cluster.handshake import StrangerError
-from megarl.cluster.memory_files import MemoryFiles
+from megarl.cluster.agents.agent_link import RankPlace
+from megarl.cluster.agents.handshake import StrangerError
+from megarl.cluster.agents.memory_files import MemoryFiles
 from tests.cluster.spawned import spawned_nodes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.local import LocalNodes
-from megarl.cluster.nodes import Nodes
+from megarl.cluster.agents.nodes import Nodes
+from megarl.cluster.launchers.local import LocalNodes
 from megarl.types import PeerLostError
 from tests.cluster.spawned import SpawnedNodes
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.cluster.agent_link import RankPlace
-from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
-from megarl.cluster.node_checks import (
+from megarl.cluster.agents.agent_link import RankPlace
+from megarl.cluster.agents.topology import Introduction, in_order, visible_gpus
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.checks.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
+from megarl.cluster.checks.node_checks import (
     NodeReport,
     all_faults,
     faults,
@@ -26,8 +28,6 @@ from megarl.cluster.node_checks import (
     unfit_nodes_error,
     unreachable_nodes,
 )
-from megarl.cluster.topology import Introduction, in_order, visible_gpus
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import device

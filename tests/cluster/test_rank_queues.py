@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megarl.cluster.rank_queues import RankQueues
+from megarl.cluster.calls.rank_queues import RankQueues
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megarl.cluster.topology import NodeKind
+from megarl.cluster.agents.topology import NodeKind
 from megarl.config import RewardConfig
 from megarl.environments.environment_pool import EnvironmentPool, RaisedError, process_settings
 from megarl.rewards.scoring.calling import Sample
@@ -37,7 +37,7 @@ from tests.held_run import REWARD, HeldRun, assert_trained_alike, steps_of
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
-    from megarl.cluster.ray import RayNodes
+    from megarl.cluster.launchers.ray import RayNodes
 
 ray = pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
@@ -94,7 +94,7 @@ async def nodes_on_ray(
     cluster: Cluster, kind: NodeKind, logs: Path, avoided_nodes: Sequence[str] = ()
 ) -> AsyncIterator[RayNodes]:
     """Nodes of the cluster with agents, which end with the context."""
-    from megarl.cluster.ray import RayNodes
+    from megarl.cluster.launchers.ray import RayNodes
 
     nodes = RayNodes(kind, {}, (), cluster.address, avoided_nodes=avoided_nodes)
     try:
@@ -194,7 +194,7 @@ async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
 async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: str
 ) -> None:
-    from megarl.cluster.ray import RayNodes
+    from megarl.cluster.launchers.ray import RayNodes
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     try:
@@ -325,7 +325,7 @@ class Where:
 
 
 async def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    from megarl.cluster.ray import join
+    from megarl.cluster.launchers.ray import join
     from megarl.processes.on_ray import round_robin_over_nodes
 
     (tmp_path / "where.py").write_text(ENVIRONMENT)
@@ -360,7 +360,7 @@ async def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(clu
 
 
 def test_a_process_that_cannot_start_or_is_closed_is_not_placed_again(cluster: Cluster, tmp_path: Path) -> None:
-    from megarl.cluster.ray import join
+    from megarl.cluster.launchers.ray import join
     from megarl.processes.on_ray import round_robin_over_nodes
 
     (tmp_path / "where.py").write_text(ENVIRONMENT)
@@ -386,7 +386,7 @@ def test_a_process_that_cannot_start_or_is_closed_is_not_placed_again(cluster: C
 async def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.cluster.ray import join
+    from megarl.cluster.launchers.ray import join
     from megarl.processes.on_ray import round_robin_over_nodes
 
     (tmp_path / "places.py").write_text(PLACES)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.local import LocalGroup
-from megarl.cluster.rank_errors import RankFailedError, RankLostError
+from megarl.cluster.calls.rank_errors import RankFailedError, RankLostError
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.reshard_states import TransitionError
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
 from tests.cluster.started import shared_imports

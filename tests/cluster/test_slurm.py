@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 from megarl.cli import main
-from megarl.cluster.sbatch import check_options, render
+from megarl.cluster.launchers.sbatch import check_options, render
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.files.private_folder import PrivateFolder
@@ -555,7 +555,7 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.cluster import sbatch
+    from megarl.cluster.launchers import sbatch
 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="sbatch: not found"):

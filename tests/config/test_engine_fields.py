@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from megarl.config import engine_fields
-from megarl.config.engine_fields import accepted_fields, engine_field_fault, refusals_by_field
-from megarl.config.library_settings import reserved_settings
+from megarl.config.libraries import engine_fields
+from megarl.config.libraries.engine_fields import accepted_fields, engine_field_fault, refusals_by_field
+from megarl.config.libraries.library_settings import reserved_settings
 from megarl.config.schema import field_at
 from megarl.preflight.library_fields import class_fields
 
@@ -22,7 +22,9 @@ def _all_names() -> list[str]:
 def test_every_field_of_vllm_has_a_row() -> None:
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     assert len(known) > 200
-    assert sorted(known.keys() - {*_all_names()}) == [], "decide in config/engine_fields.py what a run may do with them"
+    assert sorted(known.keys() - {*_all_names()}) == [], (
+        "decide in config/libraries/engine_fields.py what a run may do with them"
+    )
 
 
 def test_a_field_has_one_row() -> None:

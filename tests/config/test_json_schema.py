@@ -10,8 +10,8 @@ import yaml
 from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
-from megarl.config.json_schema import recipe_schema
 from megarl.config.recipe import load, to_yaml
+from megarl.config.references.json_schema import recipe_schema
 from megarl.config.schema import all_fields, description, section_of
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "launch/recipes").glob("*.yaml"))

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.deadlines import Deadlines, Limit
-from megarl.cluster.local import LocalGroup
-from megarl.cluster.rank_errors import RankLostError
+from megarl.cluster.calls.deadlines import Deadlines, Limit
+from megarl.cluster.calls.rank_errors import RankLostError
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.groups.peer_errors import PeerGoneError

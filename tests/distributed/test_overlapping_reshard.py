@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.local import LocalGroup
-from megarl.cluster.rank_errors import RankFailedError, RankLostError
+from megarl.cluster.calls.rank_errors import RankFailedError, RankLostError
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import device

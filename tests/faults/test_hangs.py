@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import launchers
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.hang_report import HangReport
-from megarl.cluster.local import LocalNodes
-from megarl.cluster.rank_errors import RankLostError
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.rank_errors import RankLostError
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.launchers import run_nodes as launchers
+from megarl.cluster.launchers.local import LocalNodes
 from megarl.config import ClusterConfig, RewardConfig
 from megarl.platform import native_stacks
 from megarl.platform.native_stacks import is_stopped
@@ -238,9 +238,9 @@ async def test_a_stopped_fork_server_is_named_and_replaced(tmp_path: Path, monke
 
 
 WALL_CLOCK = {
-    "megarl/cluster/agent_link.py": "times of lost ranks, to tell the first cause",
-    "megarl/cluster/node_checks.py": "clocks of nodes, compared with the driver's",
-    "megarl/cluster/rank.py": "times of errors, to tell the first cause",
+    "megarl/cluster/agents/agent_link.py": "times of lost ranks, to tell the first cause",
+    "megarl/cluster/checks/node_checks.py": "clocks of nodes, compared with the driver's",
+    "megarl/cluster/ranks/rank.py": "times of errors, to tell the first cause",
     "megarl/files/temporary_folder.py": "age of folders",
     "megarl/processes/fork_server.py": "times of ended processes, to tell the first cause",
     "megarl/report/watched.py": "age of files",

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.activity import Activity
 from megarl.cluster.rank_model import RankModel, Work
+from megarl.cluster.ranks.activity import Activity
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch

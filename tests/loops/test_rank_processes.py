@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.launchers import RunNodes
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.launchers.run_nodes import RunNodes
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.rank_processes import RankProcesses
+from megarl.loops.ranks.rank_processes import RankProcesses
 from megarl.types import PeerLostError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.anyio]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.resizing import can_grow, request, resized, shrunk, take_request
+from megarl.loops.ranks.resizing import can_grow, request, resized, shrunk, take_request
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.conftest import recipe as recipe

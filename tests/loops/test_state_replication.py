@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.loops.saving.state_replication import StateReplication
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.config.library_settings import reserved_settings
+from megarl.config.libraries.library_settings import reserved_settings
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sections.trainer import RecomputedModule
 from megarl.families.config_json.rotary import Rotary

@@ -8,9 +8,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.annotations import UntriedOnGpu
-from megarl.config.field_table import fields_markdown
-from megarl.config.json_schema import recipe_schema
 from megarl.config.recipe import to_yaml
+from megarl.config.references.field_table import fields_markdown
+from megarl.config.references.json_schema import recipe_schema
 from megarl.config.schema import all_fields, annotated_with
 from megarl.preflight import check, resource_warnings
 from megarl.preflight.memory.resources import untried_on_gpus

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.data.chat import load_tokenizer
 from tests.rollout.engines import engines
 

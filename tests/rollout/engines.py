@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.groups import world
 from megarl.platform import device
 from megarl.types import ExpertsHandle

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.engine_requests import join_parts, remainder
 from megarl.rollout.pool import EnginePool

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import encode, load_tokenizer, render

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.attempt_engine import AttemptEngine

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import MIN_STEPS, WINDOW, Pace, StragglerDetector

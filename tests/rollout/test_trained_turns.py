@@ -122,7 +122,7 @@ def recipe_of(folder: Path) -> Recipe:
 
 async def sample(recipe: Recipe, parallel: ParallelConfig, count: int, logs: Path) -> dict[str, Any]:
     """Sample `count` trajectories. Returns them, the number of tokens that differ, and the trainer's log-probs."""
-    from megarl.cluster.launchers import start_ranks
+    from megarl.cluster.launchers.run_nodes import start_ranks
     from megarl.data.chat import load_tokenizer
     from megarl.loops.models import models_of
 

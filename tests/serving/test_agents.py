@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sections.rollout import AgentConfig, EndpointConfig
 from megarl.data.chat import load_tokenizer

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.config import RolloutConfig
 from megarl.groups import world
 from megarl.tracking.metrics import values

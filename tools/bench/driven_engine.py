@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.dialogue import Dialogue

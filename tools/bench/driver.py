@@ -30,10 +30,10 @@ import numpy as np
 from idle_ranks import IdleNodes
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.rank_handle import Answers, RankHandle
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.rank_model import RankModel
+from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.performance import Performance

@@ -14,7 +14,7 @@ from item_lines import ItemLines, Options, engine_settings, options_of
 from run_items import PROMPT_TOKENS
 from shapes import config_of, stop_tokens, write_model
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.data.chat import load_tokenizer
 from megarl.platform import device
 from megarl.types import SamplingSettings

@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megarl.cluster.agent import connect
-from megarl.cluster.nodes import ConnectedNodes, refuse_too_few
-from megarl.cluster.topology import Introduction, NodeKind
+from megarl.cluster.agents.agent import connect
+from megarl.cluster.agents.nodes import ConnectedNodes, refuse_too_few
+from megarl.cluster.agents.topology import Introduction, NodeKind
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.processes.fork_server import SERVER_MAKER, import_variables

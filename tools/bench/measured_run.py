@@ -76,7 +76,8 @@ Loop = Callable[[Run], Awaitable[None]]
 def run_measured(arguments: Sequence[str], loop: Loop) -> int:
     """Run megarl's command line in this process with another loop for `loop: rl`. Returns the exit code."""
     from megarl.cli import main
-    from megarl.loops import rank_start, run
+    from megarl.loops import run
+    from megarl.loops.ranks import rank_start
 
     run.LOOPS["rl"] = loop
     rank_start.COLOCATED_WORKER = "measured_worker:MeasuredWorker"

@@ -25,7 +25,7 @@ import numpy as np
 from driven_engine import Bench, EngineSettings, problems_of
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.data.chat import load_tokenizer
 from megarl.types import Request, SamplingSettings
 

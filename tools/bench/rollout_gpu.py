@@ -27,7 +27,7 @@ from driven_engine import Bench, EngineSettings
 from report import machine, metric_line, print_line, versions
 from shapes import SHAPES, config_of, stop_tokens, write_model
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.data.chat import load_tokenizer
 from megarl.platform import device
 from megarl.types import SamplingSettings

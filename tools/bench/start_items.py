@@ -21,8 +21,8 @@ from grpo_gpu import write_inputs
 from item_lines import ItemLines, Options, options_of
 from run_items import run_options
 
-from megarl.cluster.local import LocalNodes
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.launchers.local import LocalNodes
 from megarl.planner.sizes import parallel_of
 from megarl.platform import device
 from megarl.preflight import load
@@ -47,7 +47,7 @@ async def start_rank(nodes: LocalNodes, settings: Mapping[str, Any], logs: Path)
     group = WorkerGroup(1, places=nodes.choose_places(1, (), on_one_node=True))
     # As a run does: the first worker is small, and checks the node.
     await group.start(
-        "megarl.cluster.node_checks:NodeReport",
+        "megarl.cluster.checks.node_checks:NodeReport",
         {},
         log_folder=logs,
         environment=nodes.environment,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.estimates import Measure
-from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import start_ranks
+from megarl.cluster.calls.deadlines import run_deadlines
+from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.config import DataConfig, Recipe
 from megarl.config.formulas import either
 from megarl.config.parallel import ParallelConfig

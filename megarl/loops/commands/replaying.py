@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from megarl.checkpoint.manifest import check_hashes, check_sizes
 from megarl.checkpoint.torch_dist_reader import check_harmless
-from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import start_ranks
+from megarl.cluster.calls.deadlines import run_deadlines
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.cluster.rank_model import RankModel
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.reading.override_text import override_text

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.files.atomic import replace_text, storage_faults_named, sync
 from megarl.files.model_folder import read_object

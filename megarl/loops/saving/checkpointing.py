@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl import faults
 from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync

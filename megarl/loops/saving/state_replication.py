@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.state_copies import drop_others, hold
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.tracking.metric_rows import ALL_RANKS, MetricRow
 
 METRICS = (

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megarl.config.library_settings import balance_losses
+from megarl.config.libraries.library_settings import balance_losses
 from megarl.tracking.metric_rows import PER_TOKEN, MetricRow
 
 METRICS = (

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from megarl.config import OptimizerConfig, Recipe
-from megarl.config.library_settings import balance_losses
+from megarl.config.libraries.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
 from megarl.families.eagle3 import read_stored_bytes
 from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens

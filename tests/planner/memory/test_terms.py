@@ -13,7 +13,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import Recipe
-from megarl.config.library_settings import balance_losses
+from megarl.config.libraries.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
 from megarl.planner.memory.communicators import communicators_of
 from megarl.planner.memory.devices import GPU

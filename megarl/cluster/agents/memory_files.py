@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.handshake import introduce, meet
+from megarl.cluster.agents.handshake import introduce, meet
 from megarl.types import PeerLostError
 
 _PART_BYTES = 1 << 24

@@ -10,9 +10,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.cluster.nodes import Nodes
-from megarl.cluster.topology import Introduction, NodeKind
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.agents.nodes import Nodes
+from megarl.cluster.agents.topology import Introduction, NodeKind
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
 from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
 
 _EXIT_SECONDS = 10.0
@@ -28,7 +28,7 @@ class LocalAgent:
         settings = json.dumps({"environment": dict(environment), "imports": list(imports)})
         with theirs:
             self._program = LaunchedProgram(
-                python_call("megarl.cluster.agent:main", str(theirs.fileno()), str(os.getpid()), settings),
+                python_call("megarl.cluster.agents.agent:main", str(theirs.fileno()), str(os.getpid()), settings),
                 stdin=DEVNULL,
                 descriptors=[theirs.fileno()],
             )

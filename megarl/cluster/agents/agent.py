@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megarl.cluster.handshake import introduce, notice_silence, receive_json
-from megarl.cluster.memory_files import MemoryFiles
-from megarl.cluster.messages import ANSWER, BATCH, CONTROL, HEAD, LENGTH, NOTICE, PART, pack_event
-from megarl.cluster.stacks import STACKS_SECONDS, has_begun, is_complete
-from megarl.cluster.topology import Introduction, own_interface
+from megarl.cluster.agents.handshake import introduce, notice_silence, receive_json
+from megarl.cluster.agents.memory_files import MemoryFiles
+from megarl.cluster.agents.topology import Introduction, own_interface
+from megarl.cluster.ranks.messages import ANSWER, BATCH, CONTROL, HEAD, LENGTH, NOTICE, PART, pack_event
+from megarl.cluster.ranks.stacks import STACKS_SECONDS, has_begun, is_complete
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform import native_stacks
 from megarl.processes.fork_server import ForkedProcess, end_fork_servers, fork_server
@@ -193,7 +193,7 @@ class Agent:
             variables = {**os.environ, **RANK_VARIABLES, **environment, **fields["environment"], "TMPDIR": str(folder)}
             with log.open("ab") as output:
                 server = fork_server(variables, imports, output)
-                forked = server.fork(fields["name"], "megarl.cluster.rank:main", variables, output)
+                forked = server.fork(fields["name"], "megarl.cluster.ranks.rank:main", variables, output)
             reader, writer = await asyncio.open_connection(sock=forked.connection)
             # A child of the rank may hold the other end open. Then the end of the process would never be read.
             forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl import faults
-from megarl.cluster.activity import Activity, phase_of_method
-from megarl.cluster.messages import Inbox, pack
+from megarl.cluster.ranks.activity import Activity, phase_of_method
+from megarl.cluster.ranks.messages import Inbox, pack
 from megarl.files.atomic import disk_full
 from megarl.groups import rendezvous
 from megarl.groups.peer_errors import is_peer_loss

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from megarl.config.library_settings import reserved_settings
+from megarl.config.libraries.library_settings import reserved_settings
 
 _ACCEPTED = {
     "kernels and their choice: results differ by rounding, which logprob_gap/ measures": """

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megarl import types
-from megarl.cluster.handshake import notice_silence
-from megarl.cluster.messages import AGENT, ANSWER, BATCH, NOTICE, PART, pack_control
-from megarl.cluster.rank_handle import Answers, RankHandle
-from megarl.cluster.topology import Introduction
+from megarl.cluster.agents.handshake import notice_silence
+from megarl.cluster.agents.topology import Introduction
+from megarl.cluster.ranks.messages import AGENT, ANSWER, BATCH, NOTICE, PART, pack_control
+from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.types import MegarlError, PeerLostError
 
 _SHORT_BYTES = 1 << 16

@@ -22,9 +22,9 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.cluster.agent import connect
-from megarl.cluster.nodes import ConnectedNodes
-from megarl.cluster.topology import Introduction, NodeKind
+from megarl.cluster.agents.agent import connect
+from megarl.cluster.agents.nodes import ConnectedNodes
+from megarl.cluster.agents.topology import Introduction, NodeKind
 from megarl.platform import chosen_device
 from megarl.processes.launcher import LaunchedProgram, python_call
 from megarl.processes.process_tree import die_with
@@ -53,7 +53,9 @@ class _Process:
         node_fields = [turn, node, host, list(filter(None, switches)), gpus]
         # A process of its own: an agent forks from its main thread, and Ray runs this method in another one.
         agent = LaunchedProgram(
-            python_call("megarl.cluster.ray:main", json.dumps([*address]), json.dumps(node_fields), path=path),
+            python_call(
+                "megarl.cluster.launchers.ray:main", json.dumps([*address]), json.dumps(node_fields), path=path
+            ),
             secret=f"{key.hex()}\n".encode(),
         )
         # If Ray kills this process, its agent ends with it (`die_with`).

@@ -9,9 +9,9 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from megarl.cluster.agent import connect
-from megarl.cluster.nodes import ConnectedNodes, refuse_too_few
-from megarl.cluster.topology import Introduction, NodeKind
+from megarl.cluster.agents.agent import connect
+from megarl.cluster.agents.nodes import ConnectedNodes, refuse_too_few
+from megarl.cluster.agents.topology import Introduction, NodeKind
 from megarl.platform.commands import run_command
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 from megarl.processes.process_tree import die_with
@@ -69,7 +69,7 @@ class SrunNodes(ConnectedNodes):
             "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
             # --overlap: other steps run on these nodes. --cpu-bind=none: the agent's ranks share all cores of the job.
             "--overlap", "--cpu-bind=none", "--open-mode=append", f"--output={log}", *self._options,
-            sys.executable, "-P", "-m", "megarl.cluster.srun", address[0], str(address[1]),
+            sys.executable, "-P", "-m", "megarl.cluster.launchers.srun", address[0], str(address[1]),
         ]  # fmt: skip
         # Numbers of tasks for the whole job would contradict those of this step.
         inherited = {name: value for name, value in os.environ.items() if name not in _SIZES_OF_JOB}

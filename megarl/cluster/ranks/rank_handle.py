@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.cluster.stacks import ranks_named
+from megarl.cluster.ranks.stacks import ranks_named
 from megarl.terminal import printable
 
 _LOG_TAIL_LINES = 60

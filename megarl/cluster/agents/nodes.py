@@ -14,10 +14,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink, RankPlace
-from megarl.cluster.handshake import meet, pack_json
-from megarl.cluster.rank_handle import log_tail
-from megarl.cluster.topology import Introduction, NodeKind, in_order
+from megarl.cluster.agents.agent_link import AgentLink, RankPlace
+from megarl.cluster.agents.handshake import meet, pack_json
+from megarl.cluster.agents.topology import Introduction, NodeKind, in_order
+from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.types import ConfigError, PeerLostError
 
 _SPARE_SECONDS = 20.0

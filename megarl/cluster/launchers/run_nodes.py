@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.agent_link import AgentLink, RankPlace
-from megarl.cluster.local import LocalAgent, LocalNodes
-from megarl.cluster.nodes import Nodes
+from megarl.cluster.agents.agent_link import AgentLink, RankPlace
+from megarl.cluster.agents.nodes import Nodes
+from megarl.cluster.agents.topology import NodeKind
+from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.launchers.local import LocalAgent, LocalNodes
+from megarl.cluster.launchers.srun import SrunNodes
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.srun import SrunNodes
-from megarl.cluster.topology import NodeKind
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import chosen_device, device, numa
@@ -185,7 +185,7 @@ class RunNodes:
         cluster = self._cluster
         environment = _environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
         return await WorkerGroup(len(places), part, places=places).start(
-            "megarl.cluster.node_checks:NodeReport",
+            "megarl.cluster.checks.node_checks:NodeReport",
             {},
             log_folder=log_folder,
             start_timeout_seconds=cluster.start_timeout_seconds,
@@ -318,7 +318,7 @@ def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[
         return SrunNodes(kind, environment, _imports(), cluster.srun_options)
     if cluster.launcher == "ray":
         # Imported here, because Ray is optional.
-        from megarl.cluster.ray import RayNodes
+        from megarl.cluster.launchers.ray import RayNodes
 
         return RayNodes(kind, environment, _imports(), cluster.ray_address, avoided_nodes=avoided_nodes)
     return LocalNodes(environment, _imports(), _early.take(), ranks_per_node=kind.ranks_per_node)

@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from megarl.cluster.launchers import start_ranks
-from megarl.cluster.node_checks import NodeReport, gpus, inspect
+from megarl.cluster.checks.node_checks import NodeReport, gpus, inspect
+from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.config import Recipe
 from megarl.files.temporary_folder import temporary_folder
 from megarl.findings import Finding
@@ -119,7 +119,9 @@ async def examine_nodes(
         ranks = await start_ranks(recipe.cluster, folder.absolute(), [] if engines is None else [engines.num_ranks])
         try:
             wrong, notices = await inspect(ranks, recipe, folder.absolute(), planned)
-            await asyncio.gather(*(group.construct("megarl.cluster.doctor:Doctor", {}) for group in ranks.groups))
+            await asyncio.gather(
+                *(group.construct("megarl.cluster.checks.doctor:Doctor", {}) for group in ranks.groups)
+            )
             answers = await ranks.call("examine")
             places = await ranks.call("place")
         finally:

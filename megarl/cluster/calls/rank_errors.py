@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl import types
-from megarl.cluster.rank_handle import RankError
+from megarl.cluster.ranks.rank_handle import RankError
 
 
 class RankFailedError(types.MegarlError):

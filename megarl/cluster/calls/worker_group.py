@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl import faults, types
-from megarl.cluster.agent_link import AgentLink, RankPlace
-from megarl.cluster.call import Call, packed, watch
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.hang_report import HangReport
-from megarl.cluster.messages import pack, pack_cancel
-from megarl.cluster.rank_errors import RankLostError, error_of
-from megarl.cluster.rank_handle import Answers, RankError, RankHandle, names_of
-from megarl.cluster.rank_queues import RankQueues
-from megarl.cluster.stacks import STACKS_SECONDS, summary, waits_in_collective
-from megarl.cluster.topology import reached_at, visible_gpus
+from megarl.cluster.agents.agent_link import AgentLink, RankPlace
+from megarl.cluster.agents.topology import reached_at, visible_gpus
+from megarl.cluster.calls.call import Call, packed, watch
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.rank_errors import RankLostError, error_of
+from megarl.cluster.calls.rank_queues import RankQueues
+from megarl.cluster.ranks.messages import pack, pack_cancel
+from megarl.cluster.ranks.rank_handle import Answers, RankError, RankHandle, names_of
+from megarl.cluster.ranks.stacks import STACKS_SECONDS, summary, waits_in_collective
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
 

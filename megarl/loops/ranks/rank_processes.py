@@ -9,16 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.cluster.agent_link import RankPlace
-from megarl.cluster.launchers import RunNodes, start_nodes
-from megarl.cluster.rank_errors import RankLostError
+from megarl.cluster.agents.agent_link import RankPlace
+from megarl.cluster.calls.rank_errors import RankLostError
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.launchers.run_nodes import RunNodes, start_nodes
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.state_copies import drop_others, files_for_ranks, is_complete, list_copies
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.private_folder import PrivateFolder
-from megarl.loops.resizing import ResizeAskedError, can_grow, shrunk
+from megarl.loops.ranks.resizing import ResizeAskedError, can_grow, shrunk
 from megarl.loops.saving.resume import Origin
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest

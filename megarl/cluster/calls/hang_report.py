@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.cluster.rank_handle import RankHandle
-from megarl.cluster.stacks import ranks_named
+from megarl.cluster.ranks.rank_handle import RankHandle
+from megarl.cluster.ranks.stacks import ranks_named
 from megarl.files.atomic import append_whole
 
 _NATIVE_SECONDS = 10.0

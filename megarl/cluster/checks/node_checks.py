@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.bandwidth import slow_links, summary
-from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.checks.bandwidth import slow_links, summary
 from megarl.cluster.run_ranks import RunRanks, together
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
 from megarl.files.atomic import LEAST_FREE_BYTES
@@ -225,7 +225,7 @@ def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Count
 async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
     """Return each rank's bandwidths to other ranks of its group in bytes per second, by kind of link."""
     settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
-    await group.construct("megarl.cluster.bandwidth:Bandwidth", settings)
+    await group.construct("megarl.cluster.checks.bandwidth:Bandwidth", settings)
     return await group.call("measure")
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.cluster.deadlines import Deadlines, Limit
-from megarl.cluster.messages import pack
-from megarl.cluster.rank_handle import Answers, RankHandle, names_of
-from megarl.cluster.stacks import is_complete, summary, waits_in_collective
+from megarl.cluster.calls.deadlines import Deadlines, Limit
+from megarl.cluster.ranks.messages import pack
+from megarl.cluster.ranks.rank_handle import Answers, RankHandle, names_of
+from megarl.cluster.ranks.stacks import is_complete, summary, waits_in_collective
 
 _LOOK_SECONDS = 0.1
 """Minimum seconds between two checks of a call."""

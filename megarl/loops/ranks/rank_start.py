@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.node_checks import gpus, inspect, unfit_nodes_error
+from megarl.cluster.calls.deadlines import run_deadlines
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.checks.node_checks import gpus, inspect, unfit_nodes_error
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks, together
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.rank_processes import RankProcesses
+from megarl.loops.ranks.rank_processes import RankProcesses
 from megarl.loops.stopping import StackRequest, StopRequest
 from megarl.planner.predictions import planned_host_bytes
 from megarl.planner.sizes import parallel_of

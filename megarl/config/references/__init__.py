@@ -1,0 +1,1 @@
+"""References made from the recipe schema: the table of fields, the JSON Schema, and shell completion."""
