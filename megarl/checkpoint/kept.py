@@ -1,6 +1,6 @@
 """Kept tensors: tensors of a model folder that trainer and engine do not use, copied byte for byte.
 
-They are layers for multi-token prediction and vision towers. They belong to no layout.
+They are draft layers and vision towers. They belong to no layout.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.families.model_tensors import list_copied_prefixes, list_mtp_copies
+from megarl.families.model_tensors import list_copied_prefixes, list_draft_copies
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import (
     INDEX,
@@ -79,13 +79,13 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
 
 
 def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, KeptTensor], dict[str, str]]:
-    """Return the tensors to copy from a folder, and those of a trained MTP layer equal to others of the model.
+    """Return the tensors to copy from a folder, and those of a trained draft layer equal to others of the model.
 
     The latter are names of tensors in the folder, with the names of the originals. Raises DataError for a truncated
     file.
     """
     tensors = kept_tensors(folder, model)
-    copies = {name: original for name, original in list_mtp_copies(model).items() if name in tensors}
+    copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}
     return {name: tensor for name, tensor in tensors.items() if name not in copies}, copies
 
 

@@ -1,6 +1,6 @@
 """Redundant tensors of a model folder: they repeat other tensors, or numbers that follow from config.json. No torch.
 
-They are a head beside a tied embedding, rotary frequencies, and copies in a trained layer for multi-token prediction.
+They are a head beside a tied embedding, rotary frequencies, and copies in a trained draft layer.
 They are not loaded. So one that differs is an error: the model would be another one.
 """
 
@@ -13,8 +13,9 @@ import numpy as np
 
 from megarl.checkpoint.kept import KeptTensor, places_in
 from megarl.families.config_json.frequencies import scaled_frequencies
-from megarl.families.model_tensors import checkpoint_name, list_mtp_copies
+from megarl.families.model_tensors import checkpoint_name, list_draft_copies
 from megarl.families.pages.llama import EMBEDDING, HEAD
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -54,7 +55,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
 def _originals(model: ModelShape) -> dict[str, str]:
     """Return the names of tensors that must equal others, with the names of the latter."""
     tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
-    return {**tied, **list_mtp_copies(model)}
+    return {**tied, **list_draft_copies(model)}
 
 
 def _reason(name: str, model: ModelShape) -> str:
@@ -63,9 +64,11 @@ def _reason(name: str, model: ModelShape) -> str:
             "but config.json has tie_word_embeddings true, which uses the embedding as head. Set it to false if the "
             "head was trained apart, or remove the tensor."
         )
+    draft_layers = FAMILIES[model.family].draft_layers
+    assert draft_layers is not None
     return (
-        "of which it is a copy in the layer for multi-token prediction. Only equal copies can be trained; leave out "
-        "trainer.mtp_loss_coefficient."
+        "of which it is a copy in a draft layer. Only equal copies can be trained; leave out "
+        f"{draft_layers.recipe_field}."
     )
 
 

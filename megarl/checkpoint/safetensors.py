@@ -134,17 +134,17 @@ def load(
     parameters: Mapping[str, Tensor],
     *,
     override: Mapping[str, Any] | None = None,
-    with_mtp: bool = False,
+    with_draft_layers: bool = False,
 ) -> None:
     """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's dtype.
 
     `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each.
     They are written in place. A value head keeps its values if the folder's model has none. `override` changes fields
-    of config.json (`config.override`). `with_mtp` loads the layers for multi-token prediction too. Raises DataError for
+    of config.json (`config.override`). `with_draft_layers` loads its draft layers too. Raises DataError for
     an invalid folder, for a weight that is not finite, and for one that changed since its export.
     """
     model = read_model_shape(folder, override)
-    model = model.with_mtp(with_mtp)
+    model = model.with_draft_layers(with_draft_layers)
     reader = FolderReader(folder, model)
     check_weights(Path(folder), reader)
     if not model.has_value_head:

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.config.parallel import ParallelConfig
+from megarl.families.draft_layers import PARAMETERS as DRAFT_LAYERS
 from megarl.families.megatron_settings import architecture_settings, router_settings
 from megarl.families.model_tensors import list_rules
-from megarl.families.mtp import PARAMETERS as MTP
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -134,7 +134,7 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
                         part, leading, (*layers, *experts), layer, expert, block_key, layer_in_key, is_latent
                     )
     for rule in (rule for rule in rules if rule.place == "last_stage"):
-        if not rule.parameter.startswith(MTP):
+        if not rule.parameter.startswith(DRAFT_LAYERS):
             yield Parameter(rule, (), ())
             continue
         # Megatron-Core 0.16.1 writes the number of such a layer into its keys.

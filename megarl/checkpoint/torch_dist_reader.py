@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, Stored, parameters
+from megarl.families.draft_layers import PARAMETERS as DRAFT_LAYERS
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.files.atomic import storage_faults_named
@@ -61,8 +62,8 @@ file).
 class CheckpointReader:
     """Reader of a `torch_dist` checkpoint of a given model, by the names of Hugging Face tensors.
 
-    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. `model` is the given one, with its layer for
-    multi-token prediction trained if the checkpoint has it. Raises DataError naming the file for
+    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. `model` is the given one, with its draft
+    layers trained if the checkpoint has them. Raises DataError naming the file for
     anything missing, truncated, or of another model.
     """
 
@@ -75,14 +76,13 @@ class CheckpointReader:
         self._maps: dict[Path, mmap.mmap] = {}
         _check_backend(folder)
         stored = _Metadata(folder)
-        if stored.has_mtp:
-            if problem := model.mtp_problem:
+        if stored.has_draft_layers:
+            if problem := model.draft_layers_problem:
                 # Layers copied from the model folder would be older than those trained with the checkpoint's policy.
                 raise DataError(
-                    f"{folder / METADATA}: has layers for multi-token prediction, but {problem}. Give the model's own "
-                    "config.json."
+                    f"{folder / METADATA}: has draft layers, but {problem}. Give the model's own config.json."
                 )
-            model = model.with_mtp(True)
+            model = model.with_draft_layers(True)
         self.model = model
         for parameter in parameters(model):
             self._add(parameter, stored)
@@ -287,9 +287,9 @@ class _Metadata:
             raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
 
     @property
-    def has_mtp(self) -> bool:
-        """Whether layers for multi-token prediction are stored."""
-        return any(key.startswith("mtp.") for key in self._records)
+    def has_draft_layers(self) -> bool:
+        """Whether draft layers are stored."""
+        return any(key.startswith(DRAFT_LAYERS) for key in self._records)
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
         """Return the key of a parameter in the checkpoint, and its layer and expert as indices of the stored tensor.

@@ -179,17 +179,6 @@ class Recipe(Section):
         return self.model.override_config if folder == self.model.folder else {}
 
     @property
-    def trains_mtp(self) -> bool:
-        """Return whether the policy's layers for multi-token prediction (MTP) are trained."""
-        return self.trainer.mtp_loss_coefficient is not None
-
-    @property
-    def drafts_with_mtp(self) -> bool:
-        """Return whether the engines draft tokens with the policy's MTP layers."""
-        drafter = self.rollout.vllm.get("speculative_config")
-        return isinstance(drafter, Mapping) and drafter.get("method") == "mtp"
-
-    @property
     def drafter(self) -> str | None:
         """Return the folder or Hub name of the engines' EAGLE-3 drafter, a model with files of its own; None without
         one."""

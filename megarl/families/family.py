@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.families.mtp import MtpForm
+from megarl.families.draft_layers import DraftLayers
 from megarl.families.reading import Read
 from megarl.families.tensors import stacks
 from megarl.families.tensors.packed import Alias
@@ -78,8 +78,8 @@ class Family:
     """vLLM's architecture for the language model alone. Empty: that of config.json."""
     copied_prefixes: tuple[str, ...] = ()
     """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them byte for byte."""
-    mtp: MtpForm | None = None
-    """Names of the layer for multi-token prediction. None: the family has no such layer."""
+    draft_layers: DraftLayers | None = None
+    """The kind of the checkpoints' draft layers. None: the family has none."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
     """Function from a model's shape to the places of experts' tensors in packed tensors."""
     reads_mxfp4: bool = False

@@ -14,7 +14,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
 
@@ -86,17 +85,16 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
 
 
 def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs that only an update runs over these sequences: those of a trained layer for multi-token
-    prediction.
+    """Return the FLOPs that only an update runs over these sequences: those of a trained draft layer.
 
     Each of its weights takes part in three products: forward, and both gradients; the head's in two, because it has no
     weight gradient there. `lengths` is int [sequences].
     """
-    if not shape.num_mtp_layers:
+    if not shape.num_draft_layers:
         return 0.0
     tokens = np.asarray(lengths, np.float64)
     # The projection has the embedding and the hidden state as input.
-    layer_weights = _layer_weights(shape, shape.layers[mtp_kind_number(shape)]) + 2 * shape.hidden_size**2
+    layer_weights = _layer_weights(shape, shape.draft_layer_kind) + 2 * shape.hidden_size**2
     head = shape.hidden_size * shape.vocab_size
     matrices = (3 * 2.0 * layer_weights + 2 * 2.0 * head) * tokens.sum()
     return float(matrices + 3 * _pair_flops(shape) * np.square(tokens).sum() / 2)

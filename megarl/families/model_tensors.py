@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from megarl.families.mtp import copied_mtp_prefixes, is_mtp, mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
 from megarl.families.registry import FAMILIES
 from megarl.families.tensors.names import TensorName, in_order
 from megarl.families.tensors.packed import Alias
@@ -25,8 +25,8 @@ def list_rules(model: ModelShape) -> tuple[Rule, ...]:
     """
     family = FAMILIES[model.family]
     rules = family.rules(model)
-    if model.num_mtp_layers and family.mtp:
-        rules = (*without_mtp_layers(model, rules), *mtp_rules(model, rules, family.mtp))
+    if model.num_draft_layers and family.draft_layers:
+        rules = (*_limit_layers(model, rules), *family.draft_layers.rules(model, rules))
     rules = tuple(rule.rename_tensors(partial(checkpoint_name, model=model)) for rule in rules)
     # A later rule would silently replace an earlier one in tables by name.
     for first, second in combinations(rules, 2):
@@ -47,14 +47,20 @@ def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
     )
 
 
-def list_mtp_stacks(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the stacks of vLLM's draft model made of the model's trained MTP layer; none without one."""
-    form = FAMILIES[model.family].mtp
-    if not model.num_mtp_layers or form is None:
+def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
+    """Return the stacks of vLLM's draft model made of the model's trained draft layers; none without them."""
+    draft_layers = FAMILIES[model.family].draft_layers
+    if not model.num_draft_layers or draft_layers is None:
         return ()
     layers = layers_by_template(list_rules(model), model)
-    templates = (name for name, numbers in layers.items() if is_mtp(model, TensorName(name, numbers[-1])))
-    return tuple(mtp_stacks(list_stacks(model), templates, form, checkpoint_name("model.layers.{layer}.", model)))
+    templates = (name for name, numbers in layers.items() if is_draft_tensor(model, TensorName(name, numbers[-1])))
+    return tuple(draft_layers.stacks(list_stacks(model), templates, checkpoint_name("model.layers.{layer}.", model)))
+
+
+def is_draft_tensor(model: ModelShape, tensor: TensorName) -> bool:
+    """Return whether a tensor belongs to the model's draft layers."""
+    draft_layers = FAMILIES[model.family].draft_layers
+    return draft_layers is not None and draft_layers.has_tensor(model, tensor)
 
 
 def live_name(template: str, model: ModelShape) -> str:
@@ -127,15 +133,31 @@ def list_aliases(model: ModelShape) -> tuple[Alias, ...]:
 def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
     """Return name prefixes of tensors that exports copy from the base model, unused by trainer and engine."""
     family = FAMILIES[model.family]
-    if family.mtp is None:
+    if family.draft_layers is None:
         return family.copied_prefixes
-    if model.num_mtp_layers:
-        # The copies in MTP layers are not loaded either. An export writes them anew.
-        return (*list_mtp_copies(model), *family.copied_prefixes)
-    return (*copied_mtp_prefixes(model, family.mtp), *family.copied_prefixes)
+    if model.num_draft_layers:
+        # The copies in draft layers are not loaded either. An export writes them anew.
+        return (*list_draft_copies(model), *family.copied_prefixes)
+    return (*family.draft_layers.copied_prefixes(model), *family.copied_prefixes)
 
 
-def list_mtp_copies(model: ModelShape) -> dict[str, str]:
-    """Return the tensors of a trained MTP layer equal to others: the name of each, and of its original."""
-    form = FAMILIES[model.family].mtp
-    return mtp_copies(model, form) if model.num_mtp_layers and form else {}
+def is_read_by_drafter(model: ModelShape, name: str) -> bool:
+    """Return whether vLLM's draft model loads a tensor of the checkpoint. The draft layers of `model` are untrained."""
+    draft_layers = FAMILIES[model.family].draft_layers
+    if draft_layers is None:
+        return False
+    # A checkpoint's copies of embedding and head may be older than these, and would replace them.
+    return name.startswith(draft_layers.copied_prefixes(model)) and not name.endswith(tuple(draft_layers.copied))
+
+
+def list_draft_copies(model: ModelShape) -> dict[str, str]:
+    """Return the tensors of trained draft layers equal to others: the name of each, and of its original."""
+    draft_layers = FAMILIES[model.family].draft_layers
+    return draft_layers.copies(model) if model.num_draft_layers and draft_layers else {}
+
+
+def _limit_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield the rules of a model with draft layers, each limited to the layers before them."""
+    all_layers = frozenset(range(model.num_layers))
+    for rule in rules:
+        yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule

@@ -14,20 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from megarl.families import draft_layers
 from megarl.families.tensors.names import TensorName
 from megarl.families.tensors.rules import Rule, Variant, column, replicate
 from megarl.families.tensors.stacks import Part, Stack
 
 if TYPE_CHECKING:
+    from megarl.families.parts import LayerKind
     from megarl.families.shape import ModelShape
-
-DRAFTER = "drafter."
-"""Prefix of the draft model's parameters among those of an engine."""
 
 OWN = "mtp."
 """Prefix of the tensors in files with a prefix of their own for MTP layers."""
 
-PARAMETERS = "mtp.layers.0."
+PARAMETERS = draft_layers.PARAMETERS + "layers.0."
 """Prefix of the layer's Megatron parameters. Only one layer can be trained, so its number is always 0."""
 
 _LAYER, _DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -35,8 +34,8 @@ _TRANSFORMER = PARAMETERS + "transformer_layer."
 
 
 class MtpForm(NamedTuple):
-    """Names of an MTP layer's tensors in a family's checkpoints and in vLLM, and its input at a sequence's first
-    position.
+    """An MTP layer as `DraftLayers`: its tensors' names in a family's checkpoints and in vLLM, and its input at a
+    sequence's first position.
     """
 
     layer: str
@@ -55,7 +54,75 @@ class MtpForm(NamedTuple):
     num_layers_field: str
     """Field of config.json with the number of MTP layers."""
     copied: Mapping[str, str] = {}
-    """Tensors equal to others of the model, by their names without the layer's prefix, with the names of the latter."""
+    recipe_field: str = "trainer.mtp_loss_coefficient"
+
+    def has_tensor(self, model: ModelShape, tensor: TensorName) -> bool:
+        return tensor.template.startswith(OWN) if self._has_own_prefix else tensor.layer >= model.num_layers
+
+    def layer_kind(self, model: ModelShape) -> LayerKind:
+        return model.layers[_last_attention(model)]
+
+    def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
+        # The parameters have no placeholder for the layer.
+        layers, hidden, like = frozenset({self._number(model)}), model.hidden_size, _last_attention(model)
+
+        def move_name(parameter: str) -> str:
+            return _TRANSFORMER + parameter.removeprefix(_DECODER)
+
+        def place_rule(rule: Rule) -> Rule:
+            return replace(rule, place="last_stage", layers=layers)
+
+        for rule in rules:
+            if rule.place == "every_layer" and rule.has_layer(like):
+                variant = rule.transformer_engine
+                if variant is not None:
+                    variant = Variant(move_name(variant.parameter), variant.is_replicated)
+                named = rule.rename_tensors(lambda name: self.layer + name.removeprefix(_LAYER))
+                yield place_rule(replace(named, parameter=move_name(rule.parameter), transformer_engine=variant))
+        yield place_rule(replicate(PARAMETERS + "enorm.weight", self.embedding_norm, (hidden,)))
+        yield place_rule(replicate(PARAMETERS + "hnorm.weight", self.hidden_norm, (hidden,)))
+        yield place_rule(column(PARAMETERS + "eh_proj.weight", self.projection, (hidden, 2 * hidden)))
+        yield place_rule(replicate(PARAMETERS + "final_layernorm.weight", self.final_norm, (hidden,)))
+
+    def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
+        names_left = list(templates)
+        for stack in stacks:
+            parts = tuple(
+                part._replace(tensor=self.layer + part.tensor.removeprefix(layer))
+                for part in stack.parts
+                if part.tensor.startswith(layer)
+            )
+            if parts and parts[0].tensor in names_left:
+                names_left = [name for name in names_left if name not in {part.tensor for part in parts}]
+                storage = self.live_layer + stack.storage.removeprefix(_LAYER)
+                yield stack._replace(storage=draft_layers.DRAFTER + storage, parts=parts)
+        for name in names_left:
+            split = "even" if name == self.projection and self.splits_projection else "copy"
+            yield Stack(draft_layers.DRAFTER + self._live_name(name), 0, (Part(name, split),))
+
+    def copies(self, model: ModelShape) -> dict[str, str]:
+        layer = self.layer.format(layer=self._number(model))
+        return {layer + name: original for name, original in self.copied.items()}
+
+    def copied_prefixes(self, model: ModelShape) -> tuple[str, ...]:
+        if self._has_own_prefix:
+            return (OWN,)
+        numbers = range(model.num_layers, model.num_layers + model.num_kept_layers)
+        return tuple(self.layer.format(layer=number) for number in numbers)
+
+    @property
+    def _has_own_prefix(self) -> bool:
+        return self.layer.startswith(OWN)
+
+    def _number(self, model: ModelShape) -> int:
+        """Return the number of the trained MTP layer in the names of its tensors."""
+        return 0 if self._has_own_prefix else model.num_layers
+
+    def _live_name(self, template: str) -> str:
+        """Return the draft model's name of a tensor that vLLM does not fuse."""
+        if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
+            return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
+        return self.live_layer + template.removeprefix(self.layer)
 
 
 COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -90,90 +157,6 @@ OWN_PREFIX = MtpForm(
 """Qwen3-Next and Qwen3.5: names of their own, numbered from 0. The field is Qwen3-Next's."""
 
 
-def is_mtp(model: ModelShape, tensor: TensorName) -> bool:
-    """Return whether a tensor belongs to the model's MTP layer."""
-    return tensor.layer >= model.num_layers or tensor.template.startswith(OWN)
-
-
-def mtp_kind_number(model: ModelShape) -> int:
+def _last_attention(model: ModelShape) -> int:
     """Return the number, from 0, of the layer with the parts of the MTP layer: the last one with attention."""
     return max(number for number, kind in enumerate(model.layers) if kind.mixer == "attention")
-
-
-def mtp_rules(model: ModelShape, rules: Iterable[Rule], form: MtpForm) -> Iterator[Rule]:
-    """Yield the rules of the trained MTP layer, in the model's last stage; `rules` are those of the other layers.
-
-    Its parameters have no placeholder for the layer.
-    """
-    layers, hidden, like = frozenset({_number(model, form)}), model.hidden_size, mtp_kind_number(model)
-
-    def move_name(parameter: str) -> str:
-        return _TRANSFORMER + parameter.removeprefix(_DECODER)
-
-    def place_rule(rule: Rule) -> Rule:
-        return replace(rule, place="last_stage", layers=layers)
-
-    for rule in rules:
-        if rule.place == "every_layer" and rule.has_layer(like):
-            variant = rule.transformer_engine
-            if variant is not None:
-                variant = Variant(move_name(variant.parameter), variant.is_replicated)
-            named = rule.rename_tensors(lambda name: form.layer + name.removeprefix(_LAYER))
-            yield place_rule(replace(named, parameter=move_name(rule.parameter), transformer_engine=variant))
-    yield place_rule(replicate(PARAMETERS + "enorm.weight", form.embedding_norm, (hidden,)))
-    yield place_rule(replicate(PARAMETERS + "hnorm.weight", form.hidden_norm, (hidden,)))
-    yield place_rule(column(PARAMETERS + "eh_proj.weight", form.projection, (hidden, 2 * hidden)))
-    yield place_rule(replicate(PARAMETERS + "final_layernorm.weight", form.final_norm, (hidden,)))
-
-
-def without_mtp_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield the rules of a model with MTP layers, each limited to the layers before them."""
-    all_layers = frozenset(range(model.num_layers))
-    for rule in rules:
-        yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule
-
-
-def mtp_stacks(stacks: Iterable[Stack], templates: Iterable[str], form: MtpForm, layer: str) -> Iterator[Stack]:
-    """Yield the parameters of vLLM's draft model. `templates` are its tensors, `stacks` the policy's parameters.
-
-    `layer` is the prefix of the policy's layers in the checkpoint.
-    """
-    names_left = list(templates)
-    for stack in stacks:
-        parts = tuple(
-            part._replace(tensor=form.layer + part.tensor.removeprefix(layer))
-            for part in stack.parts
-            if part.tensor.startswith(layer)
-        )
-        if parts and parts[0].tensor in names_left:
-            names_left = [name for name in names_left if name not in {part.tensor for part in parts}]
-            yield stack._replace(storage=DRAFTER + form.live_layer + stack.storage.removeprefix(_LAYER), parts=parts)
-    for name in names_left:
-        split = "even" if name == form.projection and form.splits_projection else "copy"
-        yield Stack(DRAFTER + _live_name(name, form), 0, (Part(name, split),))
-
-
-def mtp_copies(model: ModelShape, form: MtpForm) -> dict[str, str]:
-    """Return the tensors of the trained MTP layer equal to others: the name of each copy, and of its original."""
-    layer = form.layer.format(layer=_number(model, form))
-    return {layer + name: original for name, original in form.copied.items()}
-
-
-def copied_mtp_prefixes(model: ModelShape, form: MtpForm) -> tuple[str, ...]:
-    """Return name prefixes of the tensors of MTP layers that are only copied."""
-    if form.layer.startswith(OWN):
-        return (OWN,)
-    numbers = range(model.num_layers, model.num_layers + model.num_kept_layers)
-    return tuple(form.layer.format(layer=number) for number in numbers)
-
-
-def _number(model: ModelShape, form: MtpForm) -> int:
-    """Return the number of the trained MTP layer in the names of its tensors."""
-    return 0 if form.layer.startswith(OWN) else model.num_layers
-
-
-def _live_name(template: str, form: MtpForm) -> str:
-    """Return the draft model's name of a tensor that vLLM does not fuse."""
-    if template in (form.embedding_norm, form.hidden_norm, form.projection, form.final_norm):
-        return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
-    return form.live_layer + template.removeprefix(form.layer)

@@ -196,7 +196,7 @@ class Parts(NamedTuple):
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Number of additional layers at the checkpoint's end, for multi-token prediction, copied unchanged."""
+    """Number of draft layers at the checkpoint's end (`families.draft_layers`), copied unchanged."""
     linear_attention: DeltaNet | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False

@@ -45,17 +45,17 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Number of the checkpoint's layers for multi-token prediction that are copied unchanged."""
-    num_mtp_layers: int = 0
-    """Number of trained layers for multi-token prediction, 0 or 1 (`families.mtp`)."""
+    """Number of the checkpoint's draft layers that are copied unchanged."""
+    num_draft_layers: int = 0
+    """Number of trained draft layers, 0 or 1 (`families.draft_layers`)."""
     linear_attention: DeltaNet | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     packs_experts: bool = False
     """Whether the files have one tensor for all experts of a layer, in a family with both forms."""
-    packs_mtp_experts: bool = False
-    """The same for the layer for multi-token prediction."""
+    packs_draft_experts: bool = False
+    """The same for the draft layers."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
@@ -64,15 +64,22 @@ class ModelShape:
         return self.kinds or (LayerKind(has_experts=self.router is not None),) * self.num_layers
 
     @property
-    def mtp_problem(self) -> str | None:
-        """Why the layers for multi-token prediction cannot be trained; None if they can."""
-        form = FAMILIES[self.family].mtp
-        if form is None:
-            able = either([name for name, family in FAMILIES.items() if family.mtp])
-            return f"multi-token prediction is supported for {able} only, not for {self.family}"
+    def draft_layers_problem(self) -> str | None:
+        """Why the draft layers cannot be trained; None if they can."""
+        draft_layers = FAMILIES[self.family].draft_layers
+        if draft_layers is None:
+            able = either([name for name, family in FAMILIES.items() if family.draft_layers])
+            return f"trained draft layers are supported for {able} only, not for {self.family}"
         if self.num_kept_layers != 1:
-            return f"{form.num_layers_field} in config.json is {self.num_kept_layers}; only 1 can be trained"
+            return f"{draft_layers.num_layers_field} in config.json is {self.num_kept_layers}; only 1 can be trained"
         return None
+
+    @property
+    def draft_layer_kind(self) -> LayerKind:
+        """The kind of this model's layers that each of its draft layers contains."""
+        draft_layers = FAMILIES[self.family].draft_layers
+        assert draft_layers is not None
+        return draft_layers.layer_kind(self)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -131,11 +138,11 @@ class ModelShape:
         """Intermediate size of the shared expert. 0: no shared expert."""
         return self.router.shared_intermediate_size if self.router else 0
 
-    def with_mtp(self, is_trained: bool) -> ModelShape:
-        """Return the same model with its layers for multi-token prediction trained, or only copied."""
-        num_layers = self.num_mtp_layers + self.num_kept_layers
+    def with_draft_layers(self, is_trained: bool) -> ModelShape:
+        """Return the same model with its draft layers trained, or only copied."""
+        num_layers = self.num_draft_layers + self.num_kept_layers
         return replace(
-            self, num_mtp_layers=num_layers if is_trained else 0, num_kept_layers=0 if is_trained else num_layers
+            self, num_draft_layers=num_layers if is_trained else 0, num_kept_layers=0 if is_trained else num_layers
         )
 
     def with_value_head(self) -> ModelShape:
@@ -160,7 +167,7 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
     shape = _named_shape(read_object(path), path, override)
-    return replace(shape, **_packed_fields(path.parent, shape.with_mtp(True)))
+    return replace(shape, **_packed_fields(path.parent, shape.with_draft_layers(True)))
 
 
 def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
@@ -168,13 +175,13 @@ def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
 
     Families with one form alone have none, and their files are not read.
     """
-    forms = (list_aliases(replace(model, packs_experts=packs, packs_mtp_experts=packs)) for packs in (True, False))
+    forms = (list_aliases(replace(model, packs_experts=packs, packs_draft_experts=packs)) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
     if packed == always:
         return {}
     stored = {parse_name(name).template for name in stored_names(folder)}
     fields = {}
-    for field in ("packs_experts", "packs_mtp_experts"):
+    for field in ("packs_experts", "packs_draft_experts"):
         packed_names = {alias.packed for alias in list_aliases(replace(model, **{field: True}))}
         fields[field] = not stored.isdisjoint(packed_names - always)
     return fields

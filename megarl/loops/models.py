@@ -46,8 +46,10 @@ _SAMPLE_SETTINGS = (
 
 
 def trained_shape(recipe: Recipe, shape: ModelShape) -> ModelShape:
-    """Return the shape of the trained model, from that of model.path: with a value head, or with trained MTP layers."""
-    return shape.with_value_head() if recipe.loop == "reward_model" else shape.with_mtp(recipe.trains_mtp)
+    """Return the shape of the trained model, from that of model.path: with a value head or trained draft layers."""
+    if recipe.loop == "reward_model":
+        return shape.with_value_head()
+    return shape.with_draft_layers(recipe.trainer.trains_draft_layers)
 
 
 def models_of(
@@ -107,8 +109,8 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return "the model has latent attention: Transformer Engine's rotary kernel counts positions from a row's start"
     if not is_trained:
         return None
-    if recipe.trainer.mtp_loss_coefficient and model.name == "policy":
-        return "trainer.mtp_loss_coefficient: a shared token has a different token after the next one in each sample"
+    if (setting := recipe.trainer.draft_layers_setting) and model.name == "policy":
+        return f"{setting}: a shared token has a different token after the next one in each sample"
     if recipe.lora.dropout and model.name == "policy":
         return f"lora.dropout = {recipe.lora.dropout}: each sample has dropout of its own"
     # Noise and dropped tokens belong to a token's place in one sequence.

@@ -26,7 +26,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from torch import Tensor
 
 from megarl.algorithms.divergences import forward_kl
-from megarl.families.mtp import mtp_kind_number
+from megarl.families.mtp import MtpForm
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
@@ -157,8 +157,8 @@ def attach_mtp(
         decoder: Any = model.decoder
         own_layers = [layer.transformer_layer for layer in model.mtp.layers]
         share_rotary(own_layers, decoder.layers[0].self_attention.rotary_pos_emb)
-    form = FAMILIES[shape.family].mtp
-    sees_first = form is not None and form.sees_first
+    form = FAMILIES[shape.family].draft_layers
+    sees_first = isinstance(form, MtpForm) and form.sees_first
     model.extra_heads.append(MtpHead(model, sees_first=sees_first, learns_distribution=learns_distribution))
 
 
@@ -170,7 +170,7 @@ def mtp_head(chunk: Any) -> MtpHead | None:
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
     """Return new MTP layers for the last stage of a model."""
-    layer = layer_spec(config, shape, shape.layers[mtp_kind_number(shape)])
+    layer = layer_spec(config, shape, shape.draft_layer_kind)
     if uses_transformer_engine():
         # Only importable with Transformer Engine.
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -182,7 +182,7 @@ def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None
     modules: Any = spec.submodules
     modules.enorm = modules.hnorm = modules.layer_norm = final_norm()
     spec.module = MtpLayer
-    specs: Any = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * shape.num_mtp_layers)
+    specs: Any = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * shape.num_draft_layers)
     return MultiTokenPredictionBlock(config, specs, vp_stage=vp_stage)
 
 

@@ -23,20 +23,20 @@ def build_policy(
     shape: ModelShape,
     *,
     exact_blocks: int = 0,
-    learns_mtp_distribution: bool = False,
+    drafts_learn_distribution: bool = False,
     vp_stage: int | None = None,
     **settings: Any,
 ) -> Policy:
     """Build a chunk of a language model on all ranks together, with its optional parts.
 
     `kind` is the chunk's class, `settings` are its other arguments. With `exact_blocks` above 0 the chunk rounds as the
-    engine does (`models.exact`), with this many blocks of a product split over all ranks. `learns_mtp_distribution`:
+    engine does (`models.exact`), with this many blocks of a product split over all ranks. `drafts_learn_distribution`:
     MTP layers learn the policy's whole distribution, not the next tokens.
     """
     block = partial(block_spec, exact=True) if exact_blocks else block_spec
     model = kind(config, shape, block=block, vp_stage=vp_stage, **settings)
     if exact_blocks:
         complete_exact_model(model, shape, exact_blocks)
-    if shape.num_mtp_layers and model.post_process:
-        attach_mtp(model, shape, vp_stage, learns_distribution=learns_mtp_distribution)
+    if shape.num_draft_layers and model.post_process:
+        attach_mtp(model, shape, vp_stage, learns_distribution=drafts_learn_distribution)
     return model

@@ -49,7 +49,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
         )
     if rollout.quantization != "none":
         yield Objection(f"rollout.quantization = {rollout.quantization} would quantise the weights next to the adapter")
-    if recipe.drafts_with_mtp:
+    if recipe.rollout.drafts_with_model_layers:
         yield Objection("rollout.vllm.speculative_config drafts with layers that have no adapter", "leave it out")
     if recipe.drafter is not None:
         yield Objection(

@@ -62,7 +62,7 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
     rollout = recipe.rollout
     # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
-    engine = shape.with_mtp(recipe.drafts_with_mtp)
+    engine = shape.with_draft_layers(recipe.rollout.drafts_with_model_layers)
     block_bytes = cache_block_bytes(
         engine, rollout.tp, block_tokens=block, itemsize=item_bytes, draft_layers=bool(recipe.drafter)
     )

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from megarl.config import Recipe
 from megarl.config.formulas import either
+from megarl.config.sections.rollout import MODEL_LAYERS
 from megarl.families.eagle3 import drafter_faults, drafter_folder
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
@@ -15,6 +16,7 @@ from megarl.files.model_folder import find_folder
 from megarl.planner.cache import block_tokens, gib_text, needed_bytes
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
+from megarl.preflight.model.draft_layers import model_drafter_faults
 from megarl.preflight.registry import checks
 from megarl.types import DataError
 
@@ -50,16 +52,17 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     method = config.get("method") or _method_of(config.get("model"))
     field = f"rollout.vllm.speculative_config = {dict(config)}"
-    if method == "mtp":
-        yield from _mtp_drafter(recipe, field)
+    if method == MODEL_LAYERS:
+        yield from model_drafter_faults(recipe, field)
     elif (folder := drafter_folder(config)) is not None:
         yield from _published_drafter(recipe, shape, field, folder)
     elif method not in _WEIGHTLESS:
         # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
         kind = f"an {method} drafter's" if method and method.startswith("eagle") else "the draft model's"
+        model_layers = "" if shape.draft_layers_problem else f" or to {MODEL_LAYERS}"
         yield (
             f"{field}: {kind} own weights would stay random, because a reshard writes only the policy's; set the "
-            f"method to {either(_WEIGHTLESS)}{'' if shape.mtp_problem else ' or to mtp'}, or leave it out"
+            f"method to {either(_WEIGHTLESS)}{model_layers}, or leave it out"
         )
     elif runs_on_cpu() and method == "ngram_gpu":
         yield f"{field}: ngram_gpu drafts on a GPU, and this machine has none; take ngram"
@@ -97,20 +100,6 @@ def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str
         faults = [str(error)]
     for fault in faults:
         yield f"{field}: {fault}; give a published EAGLE-3 drafter of this policy, or take ngram"
-
-
-def _mtp_drafter(recipe: Recipe, field: str) -> Iterator[str]:
-    """Yield errors of drafts by the model's MTP layers."""
-    if not recipe.trains_mtp:
-        yield f"{field}: a reshard writes only MTP layers that are trained; set trainer.mtp_loss_coefficient=0.1"
-    if recipe.rollout.quantization != "none":
-        yield (
-            f"{field}: not tested with rollout.quantization = {recipe.rollout.quantization}; set rollout.quantization="
-            "none, or take ngram"
-        )
-    if recipe.model.override_config:
-        # vLLM 0.30 passes changed fields of config.json to the policy's model only.
-        yield f"{field}: vLLM's drafter would ignore model.override_config; edit config.json instead, or take ngram"
 
 
 def _method_of(model: object) -> str | None:

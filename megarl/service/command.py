@@ -120,8 +120,8 @@ def _unfit_fields(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.placement = {recipe.rollout.placement}: a service samples on the trainer's ranks; set colocated"
     if recipe.trainer.overlap_grad_reduce:
         yield "trainer.overlap_grad_reduce = true: gradients of several calls add up before one reduction; leave it out"
-    if (coefficient := recipe.trainer.mtp_loss_coefficient) is not None:
-        yield f"trainer.mtp_loss_coefficient = {coefficient}: no client sends this loss; leave it out"
+    if setting := recipe.trainer.draft_layers_setting:
+        yield f"{setting}: no client sends this loss; leave it out"
 
 
 def _for_service(recipe: Recipe) -> Recipe:

@@ -28,8 +28,8 @@ class ModelParts:
     """Above 0 the model rounds as the engine does, with this many blocks of a product split over all ranks."""
     learns_distributions: bool = False
     """Whether the policy learns from its teachers' distributions."""
-    learns_mtp_distribution: bool = False
-    """Whether the MTP layers learn from the policy's distributions."""
+    drafts_learn_distribution: bool = False
+    """Whether the draft layers learn from the policy's distributions."""
 
     def megatron_config(
         self,
@@ -82,7 +82,7 @@ class ModelParts:
             config,
             shape,
             exact_blocks=self.exact_blocks,
-            learns_mtp_distribution=self.learns_mtp_distribution,
+            drafts_learn_distribution=self.drafts_learn_distribution,
             vp_stage=vp_stage,
             **settings,
         )

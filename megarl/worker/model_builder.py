@@ -39,18 +39,18 @@ class ModelBuilder:
         folder: str,
         *,
         has_value_head: bool = False,
-        with_mtp: bool = False,
+        with_draft_layers: bool = False,
         parallel: ParallelConfig | None = None,
         replica: Replica | None = None,
     ) -> Model:
         """Build a model of the class `kind`, and load its weights from a folder.
 
-        `has_value_head` adds a new value head if the folder has none, `with_mtp` the folder's layers for multi-token
-        prediction. `parallel` and `replica` default to the trainer's parallel sizes and data-parallel replica.
+        `has_value_head` adds a new value head if the folder has none, `with_draft_layers` the folder's draft
+        layers. `parallel` and `replica` default to the trainer's parallel sizes and data-parallel replica.
         """
         shape = self.shape_of(folder)
         shape = shape.with_value_head() if has_value_head else shape
-        shape = shape.with_mtp(with_mtp)
+        shape = shape.with_draft_layers(with_draft_layers)
         parallel = parallel or self.parallel
         layouts = self.layouts(shape, parallel)
 
@@ -58,7 +58,9 @@ class ModelBuilder:
             # The computed layout must agree with Megatron-Core 0.16.1's real parameters before any byte is copied.
             check_against(parameter_shapes(layouts, parallel.coordinates(self.rank)), tensors)
             override = self.recipe.override_of(folder)
-            safetensors.load(folder, layouts[self.rank], tensors, override=override, with_mtp=with_mtp)
+            safetensors.load(
+                folder, layouts[self.rank], tensors, override=override, with_draft_layers=with_draft_layers
+            )
 
         with refusals_named(self.recipe.trainer.megatron):
             return kind(self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena)
@@ -67,7 +69,10 @@ class ModelBuilder:
         """Build the trained policy, with all layers and heads trained by the recipe."""
         recipe, is_reward_model = self.recipe, self.recipe.loop == "reward_model"
         return self.build(
-            TrainingEngine, recipe.model.folder, has_value_head=is_reward_model, with_mtp=recipe.trains_mtp
+            TrainingEngine,
+            recipe.model.folder,
+            has_value_head=is_reward_model,
+            with_draft_layers=recipe.trainer.trains_draft_layers,
         )
 
     def shape_of(self, folder: str) -> ModelShape:

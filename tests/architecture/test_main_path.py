@@ -78,3 +78,27 @@ def test_the_loops_name_no_observer_of_a_step() -> None:
 def test_a_named_feature_is_noticed() -> None:
     text = "a = row.tree\nself.expert_routes = ()\nchunk_prefix(0, 1)\n# like FP8\nrouters\n"
     assert [line.partition(":")[0] for line in named_features(text)] == ["1", "2", "4"]
+
+
+MTP_PLACES = {
+    "config/sections/rollout.py",
+    "config/sections/trainer.py",
+    "families/draft_layers.py",
+    "families/mtp.py",
+    "models/mtp.py",
+    "models/parts.py",
+    "preflight/model/draft_layers.py",
+    "training/parts/choice.py",
+    "training/parts/mtp.py",
+}
+"""The parts of multi-token prediction, their checks and recipe fields, and the places that choose parts."""
+MTP_DATA = ("families/pages/", "families/reading.py", "config/hints/foreign.py", "config/override.py")
+"""Data of families and of other programs: names of fields and prefixes of tensors."""
+
+
+def test_multi_token_prediction_is_named_where_parts_are_chosen() -> None:
+    """All other modules know draft layers (`families.draft_layers`), of whatever kind."""
+    name = re.compile(r"mtp|nextn|multi[-_ ]token", re.IGNORECASE)
+    modules = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    naming = {module for module, text in modules.items() if name.search(text)}
+    assert {module for module in naming if not module.startswith(MTP_DATA)} == MTP_PLACES

@@ -30,8 +30,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
-def faults(folder: Path, *, with_mtp: bool = False, override: dict[str, Any] | None = None) -> list[str]:
-    return list(tensor_faults(folder, read_model_shape(folder, override).with_mtp(with_mtp)))
+def faults(folder: Path, *, with_draft_layers: bool = False, override: dict[str, Any] | None = None) -> list[str]:
+    return list(tensor_faults(folder, read_model_shape(folder, override).with_draft_layers(with_draft_layers)))
 
 
 def add(folder: Path, **tensors: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def one_file(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     shape = read_model_shape(folder)
-    shapes = hf_tensors(shape.with_mtp(shape.mtp_problem is None))
+    shapes = hf_tensors(shape.with_draft_layers(shape.draft_layers_problem is None))
     torch.manual_seed(3)
     save_file({name: torch.randn(size) for name, size in shapes.items()}, folder / SINGLE)
     return folder
@@ -105,9 +105,9 @@ def test_the_copies_in_a_layer_for_multi_token_prediction(tmp_path: Path) -> Non
     head = load_file(folder / SINGLE)[HEAD]
     copy = "model.layers.2.shared_head.head.weight"
     add(folder, **{copy: head.clone()})
-    assert faults(folder, with_mtp=True) == []
+    assert faults(folder, with_draft_layers=True) == []
     add(folder, **{copy: head + 1})
-    [fault] = faults(folder, with_mtp=True)
+    [fault] = faults(folder, with_draft_layers=True)
     assert f"{copy} differs from {HEAD}, of which it is a copy" in fault
     # A layer that is not trained is copied as it is.
     assert faults(folder) == []

@@ -109,7 +109,7 @@ def train_reshard_and_compare(
             parameter.fill_(float("nan"))
     files = sorted(Path(exported).glob("*.safetensors"))
     # Kept tensors, of a vision tower for example, are not the engine's.
-    own = checkpoint_tensors(read_model_shape(exported).with_mtp(recipe.drafts_with_mtp))
+    own = checkpoint_tensors(read_model_shape(exported).with_draft_layers(recipe.rollout.drafts_with_model_layers))
     pairs = (pair for file in files for pair in load_file(file).items())
     worker.engine.model.load_weights(pair for pair in pairs if pair[0] in own)
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]

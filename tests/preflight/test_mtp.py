@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_one_error(
 
 def test_a_family_without_the_layers_is_named(recipe: Callable[..., Recipe]) -> None:
     (text,) = faults(recipe(trainer=LOSS))
-    assert text.startswith("trainer.mtp_loss_coefficient = 0.1: multi-token prediction is supported for deepseek_v3, ")
+    assert text.startswith("trainer.mtp_loss_coefficient = 0.1: trained draft layers are supported for deepseek_v3, ")
     assert "only, not for qwen3; leave it out" in text
 
 

@@ -58,7 +58,7 @@ def parallel_of(sizes: Sizes) -> ParallelConfig:
 def layouts_of(recipe: Recipe, parallel: ParallelConfig) -> MegatronLayouts:
     from megarl.models.configuration import uses_transformer_engine
 
-    shape = read_model_shape(recipe.model.path).with_mtp(recipe.trains_mtp)
+    shape = read_model_shape(recipe.model.path).with_draft_layers(recipe.trainer.trains_draft_layers)
     return megatron_layouts(
         shape,
         parallel,
@@ -75,7 +75,7 @@ def build(recipe: Recipe, parallel: ParallelConfig) -> Any:
     shape, pieces = layouts.model, layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        safetensors.load(recipe.model.path, pieces, parameters, with_mtp=recipe.trains_mtp)
+        safetensors.load(recipe.model.path, pieces, parameters, with_draft_layers=recipe.trainer.trains_draft_layers)
 
     return TrainingEngine(recipe, parallel, shape, load)
 

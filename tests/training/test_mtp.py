@@ -99,12 +99,14 @@ def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[s
     from megarl.training.training_engine import TrainingEngine
 
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
-    shape = shape.with_mtp(recipe.trains_mtp)
+    shape = shape.with_draft_layers(recipe.trainer.trains_draft_layers)
     layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
 
     def load(tensors: Mapping[str, torch.Tensor]) -> None:
         check_against(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
-        safetensors.load(recipe.model.path, layouts[rank], tensors, with_mtp=recipe.trains_mtp)
+        safetensors.load(
+            recipe.model.path, layouts[rank], tensors, with_draft_layers=recipe.trainer.trains_draft_layers
+        )
 
     engine = TrainingEngine(recipe, parallel, shape, load)
 

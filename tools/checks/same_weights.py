@@ -26,34 +26,53 @@ from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import DIGITS_REWARD, ROOT, output_end, read_lines
 
-DURATION = {"small": "60 s (quickstart)", "full": "minutes: five recipes on both sides (not timed)"}
+DURATION = {"small": "60 s (quickstart)", "full": "minutes: six recipes on both sides (not timed)"}
 SMALL = {"only": ["quickstart"], "steps": 2}
 INPUT = "runs/quickstart_input"
-DENSE, EXPERTS = f"{INPUT}/model", f"{INPUT}/experts"
+DENSE, EXPERTS, DRAFTING = f"{INPUT}/model", f"{INPUT}/experts", f"{INPUT}/drafting"
 RECIPES = {
     "quickstart": DENSE,
     "tiny_ppo": DENSE,
     "tiny_lora": DENSE,
     "tiny_preference": DENSE,
     "tiny_moe": EXPERTS,
+    "quickstart_mtp": DRAFTING,
 }
 """Recipes and the models they start from."""
+VARIANTS = {
+    "quickstart_mtp": (
+        "quickstart",
+        (
+            "trainer.mtp_loss_coefficient=0.2",
+            "rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 2}}",
+        ),
+    ),
+}
+"""Recipes that are other ones with further settings: the other one's name, and the settings."""
 
 
 def make_inputs(folder: Path) -> None:
     """Write models, data and reward, by this checkout's tools."""
     make_tiny_model(folder / DENSE, num_layers=2, initializer_range=0.08)
     make_tiny_model(folder / EXPERTS, num_layers=2, initializer_range=0.08, family="qwen3_moe")
+    make_tiny_model(folder / DRAFTING, num_layers=2, initializer_range=0.08, family="glm4_moe", num_mtp_layers=1)
     make_dataset(folder / INPUT / "data", train=600, heldout=64, sft=64)
     (folder / "share_of_digits.py").write_text(DIGITS_REWARD)
 
 
 def train(code: Path, folder: Path, name: str, steps: int) -> str:
     """Train one recipe with the code of a checkout. Returns an empty text, or what the run printed if it failed."""
-    recipe = code / f"launch/recipes/{name}.yaml"
+    file_name, further = VARIANTS.get(name, (name, ()))
+    recipe = code / f"launch/recipes/{file_name}.yaml"
     if not recipe.exists():
-        recipe = ROOT / f"launch/recipes/{name}.yaml"
-    overrides = [f"model.path={RECIPES[name]}", f"train.steps={steps}", "train.prompts_per_step=16"]
+        recipe = ROOT / f"launch/recipes/{file_name}.yaml"
+    overrides = [
+        f"name={name}",
+        *further,
+        f"model.path={RECIPES[name]}",
+        f"train.steps={steps}",
+        "train.prompts_per_step=16",
+    ]
     overrides += ["optimizer.warmup_steps=1", "evaluation.max_problems=16"]
     if name != "tiny_preference":
         overrides += ["reward.functions=[share_of_digits:digits]", "train.samples_per_prompt=4"]

@@ -24,11 +24,11 @@ from tools.collectives.programs import Call, Group, Job, Program
 def plan_of(recipe: Recipe, parallel: ParallelConfig, shape: ModelShape, num_ranks: int, itemsize: int) -> Plan:
     """Return the plan of a reshard over `num_ranks` ranks: fewer than the layout's if engine replicas are lost."""
     ends = reshard_ends(
-        shape.with_mtp(recipe.trains_mtp),
+        shape.with_draft_layers(recipe.trainer.trains_draft_layers),
         parallel,
         num_ranks,
         transformer_engine=True,
-        engine=shape.with_mtp(recipe.drafts_with_mtp),
+        engine=shape.with_draft_layers(recipe.rollout.drafts_with_model_layers),
     )
     size = recipe.cluster.ranks_per_node
     return make_plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -35,6 +36,9 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 
 MIN_TOKEN_CHARACTERS = 16
 """Minimum length of a token on a public address. 16 random letters and digits have 95 bits, too many to guess."""
+
+MODEL_LAYERS = "mtp"
+"""vLLM's method of drafts by layers for multi-token prediction (MTP) of the policy's own checkpoint."""
 
 
 class EndpointConfig(Section):
@@ -285,6 +289,12 @@ class RolloutConfig(Section):
     """Further fields of vLLM's EngineArgs, by their own names. Those that need another executor, or keep something of
     old weights, are refused. speculative_config: a drafter without weights (method ngram, suffix, custom_class; on GPUs
     ngram_gpu), trained MTP layers (mtp), or a published drafter, read once (eagle3). Metric: perf/accepted_length."""
+
+    @property
+    def drafts_with_model_layers(self) -> bool:
+        """Return whether the engines draft tokens with the draft layers of the policy's checkpoint."""
+        drafter = self.vllm.get("speculative_config")
+        return isinstance(drafter, Mapping) and drafter.get("method") == MODEL_LAYERS
 
     @property
     def turns_of_attempt(self) -> int:

@@ -157,6 +157,17 @@ class TrainerConfig(Section):
     each expert's tokens), or over each sequence (`seq_aux_loss`)."""
 
     @property
+    def trains_draft_layers(self) -> bool:
+        """Return whether the draft layers of the policy's checkpoint (its MTP layers) are trained."""
+        return self.mtp_loss_coefficient is not None
+
+    @property
+    def draft_layers_setting(self) -> str | None:
+        """Return the field and value that train draft layers, for messages. None: they are not trained."""
+        coefficient = self.mtp_loss_coefficient
+        return None if coefficient is None else f"trainer.mtp_loss_coefficient = {coefficient:g}"
+
+    @property
     def token_block(self) -> int:
         """Return the number of tokens to whose multiple each rank's part of a packed row is padded."""
         if self.fp8 == "blockwise":

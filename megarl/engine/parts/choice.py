@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.engine.parts.engine_part import EnginePart
 from megarl.families.eagle3 import drafter_folder
-from megarl.families.model_tensors import list_copied_prefixes
+from megarl.families.model_tensors import is_read_by_drafter
 from megarl.families.shape import read_model_shape
 from megarl.platform import libraries
 
@@ -56,6 +57,6 @@ def build_parts(
     if speculative_config is not None and drafter_folder(speculative_config) is not None:
         yield FrozenDrafts(speculative_config)
     elif speculative_config is not None:
-        yield Drafts(list_copied_prefixes(read_model_shape(model_path, override)))
+        yield Drafts(partial(is_read_by_drafter, read_model_shape(model_path, override)))
     if not config.recompute_kv:
         yield RetainedKV()

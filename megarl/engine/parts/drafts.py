@@ -1,15 +1,15 @@
-"""Speculative decoding in an engine: counts of drafts, and the draft model of multi-token prediction (MTP)."""
+"""Speculative decoding in an engine: counts of drafts, and the draft model of a checkpoint's draft layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from megarl.engine.parts.engine_part import EnginePart
-from megarl.families.mtp import COPIED, DRAFTER
+from megarl.families.draft_layers import DRAFTER
 from megarl.files.model_folder import find_folder
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Mean, Metric
@@ -33,11 +33,11 @@ METRICS = (
 class Drafts(EnginePart):
     """Counts drafts and passes weights on to the draft model, if there is one.
 
-    `drafted` are the prefixes of the checkpoint's tensors that belong to the draft model.
+    `is_drafters` says of a checkpoint's tensor, by name, whether the draft model loads it.
     """
 
-    def __init__(self, drafted: tuple[str, ...]) -> None:
-        self._drafted = drafted
+    def __init__(self, is_drafters: Callable[[str], bool]) -> None:
+        self._is_drafters = is_drafters
         self._counts = DraftCounts()
         self._model: ModelWithDrafter | None = None
 
@@ -49,7 +49,7 @@ class Drafts(EnginePart):
         drafter = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
         if drafter is None:
             return model
-        self._model = ModelWithDrafter(model, drafter, self._drafted)
+        self._model = ModelWithDrafter(model, drafter, self._is_drafters)
         return self._model
 
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -68,7 +68,7 @@ class FrozenDrafts(Drafts):
     sleep_reason = "no reshard writes the drafter of rollout.vllm.speculative_config"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(())
+        super().__init__(lambda name: False)
         self._config = config
         self._drafter: nn.Module | None = None
 
@@ -89,14 +89,14 @@ class FrozenDrafts(Drafts):
 class ModelWithDrafter(nn.Module):
     """The parts of a vLLM model under their own names, and its draft model under `DRAFTER`.
 
-    vLLM 0.30 shares embedding and head of the two, so they occur once among the parameters. `drafted` are the prefixes
-    of the checkpoint's tensors that belong to the draft model.
+    vLLM 0.30 shares embedding and head of the two, so they occur once among the parameters. `is_drafters` says of a
+    checkpoint's tensor, by name, whether the draft model loads it.
     """
 
-    def __init__(self, model: nn.Module, drafter: nn.Module, drafted: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, drafter: nn.Module, is_drafters: Callable[[str], bool]) -> None:
         super().__init__()
         self._loaders: tuple[Any, Any] = (model, drafter)
-        self._drafted = drafted
+        self._is_drafters = is_drafters
         for name, child in model.named_children():
             self.add_module(name, child)
         self.add_module(DRAFTER.rstrip("."), drafter)
@@ -117,10 +117,6 @@ class ModelWithDrafter(nn.Module):
             yield name, tensor
         with torch.no_grad():
             self._loaders[1].load_weights(drafts)
-
-    def _is_drafters(self, name: str) -> bool:
-        # A checkpoint's copies of embedding and head may be older than these, and would replace them.
-        return name.startswith(self._drafted) and not name.endswith(tuple(COPIED))
 
 
 class DraftCounts:

@@ -199,5 +199,5 @@ FAMILY = Family(
     stacks=live_stacks,
     # Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
     other_model_types=("kimi_k2",),
-    mtp=NUMBERED,
+    draft_layers=NUMBERED,
 )

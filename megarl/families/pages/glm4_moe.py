@@ -70,4 +70,4 @@ _FIELDS = {
     "use_qk_norm": False,
 }
 
-FAMILY = Family("Glm4MoeForCausalLM", read, rules, _FIELDS, stacks=live_stacks, mtp=NUMBERED)
+FAMILY = Family("Glm4MoeForCausalLM", read, rules, _FIELDS, stacks=live_stacks, draft_layers=NUMBERED)

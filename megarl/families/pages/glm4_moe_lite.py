@@ -57,5 +57,5 @@ _FIELDS = {
 }
 
 FAMILY = Family(
-    "Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, added_fields, stacks=live_stacks, mtp=NUMBERED
+    "Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, added_fields, stacks=live_stacks, draft_layers=NUMBERED
 )

@@ -78,8 +78,8 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     [experts, hidden_size, channels].
     """
     places = [(llama.LAYER, model.packs_experts)]
-    if model.num_mtp_layers:
-        places.append((MTP.layer, model.packs_mtp_experts))
+    if model.num_draft_layers:
+        places.append((MTP.layer, model.packs_draft_experts))
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
     places_in_packed: list[Alias] = []
     for layer in (layer for layer, packs in places if packs):
@@ -112,7 +112,14 @@ def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Fa
     read, family_aliases = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
     defaults = {**qwen3_next.FIELDS, "num_key_value_heads": 2 if has_experts else 4}
     return Family(
-        architecture, read, rules, defaults, stacks=live_stacks, mtp=MTP, aliases=family_aliases, classifier=classifier
+        architecture,
+        read,
+        rules,
+        defaults,
+        stacks=live_stacks,
+        draft_layers=MTP,
+        aliases=family_aliases,
+        classifier=classifier,
     )
 
 

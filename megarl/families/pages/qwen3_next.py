@@ -208,4 +208,4 @@ FIELDS = {
 }
 """Values of missing fields in Qwen3-Next models."""
 
-FAMILY = Family("Qwen3NextForCausalLM", read, rules, FIELDS, stacks=live_stacks, mtp=OWN_PREFIX)
+FAMILY = Family("Qwen3NextForCausalLM", read, rules, FIELDS, stacks=live_stacks, draft_layers=OWN_PREFIX)

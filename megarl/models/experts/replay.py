@@ -13,7 +13,7 @@ from megarl.models.experts.layers import has_router
 
 
 def routed_layers(chunk: Any) -> list[Any]:
-    """Return the layers with a router of a model chunk, without MTP layers."""
+    """Return the layers with a router of a model chunk, without draft layers."""
     return [layer for layer in chunk.decoder.layers if has_router(layer)]
 
 

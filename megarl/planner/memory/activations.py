@@ -13,7 +13,6 @@ from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families.logprob_chunks import logit_bytes
-from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import DeltaNet, Latent, LayerKind
 from megarl.families.shape import ModelShape, padded_vocab_size
 
@@ -113,9 +112,9 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
     layer = max(by_kind.values())
     is_last = stage == parallel.pp - 1
     head = _head(shape, parallel, settings) if is_last else 0
-    if is_last and shape.num_mtp_layers:
+    if is_last and shape.num_draft_layers:
         # Its tensors are those of the row whose loss is computed, like the head's.
-        head += _mtp(shape, parallel, settings)
+        head += _draft_layer(shape, parallel, settings)
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
         angles = rows * _tokens(parallel, settings) * shape.rotary_channels * FLOAT32
@@ -395,13 +394,13 @@ def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS
 
 
-def _mtp(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the layer for multi-token prediction: both norms and their projection, the layer, the head.
+def _draft_layer(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+    """Return the bytes of a trained draft layer: both norms and their projection, the layer, the head.
 
     Recomputed as a whole, the layer exists again while the head's own tensors do.
     """
     size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
-    layer = layer_bytes(shape, parallel, settings, shape.layers[mtp_kind_number(shape)])
+    layer = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
     # The outputs of both norms are copied into one tensor, the projection's input.
     norms = 2 * _norm(parallel, settings, shape.hidden_size, is_fused=False)
     if settings.spec == "local":

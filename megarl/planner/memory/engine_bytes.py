@@ -105,7 +105,7 @@ def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize
 
     `draft_layers` are the layers of a drafter with files of its own.
     """
-    layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_mtp_layers + draft_layers
+    layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_draft_layers + draft_layers
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 

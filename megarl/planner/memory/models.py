@@ -58,4 +58,4 @@ def read_models(
         source = further.get("critic.path", recipe.model.folder)
         critic = Built(shape_of(source).with_value_head(), parallel)
     trained_shape = policy.with_value_head() if recipe.loop == "reward_model" else policy
-    return Models(Built(trained_shape.with_mtp(recipe.trains_mtp), parallel), critic, frozen)
+    return Models(Built(trained_shape.with_draft_layers(recipe.trainer.trains_draft_layers), parallel), critic, frozen)

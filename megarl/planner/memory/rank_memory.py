@@ -125,8 +125,8 @@ class RankMemory:
 
     @property
     def _engine_shape(self) -> ModelShape:
-        """Return the engines' model: the policy's MTP layers are part of it only if they draft tokens."""
-        return self.models.policy.shape.with_mtp(self.recipe.drafts_with_mtp)
+        """Return the engines' model: the policy's draft layers are part of it only if they draft tokens."""
+        return self.models.policy.shape.with_draft_layers(self.recipe.rollout.drafts_with_model_layers)
 
     @property
     def _engine_rank(self) -> int:
@@ -247,7 +247,8 @@ class RankMemory:
         them.
         """
         shape, last = self.models.policy.shape, self.parallel.pp - 1
-        has_copy = shape.tie_word_embeddings or bool(shape.with_mtp(self.recipe.trains_mtp).num_mtp_layers)
+        trained_shape = shape.with_draft_layers(self.recipe.trainer.trains_draft_layers)
+        has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0
         return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
 
     def _trainer_states(self, built: Built, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:

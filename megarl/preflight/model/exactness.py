@@ -77,8 +77,8 @@ def _layout_faults(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.share_prefixes != "off":
         yield "trees of prefixes have another attention kernel; set trainer.share_prefixes=off"
-    if trainer.mtp_loss_coefficient is not None:
-        yield "layers for multi-token prediction were not measured; leave out trainer.mtp_loss_coefficient"
+    if setting := trainer.draft_layers_setting:
+        yield f"draft layers were not measured; leave out {setting}"
 
 
 def _adds_alike(first: int, second: int) -> bool:

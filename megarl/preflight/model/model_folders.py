@@ -84,8 +84,8 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     folder = recipe.model.folder
     if has_model:
         # Layers without a place in the trainer are faults of the recipe (`model_sizes`), not of the folder.
-        is_trained = recipe.trains_mtp and shape.mtp_problem is None
-        yield from map(DataError, tensor_faults(folder, shape.with_mtp(is_trained)))
+        is_trained = recipe.trainer.trains_draft_layers and shape.draft_layers_problem is None
+        yield from map(DataError, tensor_faults(folder, shape.with_draft_layers(is_trained)))
     yield from map(DataError, _tokens_beyond(folder, shape))
 
 

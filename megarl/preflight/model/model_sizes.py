@@ -67,27 +67,6 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from model_sizes.recomputed_modules_fit(recipe, shape)
 
 
-@checks("trainer", training_only=True)
-def mtp_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of the training of layers for multi-token prediction (MTP)."""
-    trainer = recipe.trainer
-    if not recipe.trains_mtp:
-        return
-    field = f"trainer.mtp_loss_coefficient = {trainer.mtp_loss_coefficient:g}"
-    if problem := shape.mtp_problem:
-        yield f"{field}: {problem}; leave it out"
-    if recipe.lora.rank:
-        yield f"{field}: with lora.rank = {recipe.lora.rank} only adapters are trained; leave one of both out"
-    if trainer.router_replay:
-        yield f"{field}: the engine records no experts of MTP layers to replay; set trainer.router_replay=false"
-    if trainer.fp8 != "none":
-        yield f"{field}: not tested with trainer.fp8 = {trainer.fp8}; set trainer.fp8=none"
-    # Megatron's router adds these losses to any gradient, and `models.experts` counts layers of the policy only.
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"):
-        if trainer.megatron.get(name):
-            yield f"trainer.megatron.{name} = {trainer.megatron[name]}: not supported with MTP layers; leave one out"
-
-
 def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of sending tokens to experts with DeepEP (trainer.moe_dispatcher flex)."""
     trainer = recipe.trainer

@@ -12,15 +12,15 @@ from functools import cached_property
 from math import prod
 
 from megarl.families.model_tensors import (
+    is_draft_tensor,
     layers_by_template,
+    list_draft_stacks,
     list_model_tensors,
-    list_mtp_stacks,
     list_rules,
     list_stacks,
     live_name,
     template_shapes,
 )
-from megarl.families.mtp import is_mtp
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.families.tensors.names import TensorName
 from megarl.families.tensors.stacks import Part, Stack
@@ -33,8 +33,8 @@ from megarl.types import ConfigError
 class VllmLayouts(Layouts):
     """Layouts of `world_size` engine ranks; `tp` contiguous ranks form an engine.
 
-    The MTP layers of `model` are the engine's draft model. With `ep` (vLLM's `enable_expert_parallel`) a rank has whole
-    experts, distributed in contiguous runs. `holdings` raises ConfigError for a size that does not divide.
+    The draft layers of `model` are the engine's draft model. With `ep` (vLLM's `enable_expert_parallel`) a rank has
+    whole experts, distributed in contiguous runs. `holdings` raises ConfigError for a size that does not divide.
     """
 
     model: ModelShape
@@ -50,7 +50,7 @@ class VllmLayouts(Layouts):
         return list_model_tensors(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        of_drafter = is_mtp(self.model, tensor)
+        of_drafter = is_draft_tensor(self.model, tensor)
         stack = self._stack_of[of_drafter, tensor.template]
         # With expert parallelism the owner distinguishes kinds of tensors. Otherwise all ranks hold a part of every
         # expert.
@@ -77,7 +77,7 @@ class VllmLayouts(Layouts):
             shape = list(self._shapes[template])
             shape[stack.dim] = sum(self.range_on(stack, piece, part)[2] for piece in stack.parts)
             layers = self._layers[template]
-            count = sum(is_mtp(self.model, TensorName(template, layer)) == of_drafter for layer in layers)
+            count = sum(is_draft_tensor(self.model, TensorName(template, layer)) == of_drafter for layer in layers)
             if stack.stacks_experts:
                 experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
                 count *= experts_per_rank + (part < remainder) if self.ep else self.model.num_experts
@@ -158,7 +158,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
-        """Return the parameter of each tensor, by (is it an MTP layer's, template)."""
+        """Return the parameter of each tensor, by (is it a draft layer's, template)."""
         return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
 
     @cached_property
@@ -170,7 +170,7 @@ class VllmLayouts(Layouts):
         """Return all live parameters: the checkpoint's tensors, some of them fused; and whether they are the
         drafter's."""
         layers = self._layers.items()
-        names = [name for name, numbers in layers if not is_mtp(self.model, TensorName(name, numbers[0]))]
+        names = [name for name, numbers in layers if not is_draft_tensor(self.model, TensorName(name, numbers[0]))]
         present = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]
         fused_names = {part.tensor for stack in present for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
@@ -179,7 +179,7 @@ class VllmLayouts(Layouts):
             *present,
             *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in unfused_names),
         )
-        return (*((stack, False) for stack in main_stacks), *((stack, True) for stack in list_mtp_stacks(self.model)))
+        return (*((stack, False) for stack in main_stacks), *((stack, True) for stack in list_draft_stacks(self.model)))
 
     @cached_property
     def _layers(self) -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,7 @@ def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
     return ModelParts(
         replays_routes=recipe.trainer.router_replay,
         exact_blocks=recipe.exact_blocks,
-        learns_mtp_distribution=recipe.trainer.mtp_targets == "distribution",
+        drafts_learn_distribution=recipe.trainer.mtp_targets == "distribution",
         learns_distributions=recipe.loop == "distillation" and not recipe.has_advantages,
     )
 
@@ -35,7 +35,7 @@ def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[Engine
     """Build the parts of a trained model, in the order in which they change it."""
     if is_policy and shard.recipe.lora.rank > 0:
         yield LoraPart(shard)
-    if shard.shape.num_mtp_layers:
+    if shard.shape.num_draft_layers:
         yield MtpPart(shard)
     balance = ExpertBalance(shard.config, shard.chunks)
     if balance.is_on:

@@ -98,9 +98,9 @@ class _Planner:
         recipe = ends.recipe
         self._ends, self._transformer_engine = ends, transformer_engine
         shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
-        # Without drafts the engines have no MTP layers.
-        self._engine_shape = shape.with_mtp(recipe.drafts_with_mtp)
-        self._trainer_shape = shape.with_mtp(recipe.trains_mtp)
+        # Without drafts the engines have no draft layers.
+        self._engine_shape = shape.with_draft_layers(recipe.rollout.drafts_with_model_layers)
+        self._trainer_shape = shape.with_draft_layers(recipe.trainer.trains_draft_layers)
         self._dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         self._bucket_bytes = recipe.weights.bucket_mib << 20
 
@@ -203,9 +203,9 @@ class _Planner:
 
 def refuse_full_tensors(recipe: Recipe, refusal: str, *, is_separate: bool) -> None:
     """Raise ConfigError for a recipe that needs an engine written in place. `refusal` says why this one cannot be."""
-    if recipe.drafts_with_mtp:
+    if recipe.rollout.drafts_with_model_layers:
         raise ConfigError(
-            "rollout.vllm.speculative_config: the engine's weights, with those of its MTP layers, cannot be "
+            "rollout.vllm.speculative_config: the engine's weights, with those of its draft layers, cannot be "
             f"written in place, because of {refusal}; leave the field out"
         )
     if recipe.rollout.quantization != "none":

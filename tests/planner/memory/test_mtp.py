@@ -43,7 +43,7 @@ def measured(folder: str, has_mtp: bool, dtype_name: str, recompute: str) -> tup
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(1)
-    shape, dtype = read_model_shape(folder).with_mtp(has_mtp), getattr(torch, dtype_name)
+    shape, dtype = read_model_shape(folder).with_draft_layers(has_mtp), getattr(torch, dtype_name)
     config = transformer_config(shape, ONE, dtype=dtype, sequence_parallel=False, overrides={}, recompute=recompute)
     model = build_policy(PolicyModel, config, shape, logprob_chunk_tokens=50).to(dtype)
     tokens = torch.arange(sum(LENGTHS))[None] % shape.vocab_size
@@ -79,7 +79,7 @@ def test_a_trained_layer_takes_what_was_planned(
         pads_attention=True,
         longest=max(LENGTHS),
     )
-    shapes = [read_model_shape(folder).with_mtp(has) for has in (False, True)]
+    shapes = [read_model_shape(folder).with_draft_layers(has) for has in (False, True)]
     planned = [stage_bytes(shape, ONE, 0, settings) for shape in shapes]
     assert counted[1][1] - counted[0][1] == pytest.approx(planned[1] - planned[0], rel=0.03)
     states = [
@@ -104,7 +104,7 @@ def test_the_flops_of_a_trained_layer_are_those_counted_by_torch(
     counted = [ranks.run(measured, folder, has, "float32", "none", world_size=1)[0][2] for has in (False, True)]
     shape = read_model_shape(folder)
     assert update_only_flops(shape, np.array(LENGTHS)) == 0
-    planned = update_only_flops(shape.with_mtp(True), np.array(LENGTHS))
+    planned = update_only_flops(shape.with_draft_layers(True), np.array(LENGTHS))
     # torch's counter sees no product written into a given tensor, like the head's logits and the gradient of its hidden
     # states, and no fused attention: four heads of 32 channels, scores and their sums, in three passes over half of the
     # pairs of tokens.

@@ -1,0 +1,74 @@
+"""Draft layers: layers of a checkpoint, after the model's last one, with which an engine drafts tokens.
+
+A family that has them names their kind, an instance of `DraftLayers`. Without training they are only copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.rules import Rule
+from megarl.families.tensors.stacks import Stack
+
+if TYPE_CHECKING:
+    from megarl.families.parts import LayerKind
+    from megarl.families.shape import ModelShape
+
+DRAFTER = "drafter."
+"""Prefix of the draft model's parameters among those of an engine."""
+
+PARAMETERS = "mtp."
+"""Prefix of the draft layers' parameters in Megatron-Core 0.16.1, named after multi-token prediction (MTP)."""
+
+
+class DraftLayers(Protocol):
+    """The tensors of a kind of draft layers, in checkpoints, in Megatron and in vLLM.
+
+    `model.num_draft_layers` is the number of trained ones, `model.num_kept_layers` that of copied ones.
+    """
+
+    @property
+    def num_layers_field(self) -> str:
+        """The field of config.json with the number of layers."""
+        ...
+
+    @property
+    def recipe_field(self) -> str:
+        """The recipe field that trains the layers, for messages."""
+        ...
+
+    @property
+    def copied(self) -> Mapping[str, str]:
+        """Tensors equal to others of the model, by their names without the layer's prefix, with the names of the
+        latter.
+        """
+        ...
+
+    def has_tensor(self, model: ModelShape, tensor: TensorName) -> bool:
+        """Return whether a tensor of the model belongs to its draft layers."""
+        ...
+
+    def layer_kind(self, model: ModelShape) -> LayerKind:
+        """Return the kind of the model's layers that each draft layer contains."""
+        ...
+
+    def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
+        """Yield the rules of the trained layers, in the model's last stage; `rules` are those of the other layers."""
+        ...
+
+    def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
+        """Yield the parameters of vLLM's draft model. `templates` are its tensors, `stacks` the policy's parameters.
+
+        `layer` is the prefix of the policy's layers in the checkpoint.
+        """
+        ...
+
+    def copies(self, model: ModelShape) -> dict[str, str]:
+        """Return the layers' tensors equal to others of the model: the name of each copy, and of its original."""
+        ...
+
+    def copied_prefixes(self, model: ModelShape) -> tuple[str, ...]:
+        """Return name prefixes of the tensors of layers that are only copied."""
+        ...
