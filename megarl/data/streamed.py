@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ class Streamed(Sequence[Made], Generic[Made]):
         """Read and validate all records. Raises OSError and the errors of `make_results`."""
         self._make = make
         self._file = TemporaryFile(dir=folder, prefix=".records_")  # noqa: SIM115  (it is open as long as this lives)
+        # Errors of records refer to this object, so the collector may free it long after the file. Only the finaliser
+        # closes the file first. Not at exit: a forked process would move the offset that it shares with its parent.
+        weakref.finalize(self, self._file.close).atexit = False
         self._starts, self._numbers = array("q"), array("q")
         self._paths: list[Path] = []
         self._format = None

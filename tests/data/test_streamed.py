@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,19 @@ def test_an_empty_source_and_faults(read: Callable[..., Any]) -> None:
         read(streamed=True, max_tokens=1, on_long=None)
     with pytest.raises(DataError, match=r"line 1: has no field 'level', named by data\.curriculum\.by"):
         read(streamed=True, required_fields={"level": "data.curriculum.by"})
+
+
+def test_the_collector_closes_the_file_of_faulty_records(read: Callable[..., Any]) -> None:
+    """The error refers to the object with the file, and here the error also refers to itself."""
+    gc.collect()
+    with warnings.catch_warnings(record=True) as unclosed:
+        warnings.simplefilter("always", ResourceWarning)
+        with pytest.raises(TooLongError) as refusal:
+            read(streamed=True, max_tokens=1, on_long=None)
+        refusal.value.cycle = refusal  # type: ignore[attr-defined]
+        del refusal
+        gc.collect()
+    assert [str(warning.message) for warning in unclosed if warning.category is ResourceWarning] == []
 
 
 def test_results_may_only_be_counted() -> None:
