@@ -20,10 +20,10 @@ from megarl.data.call_arguments import fit_call_arguments
 from megarl.data.reasoning_key import with_reasoning_key
 from megarl.data.tokenizers.growth import refuse_growth
 from megarl.data.tokenizers.probes import is_panic, refuse_endless_encoding, refuse_endless_rules
+from megarl.data.tokenizers.trials import digest_of_folder, trial_fault
 from megarl.files.model_folder import TOKENIZER, max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values
-from megarl.processes.process_tree import fault_of
 from megarl.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def load_tokenizer(
     # First, since transformers would wait forever for the writer of a named pipe.
     check_folder_of_files(Path(folder))
     _refuse_many_values(Path(folder))
+    digest = digest_of_folder(Path(folder))
     rules = Path(folder) / TOKENIZER[0]
     definition = read_object(rules) if rules.is_file() else {}
     refuse_growth(definition, rules)
@@ -98,7 +99,7 @@ def load_tokenizer(
         raise DataError(
             f"{folder}: the tokenizer does not load ({error}); copy the tokenizer's files into this folder again"
         ) from error
-    refuse_endless_encoding(tokenizer, definition, rules if definition else Path(folder))
+    refuse_endless_encoding(tokenizer, definition, rules if definition else Path(folder), digest=digest)
     if template is not None:
         begin = _text_start(tokenizer) if template == PLAIN else ""
         tokenizer.chat_template = begin + _template_of(template)
@@ -109,7 +110,7 @@ def load_tokenizer(
         )
     if defaults:
         tokenizer.chat_template = _with_defaults(tokenizer.chat_template, defaults)
-    _check_template(folder, tokenizer)
+    _check_template(folder, tokenizer, digest)
     return tokenizer
 
 
@@ -404,13 +405,17 @@ def _check_config(folder: str | Path) -> None:
         ) from error
 
 
-def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
-    """Raise DataError for a chat template that is not valid Jinja, does not end, or ignores the messages."""
+def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> None:
+    """Raise DataError for a chat template that is not valid Jinja, does not end, or ignores the messages.
+
+    `digest` is the digest of the folder's files.
+    """
     from jinja2 import TemplateSyntaxError
 
     greeting = [{"role": "user", "content": "first"}]
     # A template is a program: a few nested loops could run for years. So the first rendering has a time limit.
-    if fault := fault_of(
+    if fault := trial_fault(
+        ("template", digest, json.dumps(tokenizer.chat_template)),
         lambda: render(tokenizer, greeting, generation_prompt=True),
         seconds=RENDER_SECONDS,
         memory_bytes=_RENDER_BYTES,

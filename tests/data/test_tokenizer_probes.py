@@ -78,7 +78,7 @@ def test_too_many_tokens_of_a_text_are_refused() -> None:
     tokenizer.backend_tokenizer.normalizer = Replace(Regex("a"), "a" * 100)
     tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("a"), "isolated")
     with pytest.raises(DataError, match=r"makes 100 tokens of a text of 1 characters \(the limit is 64"):
-        refuse_endless_encoding(tokenizer, {}, PATH)
+        refuse_endless_encoding(tokenizer, {}, PATH, digest="")
 
 
 def test_rules_that_take_too_much_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_iterate_patterns_published_tokenizers_are_accepted(pattern: str, monkey
     backend.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
     definition = json.loads(backend.to_str())
     refuse_endless_rules(definition, PATH)
-    refuse_endless_encoding(PreTrainedTokenizerFast(tokenizer_object=backend), definition, PATH)
+    refuse_endless_encoding(PreTrainedTokenizerFast(tokenizer_object=backend), definition, PATH, digest=pattern)
 
 
 def test_probes_repeat_what_the_patterns_look_for() -> None:

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.processes.process_tree import FaultyInputError, fault_of
+from megarl.data.tokenizers.trials import trial_fault
+from megarl.processes.process_tree import FaultyInputError
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -61,12 +62,16 @@ def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
     # A compiled table of replacements may lead anywhere for a single character.
     if '"Precompiled"' in rules:
         texts.append(" ".join(map(chr, range(_SURROGATES.start))))
-    _refuse_fault(path, lambda: _encode_texts(Backend.from_str(rules), texts))
+    _refuse_fault(path, ("rules", rules, *texts), lambda: _encode_texts(Backend.from_str(rules), texts))
 
 
-def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path) -> None:
-    """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens of a text."""
-    _refuse_fault(path, partial(_count_tokens, tokenizer, make_probe_texts(definition)))
+def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path, *, digest: str) -> None:
+    """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens of a text.
+
+    `digest` stands for the tokenizer: the digest of its folder.
+    """
+    texts = make_probe_texts(definition)
+    _refuse_fault(path, ("encoding", digest, *texts), partial(_count_tokens, tokenizer, texts))
 
 
 def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
@@ -120,8 +125,8 @@ def _count_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
         tokenizer.decode(tokens)
 
 
-def _refuse_fault(path: Path, work: Callable[[], object]) -> None:
-    if fault := fault_of(partial(_name_panic, work), seconds=PROBE_SECONDS, memory_bytes=_PROBE_BYTES):
+def _refuse_fault(path: Path, content: Sequence[str], work: Callable[[], object]) -> None:
+    if fault := trial_fault(content, partial(_name_panic, work), seconds=PROBE_SECONDS, memory_bytes=_PROBE_BYTES):
         raise DataError(
             f"{path}: the tokenizer {fault} on short probe texts; copy the tokenizer again from its source, or do not "
             "use it"
