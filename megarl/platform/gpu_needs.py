@@ -14,12 +14,16 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from megarl.config import Recipe
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Capability, Gpu
+
+if TYPE_CHECKING:
+    # The ranks import this module, and the recipe's models take 0.1 s.
+    from megarl.config import Recipe
 
 NAMED_GPUS: dict[str, Capability] = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
 """Compute capability of the GPU names accepted by `cluster.gpu_memory_gib`."""

@@ -19,7 +19,6 @@ from megarl.cluster.agents.topology import Introduction, in_order, visible_gpus
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.checks.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
 from megarl.cluster.checks.node_checks import (
-    NodeReport,
     all_faults,
     faults,
     joined_reports,
@@ -28,6 +27,7 @@ from megarl.cluster.checks.node_checks import (
     unfit_nodes_error,
     unreachable_nodes,
 )
+from megarl.cluster.checks.node_report import NodeReport
 from megarl.config import Recipe
 from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import device

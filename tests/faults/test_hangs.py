@@ -239,7 +239,7 @@ async def test_a_stopped_fork_server_is_named_and_replaced(tmp_path: Path, monke
 
 WALL_CLOCK = {
     "megarl/cluster/agents/agent_link.py": "times of lost ranks, to tell the first cause",
-    "megarl/cluster/checks/node_checks.py": "clocks of nodes, compared with the driver's",
+    "megarl/cluster/checks/node_report.py": "clocks of nodes, compared with the driver's",
     "megarl/cluster/ranks/rank.py": "times of errors, to tell the first cause",
     "megarl/files/temporary_folder.py": "age of folders",
     "megarl/processes/fork_server.py": "times of ended processes, to tell the first cause",

@@ -47,7 +47,7 @@ async def start_rank(nodes: LocalNodes, settings: Mapping[str, Any], logs: Path)
     group = WorkerGroup(1, places=nodes.choose_places(1, (), on_one_node=True))
     # As a run does: the first worker is small, and checks the node.
     await group.start(
-        "megarl.cluster.checks.node_checks:NodeReport",
+        "megarl.cluster.checks.node_report:NodeReport",
         {},
         log_folder=logs,
         environment=nodes.environment,

@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from megarl.cluster.checks.node_checks import NodeReport, gpus, inspect
+from megarl.cluster.checks.node_checks import inspect
+from megarl.cluster.checks.node_report import NodeReport, gpus
 from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.config import Recipe
 from megarl.files.temporary_folder import temporary_folder

@@ -185,7 +185,7 @@ class RunNodes:
         cluster = self._cluster
         environment = _environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
         return await WorkerGroup(len(places), part, places=places).start(
-            "megarl.cluster.checks.node_checks:NodeReport",
+            "megarl.cluster.checks.node_report:NodeReport",
             {},
             log_folder=log_folder,
             start_timeout_seconds=cluster.start_timeout_seconds,

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 from megarl.cluster.calls.deadlines import run_deadlines
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.checks.node_checks import gpus, inspect, unfit_nodes_error
+from megarl.cluster.checks.node_checks import inspect, unfit_nodes_error
+from megarl.cluster.checks.node_report import gpus
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks, together

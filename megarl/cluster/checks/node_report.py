@@ -1,0 +1,114 @@
+"""Report of a rank about its node, made before anything heavy starts there. `node_checks` evaluates the reports.
+
+Every rank imports this module, so it imports no recipe: the models of pydantic take 0.1 s of CPU time in each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megarl.platform import chosen_device, compilers, cuda_extensions, device
+from megarl.platform.commands import run_command
+from megarl.platform.gpu_needs import library_versions
+from megarl.platform.memory.host_memory import machine_bytes
+from megarl.platform.memory.shared_memory import check_shared_memory
+from megarl.platform.visible_gpus import installed_gpus
+from megarl.types import DiskFullError, MegarlError
+
+_REACH_SECONDS = 10.0
+"""Time limit in seconds for a connection from one node to another."""
+
+
+class NodeReport:
+    """Worker class of a rank inspecting its node. Only one rank of each node works; the others return None."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._server: socket.socket | None = None
+
+    def look(
+        self, models: Sequence[str], run_folder: str, chosen: Collection[int] = (), first_rank: int = 0
+    ) -> dict[str, Any] | None:
+        """Inspect this rank's node and return the findings as plain data; `faults` evaluates them.
+
+        Ranks with LOCAL_RANK 0 do so, and the `chosen` ones of nodes without such a rank, by their number in the run.
+        `first_rank` is the number of the group's rank 0.
+
+        They cover model folders, free space for the run folder, host memory, shared memory, device, GPUs and clock.
+        They include usable GPUs with compute capabilities, versions of libraries for GPUs, and why CUDA libraries
+        cannot be imported or compiled. `port` is a TCP port staying open until `close`, for connection tests of
+        other nodes.
+        """
+        if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in chosen:
+            return None
+        writable, has_cuda = Path(run_folder), device.current().type == "cuda"
+        self._server = socket.create_server(("", 0), backlog=4096)
+        return {
+            # A folder may exist as an empty mount point, so the check reads a file in it.
+            "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
+            "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
+            "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
+            "memory": machine_bytes(),
+            **_shared_memory_faults(),
+            "device": device.fault(),
+            # nvidia-smi lists GPUs that a run with cluster.device = cpu does not use.
+            "gpus": [] if chosen_device.read_choice() == "cpu" else gpus(),
+            "usable_gpus": installed_gpus(),
+            "versions": None if cuda_extensions.runs_on_cpu() else library_versions(),
+            "broken": cuda_extensions.import_faults(),
+            "compiler": compilers.extension_fault() if has_cuda else None,
+            "time": time.time(),
+            "port": self._server.getsockname()[1],
+        }
+
+    def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
+        """Try to connect from this rank's node to other nodes. Returns the reasons of failures by node."""
+        if self._server is None:
+            return None
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            problems = pool.map(_problem, addresses.values())
+            return {node: why for node, why in zip(addresses, problems, strict=True) if why}
+
+    def close(self) -> None:
+        """Close the port for connection tests. Repeated calls are allowed."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _shared_memory_faults() -> dict[str, str | None]:
+    """Return why shared memory cannot be used, by key of the report; None: this is not the reason."""
+    faults: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
+    try:
+        check_shared_memory()
+    except DiskFullError as error:
+        faults["full_shared_memory"] = str(error)
+    except MegarlError as error:
+        faults["shared_memory"] = str(error)
+    return faults
+
+
+def _problem(address: tuple[str, int]) -> str | None:
+    """Return why a connection to an address fails; None: it succeeds."""
+    try:
+        socket.create_connection(address, _REACH_SECONDS).close()
+    except OSError as error:
+        return str(error)
+
+
+def gpus() -> list[str]:
+    """Return name and driver version of each GPU reported by the NVIDIA driver; empty without the driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        # nvidia-smi hangs on some broken GPUs, hence the timeout.
+        done = run_command(command, seconds=30)
+    except OSError:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
