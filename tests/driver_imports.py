@@ -20,6 +20,6 @@ import megarl.loops.run
 import megarl.preflight.registry
 import megarl.report
 import megarl.rewards.scoring.http_rewards
-import megarl.tracking.trackers.tensorboard  # noqa: F401
+import megarl.tracking.trackers.tensorboard
 
 megarl.preflight.registry.load_checks()
