@@ -145,6 +145,8 @@ class Request:
     sampling: SamplingSettings
     seed: int
     num_retained: int = 0
+    adapter: str | None = None
+    """Name of the adapter to sample with, in engines with slots for several; None: that of the base model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,31 @@ def service(
         str | None,
         typer.Option(help="Folder or Hub name from which clients load the tokenizer. Default: model.path."),
     ] = None,
+    engine_slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Adapters that an engine samples from at once. Default: 4; 1 with lora.sync=merged."),
+    ] = None,
+    queued_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of all accounts' unfinished requests.")] = 1
+    << 27,
+    queued_tokens_per_key: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of one account's unfinished requests.")
+    ] = 1 << 25,
 ) -> None:
     """Serve programs written with the Tinker SDK: LoRA training and sampling on the ranks of a recipe."""
     from megarl.console.lines import print_lines
+    from megarl.service.admission import QueueLimits
     from megarl.service.command import prepare, run
 
     prepared = prepare(
-        Path(recipe), overrides or (), host=host, port=port, keys=keys, served_name=serve_as, tokenizer=tokenizer
+        Path(recipe),
+        overrides or (),
+        host=host,
+        port=port,
+        keys=keys,
+        served_name=serve_as,
+        tokenizer=tokenizer,
+        engine_slots=engine_slots,
+        limits=QueueLimits(tokens=queued_tokens, tokens_per_key=queued_tokens_per_key),
     )
     print_lines(prepared.notices)
 

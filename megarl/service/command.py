@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megarl.cluster.calls.deadlines import run_deadlines
 from megarl.cluster.launchers.run_nodes import start_ranks
+from megarl.cluster.run_ranks import RunRanks, together
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
@@ -21,6 +22,7 @@ from megarl.preflight import check, download_missing, load
 from megarl.rollout.pool import EnginePool
 from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
+from megarl.service.admission import QueueLimits
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import Desk
 from megarl.service.rank_trainer import RankTrainer
@@ -29,8 +31,12 @@ from megarl.service.trainer import ServedModel
 from megarl.tracking.display import Display
 from megarl.types import ConfigError
 
-WORKER = "megarl.service.rank_worker:ServiceWorker"
-"""Class of the worker on each rank."""
+_WORKERS = "megarl.service.rank_worker"
+"""Module with the classes of the workers on the ranks."""
+ENGINE_SLOTS = 4
+"""Adapters that an engine samples from at once, unless the command says otherwise."""
+_ENGINE_SECONDS = 0.2
+"""Maximum seconds of sampling in one call of an engine."""
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
 UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")
 """Sections of a recipe without use in a service: the client's program has their contents."""
@@ -38,7 +44,10 @@ UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mix
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service with checked inputs, ready to start. `folder` holds its logs and checkpoints."""
+    """A service with checked inputs, ready to start. `folder` holds its logs and checkpoints.
+
+    `num_slots` is the number of adapters that an engine samples from at once; 0: it gets merged weights.
+    """
 
     recipe: Recipe
     parallel: ParallelConfig
@@ -47,6 +56,8 @@ class Service:
     folder: Path
     host: str
     port: int
+    num_slots: int
+    limits: QueueLimits
     notices: tuple[str, ...]
 
 
@@ -59,10 +70,14 @@ def prepare(
     keys: Path | None = None,
     served_name: str | None = None,
     tokenizer: str | None = None,
+    engine_slots: int | None = None,
+    limits: QueueLimits | None = None,
 ) -> Service:
     """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
 
     `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
+    `engine_slots` is the number of adapters that an engine samples from at once (default: `ENGINE_SLOTS`), `limits` are
+    those of the tokens that wait.
     """
     accounts = read_accounts(keys, host)
     # A missing or unknown SDK is reported now, before any rank starts.
@@ -91,7 +106,23 @@ def prepare(
     folder = Path(recipe.runs_folder) / recipe.name
     given = [name for name in UNUSED if name in written.model_fields_set]
     notices = (f"not used by a service: {', '.join(given)}. The client's program decides these",) if given else ()
-    return Service(recipe, parallel, served, accounts, folder, host, port, (*written.notices, *notices))
+    if not recipe.sends_adapter and (engine_slots or 1) > 1:
+        raise ConfigError(
+            f"--engine-slots = {engine_slots}: with lora.sync = {recipe.lora.sync} the engines get merged weights, of "
+            "one adapter at a time; leave it out"
+        )
+    return Service(
+        recipe,
+        parallel,
+        served,
+        accounts,
+        folder,
+        host,
+        port,
+        num_slots=(engine_slots or ENGINE_SLOTS) if recipe.sends_adapter else 0,
+        limits=limits or QueueLimits(),
+        notices=(*written.notices, *notices),
+    )
 
 
 def _unfit_fields(recipe: Recipe) -> Iterator[str]:
@@ -116,8 +147,8 @@ def _unfit_fields(recipe: Recipe) -> Iterator[str]:
             f"trainer.optimizer_offload_fraction = {fraction}: models take turns, and this optimizer's state cannot be "
             "exchanged; set it to 0"
         )
-    if recipe.rollout.placement != "colocated":
-        yield f"rollout.placement = {recipe.rollout.placement}: a service samples on the trainer's ranks; set colocated"
+    if recipe.weights.overlap:
+        yield "weights.overlap = true: the trainer of a service sends adapters between two calls; leave it out"
     if recipe.trainer.overlap_grad_reduce:
         yield "trainer.overlap_grad_reduce = true: gradients of several calls add up before one reduction; leave it out"
     if setting := recipe.trainer.draft_layers_setting:
@@ -140,16 +171,14 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
     display = Display()
     with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
         async with AsyncExitStack() as stack:
-            ranks = await start_ranks(recipe.cluster, logs, trainer=service.parallel)
+            ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
-            settings = {"recipe": recipe, "parallel": service.parallel, "topology": ranks.trainers.topology}
-            await ranks.trainers.construct(WORKER, settings)
-            pool = EnginePool(ranks, service.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
-            model = models_of(recipe, service.parallel, ranks.trainers)["policy"]
-            trainer = RankTrainer(service.served, ranks, pool, model)
+            await _construct_workers(ranks, service)
+            trainer = make_trainer(ranks, service)
             await trainer.start()
-            desk = Desk(trainer, Checkpoints(service.folder / "service" / "checkpoints"), report=display.warn)
+            checkpoints = Checkpoints(service.folder / "service" / "checkpoints")
+            desk = Desk(trainer, checkpoints, report=display.warn, limits=service.limits)
             server = make_server(desk, service.accounts)
             url = await server.start(service.host, service.port)
             # The stack closes in reverse order: the server ends before the ranks that serve its requests.
@@ -157,3 +186,34 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             announce(url)
             # Until a signal cancels it, or the ranks fail.
             await trainer.failure
+
+
+async def _construct_workers(ranks: RunRanks, service: Service) -> None:
+    """Construct a worker on each rank: of trainer and engine, or of one of them."""
+    recipe, parallel = service.recipe, service.parallel
+    settings = {"recipe": recipe, "parallel": parallel, "topology": ranks.trainers.topology}
+    slots = {"num_slots": service.num_slots}
+    if not ranks.is_separate:
+        await ranks.trainers.construct(f"{_WORKERS}:ServiceWorker", settings | slots)
+        return
+    engines = [
+        group.construct(f"{_WORKERS}:ServiceEngine", {"recipe": recipe, "parallel": parallel, "replica": i, **slots})
+        for i, group in enumerate(ranks.replicas)
+    ]
+    await together([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", settings), *engines])
+
+
+def make_trainer(ranks: RunRanks, service: Service) -> RankTrainer:
+    """Return the trainer of a service on ranks with workers. Call its `start` before anything else."""
+    recipe, parallel = service.recipe, service.parallel
+    num_running = recipe.rollout.max_concurrent_requests
+    # Adapters are written between two calls of an engine. With shorter calls, requests for new versions wait less.
+    pool = EnginePool(ranks, parallel, max_running=2 * num_running, budget_seconds=_ENGINE_SECONDS)
+    return RankTrainer(
+        service.served,
+        ranks,
+        pool,
+        models_of(recipe, parallel, ranks.trainers)["policy"],
+        num_slots=service.num_slots,
+        num_sequences=num_running * len(parallel.leaders()),
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.service import wire
+from megarl.service.admission import QueueLimits
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.datums import make_batch, split_values
 from megarl.service.ledger import Ledger, Promise, Reply, json_reply
@@ -31,6 +32,7 @@ from megarl.service.requests import (
     SampleSettings,
     SaveForSampler,
     SaveWeights,
+    count_sampling_tokens,
     read_fields,
 )
 from megarl.service.trainer import ServedModel, Trainer
@@ -90,9 +92,10 @@ class Desk:
         checkpoints: Checkpoints,
         report: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
+        limits: QueueLimits | None = None,
     ) -> None:
         self._trainer, self._checkpoints, self._clock = trainer, checkpoints, clock
-        self.ledger = Ledger(report, clock)
+        self.ledger = Ledger(report, clock, limits)
         self._sessions: dict[str, _Session] = {}
 
     @property
@@ -193,7 +196,8 @@ class Desk:
             metrics = {"loss:sum": float(losses.astype(np.float64).sum())}
             return Reply(wire.training_reply(split_values(logprobs, batch), metrics), wire.PROTOBUF)
 
-        return self.ledger.submit(model.model_id, message.seq_id, hashlib.sha256(raw).digest(), work)
+        digest = hashlib.sha256(raw).digest()
+        return self.ledger.submit(model.model_id, message.seq_id, digest, work, tokens=wire.count_tokens(message))
 
     def optim_step(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._numbered(values, owner)
@@ -326,6 +330,7 @@ class Desk:
             _digest(values),
             work,
             num_sequences=address.num_samples,
+            tokens=count_sampling_tokens(values, address.num_samples, self.served.context_tokens),
         )
 
     async def close(self) -> None:

@@ -12,15 +12,21 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from megarl.service.refusals import NotFoundError, UserError
+from megarl.service.admission import Admission, QueueLimits
+from megarl.service.refusals import BusyError, NotFoundError, UserError
+from megarl.service.turns import TENANT
 
 READ_SECONDS = 600.0
 """Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
 # Requests before their turn keep their bodies in memory, so their number is limited.
 MOST_AHEAD = 10_000
 """Maximum distance of a request's number from the next missing one."""
+# SDK 0.38 repeats a refused training request for 300 seconds, then raises an error and has lost its number.
+PATIENCE_SECONDS = 200.0
+"""Seconds of refusals after which a training request is accepted above the limits of waiting tokens."""
 _JSON = "application/json"
 
 
@@ -53,10 +59,14 @@ class Promise:
     is_failed: bool = False
     read_at: float | None = None
     """Time when the result was first read."""
+    on_done: Callable[[], object] = lambda: None
+    """Called once, when the promise has its first result."""
 
     def finish(self, reply: Reply) -> None:
         self.reply = reply
-        self.done.set()
+        if not self.done.is_set():
+            self.done.set()
+            self.on_done()
 
     def fail(self, message: str, category: str) -> None:
         """Give the client an error. `category` is user (its own fault) or server; it retries neither."""
@@ -75,13 +85,29 @@ class _Sequence:
     """Requests before their turn, by number."""
     ready: asyncio.Queue[tuple[Promise, Work]] = field(default_factory=asyncio.Queue)
     worker: asyncio.Task[None] | None = None
+    refused: tuple[int, float] = (0, 0.0)
+    """Number of the last request that exceeded the limits of waiting tokens, and the time of its first refusal."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request can run: those that wait lack an earlier one."""
+        return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
 class Ledger:
-    """Promises by id, and the numbered requests of each model. `report` is called with errors of the service."""
+    """Promises by id, and the numbered requests of each model. `report` is called with errors of the service.
 
-    def __init__(self, report: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+    `limits` are those of the tokens that wait. A request above them raises BusyError, and can be sent again.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+        limits: QueueLimits | None = None,
+    ) -> None:
         self._report, self._clock = report, clock
+        self._admission = Admission(limits or QueueLimits())
         self._promises: dict[str, Promise] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._single: dict[Hashable, Promise] = {}
@@ -106,11 +132,11 @@ class Ledger:
             if not promise.done.is_set():
                 promise.fail(f"model {model_id}: its session ended before request {number} ran", "user")
 
-    def submit(self, model_id: str, number: int, digest: bytes, work: Work) -> Promise:
-        """Accept request `number` of a model. It runs after all numbers before it.
+    def submit(self, model_id: str, number: int, digest: bytes, work: Work, *, tokens: int = 0) -> Promise:
+        """Accept request `number` of a model, with so many tokens. It runs after all numbers before it.
 
         A repeated request gets the first promise. A number of another body, or out of range, gets a
-        failed promise: an error status would make the client retry, or lose its place.
+        failed promise: an error status would make the client retry, or lose its place. Raises BusyError.
         """
         sequence = self._sequences[model_id]
         # A repeated number may be below the next one, so it is looked up before the check of the range.
@@ -121,7 +147,10 @@ class Ledger:
         if not sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
             text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
             return self._refuse(sequence.owner, model_id, text)
-        promise = self._add(sequence.owner, digest, model_id)
+        # A later number is accepted: SDK 0.38 sends the first chunk of a call after it has the promises of the others.
+        if number == sequence.next_number and not sequence.is_idle:
+            self._check_next(sequence, number, tokens)
+        promise = self._add(sequence.owner, digest, model_id, tokens=tokens)
         sequence.promises[number], sequence.held[number] = promise, work
         # SDK 0.38 submits the first chunk of a call last, so one request may release many.
         while (next_work := sequence.held.pop(sequence.next_number, None)) is not None:
@@ -138,13 +167,19 @@ class Ledger:
         *,
         model_id: str | None = None,
         num_sequences: int = 0,
+        tokens: int = 0,
     ) -> Promise:
-        """Accept a request without order, and run it. A request with the same key and body gets the first promise."""
+        """Accept a request without order, and run it. A request with the same key and body gets the first promise.
+
+        `tokens` are those of the request. Raises BusyError.
+        """
         if (earlier := self._single.get(key)) is not None:
             if earlier.digest == digest:
                 return earlier
             return self._refuse(owner, model_id, f"{key}: was used by another request; use a new number", num_sequences)
-        promise = self._single[key] = self._add(owner, digest, model_id, num_sequences)
+        if tokens:
+            self._admission.check(owner, tokens)
+        promise = self._single[key] = self._add(owner, digest, model_id, num_sequences, tokens=tokens)
         task = asyncio.create_task(self._run(promise, work))
         # asyncio itself keeps only weak references to tasks; one without others could be collected.
         self._tasks.add(task)
@@ -192,11 +227,28 @@ class Ledger:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _add(self, owner: str, digest: bytes, model_id: str | None, num_sequences: int = 0) -> Promise:
+    def _add(
+        self, owner: str, digest: bytes, model_id: str | None, num_sequences: int = 0, *, tokens: int = 0
+    ) -> Promise:
         sequence_ids = tuple(secrets.token_hex(12) for _ in range(num_sequences))
         promise = Promise(secrets.token_hex(16), owner, digest, model_id, sequence_ids)
+        if tokens:
+            self._admission.add(owner, tokens)
+            promise.on_done = partial(self._admission.remove, owner, tokens)
         self._promises[promise.request_id] = promise
         return promise
+
+    def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
+        """Raise BusyError if a request of a model that has others to run exceeds the limits of waiting tokens."""
+        refused_number, refused_at = sequence.refused
+        if refused_number == number and self._clock() - refused_at > PATIENCE_SECONDS:
+            return
+        try:
+            self._admission.check(sequence.owner, tokens)
+        except BusyError:
+            if refused_number != number:
+                sequence.refused = (number, self._clock())
+            raise
 
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
         promise = self._add(owner, b"", model_id, num_sequences)
@@ -209,6 +261,7 @@ class Ledger:
 
     async def _run(self, promise: Promise, work: Work) -> None:
         """Run a request and keep its result. An error is the promise's, never the ledger's."""
+        TENANT.set(promise.owner)
         try:
             promise.finish(await work())
         except (UserError, NotFoundError) as error:

@@ -40,7 +40,7 @@ class Adapters:
 
     def create(self, name: str, seed: int) -> None:
         """Make a model with new adapters and a new optimizer."""
-        self._hold_live()
+        self.hold_live()
         for _, _, adapter in adapters_of(self._policy.chunks):
             adapter.reset(seed)
         self._policy.clear_gradients()
@@ -97,7 +97,7 @@ class Adapters:
 
     def load(self, name: str, folder: Path, with_optimizer: bool) -> None:
         """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_harmless`."""
-        self._hold_live()
+        self.hold_live()
         # A loaded state replaces a model of this name, so its older copy must go.
         self._held.pop(name, None)
         self._policy.clear_gradients()
@@ -123,7 +123,7 @@ class Adapters:
 
     def show(self, version: str | None) -> None:
         """Write the adapters of a version into the policy, for the next reshard. None: the base model."""
-        self._hold_live()
+        self.hold_live()
         with torch.no_grad():
             if version is None:
                 # An adapter adds a multiple of B A x, so B = 0 gives the base model.
@@ -151,11 +151,12 @@ class Adapters:
         """Make a model the live one."""
         if self._live == name:
             return
-        self._hold_live()
+        self.hold_live()
         restore_state(self._policy, self._held.pop(name))
         self._live = name
 
-    def _hold_live(self) -> None:
+    def hold_live(self) -> None:
+        """Copy the live model's state to host memory. The policy may be overwritten afterwards."""
         if self._live is not None:
             self._held[self._live] = copy_state(self._policy)
         self._live = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,37 +21,87 @@ from megarl.rollout.pool import EnginePool
 from megarl.service.refusals import UserError
 from megarl.service.requests import AdamSettings
 from megarl.service.trainer import ServedModel
-from megarl.service.turns import Turns
+from megarl.service.turns import Engines, Turns
 from megarl.service.wire import Sample
 from megarl.types import Completion, MegarlError, Request, SamplingSettings
 
 Result = TypeVar("Result")
 
 
+class RankEngines(Engines):
+    """The engines of a service, and the trainer that sends them adapters.
+
+    `num_slots` is the number of their slots; 0: they have one set of weights, with an adapter merged in.
+    """
+
+    def __init__(self, ranks: RunRanks, pool: EnginePool, reshard_calls: ReshardCalls, num_slots: int) -> None:
+        self._ranks, self._pool, self._reshard_calls, self._num_slots = ranks, pool, reshard_calls, num_slots
+        # The engines' first version is that of the model folder.
+        self._reshard_numbers = itertools.count(2)
+
+    async def free_device(self) -> None:
+        # The pool stops first: it must not step an engine that sleeps.
+        await self._pool.pause()
+        await self._ranks.trainers.call("sleep_engine")
+
+    async def wake(self) -> None:
+        await self._ranks.trainers.call("wake_engine")
+        self._pool.resume()
+
+    async def load(self, version: str | None, index: int) -> None:
+        await self._ranks.trainers.call("adapters.show", version)
+        # Requests for other versions stay in separate engines. Engines that slept have none.
+        await self._pool.pause(aborts=False)
+        await self._reshard_calls.run(verify=False, version=next(self._reshard_numbers))
+        if self._num_slots:
+            await self._ranks.call_engines("install_adapter", version, index)
+        # Waiting requests start only now, when every engine has the adapter.
+        self._pool.resume()
+
+
 class RankTrainer:
     """Trainer of a service; see the protocol `trainer.Trainer`. `model` is the policy on the ranks.
 
-    `failure` gets the first error of the ranks: the service cannot go on then.
+    The engines have `num_slots` slots for adapters (0: none, they get merged weights), and sample at most
+    `num_sequences` at once. `failure` gets the first error of the ranks: the service cannot go on then.
     """
 
-    def __init__(self, served: ServedModel, ranks: RunRanks, pool: EnginePool, model: RankModel) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        ranks: RunRanks,
+        pool: EnginePool,
+        model: RankModel,
+        *,
+        num_slots: int,
+        num_sequences: int,
+    ) -> None:
         self.served = served
         self._ranks, self._pool, self._model = ranks, pool, model
         self._reshard_calls = ReshardCalls(ranks)
-        # The engines' first version is that of the model folder.
-        self._reshard_numbers = itertools.count(2)
+        self._engines = RankEngines(ranks, pool, self._reshard_calls, num_slots)
         # The pool finds requests by id, so ids are unique over all clients.
         self._request_numbers = itertools.count()
-        self._turns = Turns(self._free_device, self._send_version)
+        self._turns = Turns(
+            self._engines, is_shared=not ranks.is_separate, num_slots=num_slots or 1, num_sequences=num_sequences
+        )
+        self._models: set[str] = set()
+        self._versions: set[str] = set()
+        """Models and versions on the ranks. A request whose session has ended names others."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Put the engines to sleep: they are awake after their start."""
-        await self._free_device()
+        """Give separate engines their first weights. Put engines on shared ranks to sleep: they start awake."""
+        if self._ranks.is_separate:
+            # The only reshard that compares the base weights, which later ones do not send.
+            await self._reshard_calls.run(verify=True, version=1)
+        else:
+            await self._engines.free_device()
 
     async def create_model(self, model_id: str, seed: int) -> None:
         await self._train("create", model_id, seed)
+        self._models.add(model_id)
 
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
@@ -58,17 +109,17 @@ class RankTrainer:
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def gather() -> NDArray[np.float32]:
-            async with self._turns.training():
+            async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
         return await self._shielded(gather)
 
     async def clear_gradients(self, model_id: str) -> None:
-        await self._train("clear", model_id)
+        await self._train_model("clear", model_id)
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
         # Norm and outcome are equal on all ranks, so one answer is enough.
-        [(norm, is_applied), *_] = await self._train("step", model_id, adam.model_dump())
+        [(norm, is_applied), *_] = await self._train_model("step", model_id, adam.model_dump())
         if not is_applied:
             raise UserError(
                 f"no step: the norm of the gradients is {norm}. They were dropped; check data and advantages"
@@ -76,20 +127,26 @@ class RankTrainer:
         return {"grad_norm:mean": norm}
 
     async def save(self, model_id: str, folder: Path) -> None:
-        await self._train("save", model_id, folder.absolute())
+        await self._train_model("save", model_id, folder.absolute())
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         await asyncio.to_thread(check_harmless, folder)
         await self._train("load", model_id, folder.absolute(), with_optimizer)
+        self._models.add(model_id)
 
     async def publish(self, model_id: str, version: str) -> None:
-        await self._train("publish", model_id, version)
+        await self._train_model("publish", model_id, version)
+        self._versions.add(version)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
         await asyncio.to_thread(check_harmless, folder)
         await self._train("publish_folder", folder.absolute(), version)
+        self._versions.add(version)
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
+        # First here: accounts' calls have another order than their requests, so one may still wait for its turn.
+        self._models.difference_update(models)
+        self._versions.difference_update(versions)
         if models or versions:
             await self._train("forget", list(models), list(versions))
 
@@ -99,9 +156,17 @@ class RankTrainer:
         self._check_prompt(prompt)
 
         async def generate() -> list[Completion]:
-            async with self._turns.sampling(version):
-                requests = [Request(f"service-{next(self._request_numbers)}", prompt, settings, seed) for seed in seeds]
-                return await asyncio.gather(*map(self._pool.generate, requests))
+            tokens = len(prompt) + len(seeds) * settings.max_new_tokens
+            check = partial(self._check_version, version)
+            async with self._turns.sampling(version, tokens=tokens, num_sequences=len(seeds), check=check) as refund:
+                requests = [
+                    Request(f"service-{next(self._request_numbers)}", prompt, settings, seed, adapter=version)
+                    for seed in seeds
+                ]
+                completions = await asyncio.gather(*map(self._pool.generate, requests))
+                num_sampled = sum(len(completion.token_ids) for completion in completions)
+                refund(tokens - len(prompt) - num_sampled)
+                return completions
 
         completions = await self._shielded(generate)
         for completion in completions:
@@ -127,7 +192,7 @@ class RankTrainer:
         )
 
         async def gather() -> NDArray[np.float32]:
-            async with self._turns.training():
+            async with self._turns.training(len(prompt), partial(self._check_version, version)):
                 return await self._model.gather("adapters.score", batch, version)
 
         [logprobs] = await self._shielded(gather)
@@ -139,11 +204,22 @@ class RankTrainer:
         if prompt.max() >= self.served.vocab_size:
             raise UserError(f"prompt has a token outside of the vocabulary: 0 to {self.served.vocab_size - 1}")
 
-    async def _train(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the ranks' adapters in a turn of its own."""
+    def _check_model(self, model_id: str) -> None:
+        if model_id not in self._models:
+            raise UserError(f"model {model_id}: its session ended before the request ran")
+
+    def _check_version(self, version: str | None) -> None:
+        if version is not None and version not in self._versions:
+            raise UserError("the sampling session ended before the request ran")
+
+    async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
+        return await self._train(method, model_id, *args, check=partial(self._check_model, model_id))
+
+    async def _train(self, method: str, *args: Any, check: Callable[[], object] = lambda: None) -> list[Any]:
+        """Call a method of the ranks' adapters in a turn of its own, which counts as one token."""
 
         async def call() -> list[Any]:
-            async with self._turns.training():
+            async with self._turns.training(1, check):
                 return await self._ranks.trainers.call(f"adapters.{method}", *args)
 
         return await self._shielded(call)
@@ -164,16 +240,3 @@ class RankTrainer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
-
-    async def _free_device(self) -> None:
-        """Put the engines to sleep: the trainer then has the device."""
-        # The pool stops first: it must not step an engine that sleeps.
-        await self._pool.pause()
-        await self._ranks.trainers.call("sleep_engine")
-
-    async def _send_version(self, version: str | None) -> None:
-        """Bring a version's adapters into the engines, and let them sample."""
-        await self._ranks.trainers.call("adapters.show", version)
-        await self._reshard_calls.run(verify=False, version=next(self._reshard_numbers))
-        # Waiting requests start only now, when every engine has the new weights.
-        self._pool.resume()

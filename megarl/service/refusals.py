@@ -11,5 +11,9 @@ class NotFoundError(Exception):
     """Raised for an unknown id, or one of another key. Both have the same answer, status 404."""
 
 
+class BusyError(Exception):
+    """Raised for a request above the limits of waiting work. Its answer has status 429, so the SDK repeats it."""
+
+
 class MalformedError(Exception):
     """Raised for an unreadable request. Its answer has status 400."""

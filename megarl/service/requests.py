@@ -168,3 +168,15 @@ def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
         is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
         shown = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
         raise UserError(f"{place}{shown}: {first['msg']}") from error
+
+
+def count_sampling_tokens(values: dict[str, Any], num_samples: int, context_tokens: int) -> int:
+    """Return how many tokens the samples of a request can have, with the prompt. Its fields may still be wrong."""
+    try:
+        body = SampleRequest.model_validate(values)
+    except ValidationError:
+        # The promise of such a request fails at once, so it needs no room.
+        return 1
+    num_prompt_tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+    longest = max(1, context_tokens - num_prompt_tokens)
+    return num_prompt_tokens + num_samples * min(longest, body.sampling_params.max_tokens or longest)

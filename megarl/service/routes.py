@@ -12,7 +12,7 @@ from aiohttp import web
 from megarl.service.accounts import Accounts
 from megarl.service.desk import Desk
 from megarl.service.ledger import Promise
-from megarl.service.refusals import MalformedError, NotFoundError, UserError
+from megarl.service.refusals import BusyError, MalformedError, NotFoundError, UserError
 from megarl.service.requests import (
     CreateModel,
     CreateSampler,
@@ -33,6 +33,8 @@ EXPIRY_SECONDS = 30.0
 """Seconds between searches for silent sessions and old results."""
 # A poll keeps its connection up to `HOLD_SECONDS`, so clients with many requests need many.
 _MOST_CONNECTIONS = 4096
+_BUSY_SECONDS = "2"
+"""Seconds until a refused request may fit: the time of a few calls. The SDK repeats requests for five minutes."""
 _UNEMBED_NOTICE = (
     "This service trains adapters of attention and MLP layers. train_unembed has no effect: the output layer has no "
     "adapter."
@@ -50,7 +52,7 @@ class _Routes:
     """Handlers of the routes, and their server. A wrong key gets 401, an unknown or foreign id 404, a bad body 400.
 
     Every other fault of a request fails its promise. The SDK retries the statuses 408, 409, 429 and 5xx, so a client's
-    fault never has them.
+    fault never has them. A request above the limits of waiting work gets 429.
     """
 
     def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
@@ -125,6 +127,9 @@ class _Routes:
             except RequestError as error:
                 # The SDK repeats a request with status 408, and a body that came late would come late again.
                 return _error(str(error), 400 if error.status == 408 else error.status)
+            except BusyError as error:
+                # SDK 0.38 waits so long before it repeats the request. Its number stays free meanwhile.
+                return web.json_response({"error": str(error)}, status=429, headers={"Retry-After": _BUSY_SECONDS})
             except UserError as error:
                 return _error(str(error), 422)
 

@@ -1,61 +1,198 @@
-"""Turns of the ranks: training calls run one at a time, and requests for the same weights sample together."""
+"""Turns of the ranks: which training call runs next, and which sampling requests run together.
+
+Accounts get equal shares of the tokens (`fair_queue`). On ranks of their own, engines sample while the trainer trains.
+On shared ranks both take turns, in one queue.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from megarl.service.engine_slots import EngineSlot, EngineSlots
+from megarl.service.fair_queue import FairQueue
+
+TENANT: ContextVar[str] = ContextVar("TENANT", default="")
+"""Account of the request that the current task works on. The ledger sets it."""
+QUANTUM = 4096
+"""Tokens of an account's turn. Smaller turns share more evenly, but change the model on the trainer more often."""
+
+
+class Engines(Protocol):
+    """What turns need of trainer and engines. Its calls do not overlap."""
+
+    async def free_device(self) -> None:
+        """Put engines that share ranks with the trainer to sleep: the trainer then has the device."""
+        ...
+
+    async def wake(self) -> None:
+        """Wake these engines, with the adapters of their slots."""
+        ...
+
+    async def load(self, version: str | None, index: int) -> None:
+        """Bring a version's adapter into slot `index` of all engines, between two of their steps, and wake them."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """Work that waits for its turn. `begin` waits for what it needs; its result is that of `granted`."""
+
+    begin: Callable[[], Awaitable[Any]]
+    granted: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _Lane:
+    """A queue of work in fair order. Work begins one after the other, and may end later."""
+
+    def __init__(self) -> None:
+        self._queue: FairQueue[_Work] = FairQueue(QUANTUM)
+        self._task: asyncio.Task[None] | None = None
+
+    async def enter(self, tokens: int, begin: Callable[[], Awaitable[Any]]) -> Any:
+        """Wait for the turn of work of the current account, and return what `begin` returns. Raises its error."""
+        work = _Work(begin)
+        self._queue.put(TENANT.get(), tokens, work)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        return await work.granted
+
+    def refund(self, tokens: int) -> None:
+        """Give back tokens that the current account's work did not use."""
+        self._queue.refund(TENANT.get(), tokens)
+
+    async def _run(self) -> None:
+        while self._queue:
+            work = self._queue.pop()
+            try:
+                result = await work.begin()
+            except Exception as error:
+                work.granted.set_exception(error)
+            else:
+                work.granted.set_result(result)
 
 
 class Turns:
-    """Turns in the order of the requests. asyncio's lock serves its waiters in this order.
+    """Turns of training calls, one at a time, and of sampling requests, several versions at a time.
 
-    A model waits with one call at a time, so models take turns. `start_training` frees the device for the trainer,
-    `start_sampling(version)` brings a version's weights into the engines.
+    `is_shared`: engines and trainer have the same ranks. The engines have `num_slots` slots for versions, and sample at
+    most `num_sequences` at once: what exceeds this waits here, where accounts have equal shares.
     """
 
-    def __init__(
-        self,
-        start_training: Callable[[], Awaitable[object]],
-        start_sampling: Callable[[str | None], Awaitable[object]],
-    ) -> None:
-        self._start_training, self._start_sampling = start_training, start_sampling
-        self._lock = asyncio.Lock()
+    def __init__(self, engines: Engines, *, is_shared: bool, num_slots: int, num_sequences: int) -> None:
+        self._engines, self._is_shared, self._num_sequences = engines, is_shared, num_sequences
+        self._training = _Lane()
+        self._sampling = self._training if is_shared else _Lane()
+        # The lock is held to the end of a call: its collectives must not mix with other calls.
+        self._trainer = asyncio.Lock()
+        self._slots = EngineSlots(num_slots)
         self._is_sampling = False
-        self._version: str | None = None
-        self._num_sampling = 0
-        self._drained = asyncio.Event()
-        self._drained.set()
+        """Whether engines on the trainer's ranks are awake."""
+        self._num_running = 0
+        self._changed = asyncio.Event()
+        """Set when a request has ended."""
 
     @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        """Context of a training call: it has the trainer alone, and no request samples."""
-        # The lock is held to the end of the call: its collectives must not mix with other calls.
-        async with self._lock:
-            await self._stop_sampling()
-            yield
+    async def training(self, tokens: int, check: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+        """Context of a training call: it has the trainer alone. `check` is called when its turn comes, and may raise.
 
-    @asynccontextmanager
-    async def sampling(self, version: str | None) -> AsyncIterator[None]:
-        """Context of a sampling request: the engines have this version. Requests for one version share it."""
-        async with self._lock:
-            if not (self._is_sampling and self._version == version):
-                await self._stop_sampling()
-                await self._start_sampling(version)
-                self._is_sampling, self._version = True, version
-            self._num_sampling += 1
-            self._drained.clear()
-        # The lock is free here, so that more requests for this version can join.
+        `tokens` are those of the call.
+        """
+        await self._training.enter(tokens, partial(self._begin_training, check))
         try:
             yield
         finally:
-            self._num_sampling -= 1
-            if not self._num_sampling:
-                self._drained.set()
+            self._trainer.release()
 
-    async def _stop_sampling(self) -> None:
-        # Requests finish before the weights change: one completion has one version.
-        await self._drained.wait()
+    @asynccontextmanager
+    async def sampling(
+        self, version: str | None, *, tokens: int, num_sequences: int, check: Callable[[], object] = lambda: None
+    ) -> AsyncIterator[Callable[[int], None]]:
+        """Context of a sampling request: the engines have this version, which stays to the end of the request.
+
+        `tokens` are those of the prompts and of the longest samples. The context's value is a function that takes the
+        number of them that were not used. `check` is called when the turn comes, and may raise.
+        """
+        begin = partial(self._begin_sampling, version, num_sequences, check)
+        slot: EngineSlot = await self._sampling.enter(tokens, begin)
+        try:
+            assert slot.ready is not None
+            # Shielded: other requests wait for the same version.
+            await asyncio.shield(slot.ready)
+            yield self._sampling.refund
+        finally:
+            slot.num_users -= 1
+            self._num_running -= num_sequences
+            self._changed.set()
+
+    async def _begin_training(self, check: Callable[[], object]) -> None:
+        await self._trainer.acquire()
+        try:
+            check()
+            if self._is_shared:
+                await self._end_sampling()
+        except BaseException:
+            self._trainer.release()
+            raise
+
+    async def _begin_sampling(self, version: str | None, num_sequences: int, check: Callable[[], object]) -> EngineSlot:
+        # A request above the limit runs alone; the pool then queues its samples.
+        while self._num_running and self._num_running + num_sequences > self._num_sequences:
+            await self._wait_for_change()
+        slot = self._slots.find(version)
+        if slot is None:
+            slot = await self._start_loading(version, check)
+        elif self._is_shared and not self._is_sampling:
+            async with self._trainer:
+                await self._engines.wake()
+        self._is_sampling = True
+        slot.num_users += 1
+        self._num_running += num_sequences
+        return slot
+
+    async def _start_loading(self, version: str | None, check: Callable[[], object]) -> EngineSlot:
+        """Begin to bring a version into a slot, and return the slot. On shared ranks, the version is there then."""
+        # No later request overtakes this one meanwhile, so the slots run out of users.
+        while (slot := self._slots.find_unused()) is None:
+            await self._wait_for_change()
+        check()
+        if self._is_shared:
+            async with self._trainer:
+                # The trainer sends the version, and has the device only while no engine samples.
+                await self._end_sampling()
+                self._slots.clear(slot)
+                await self._engines.load(version, slot.index)
+            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            ready.set_result(None)
+        else:
+            # Requests for other versions start meanwhile: the trainer may have a long call to finish first.
+            ready = asyncio.ensure_future(self._load(slot, version, check))
+        self._slots.assign(slot, version, ready)
+        return slot
+
+    async def _load(self, slot: EngineSlot, version: str | None, check: Callable[[], object]) -> None:
+        async with self._trainer:
+            try:
+                # Once more: the version's session may have ended while the trainer was busy.
+                check()
+                await self._engines.load(version, slot.index)
+            except BaseException:
+                self._slots.clear(slot)
+                raise
+
+    async def _end_sampling(self) -> None:
+        # Requests finish before engines sleep: a completion is sampled with one set of keys and values.
+        while self._num_running:
+            await self._wait_for_change()
         if self._is_sampling:
-            await self._start_training()
+            await self._engines.free_device()
             self._is_sampling = False
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

@@ -102,6 +102,12 @@ def read_datums(message: Any) -> list[Datum]:
     return datums
 
 
+def count_tokens(message: Any) -> int:
+    """Return how many input tokens a forward_backward request has. Its tensors are not checked here."""
+    chunks = (chunk for datum in message.data for chunk in datum.model_input)
+    return sum(len(chunk.encoded_text.tokens) for chunk in chunks) // np.dtype(_LITTLE_ENDIAN["int32"]).itemsize
+
+
 def _chunk_tokens(chunks: Sequence[Any], place: str) -> NDArray[np.int64]:
     """Return the tokens of all text chunks, joined: one chat prompt has about ten of them."""
     parts = []

@@ -41,7 +41,7 @@ class Worker(TrainerWorker):
         # building the models needs that memory.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
-            self.engine = build_engine(recipe, self.state.parts)
+            self.engine = self._build_engine()
             self.engine.sleep()
         self._build_models()
         self.rank_reshard: RankReshard | None = None
@@ -59,6 +59,9 @@ class Worker(TrainerWorker):
             self.rank_reshard = RankReshard(ends)
             self.state.weight_version = self.engine.weight_version
             self.state.report_version = self._set_engine_version
+
+    def _build_engine(self) -> RolloutEngine:
+        return build_engine(self.recipe, self.state.parts)
 
     def reshard(self, verify: bool, version: int) -> ReshardReport:
         """Copy the policy's weights into the engines. `verify` compares them afterwards."""

@@ -12,11 +12,13 @@ from megarl.worker.replayed_experts import ReplayedExperts
 from megarl.worker.trainer_part import TrainerPart
 
 
-def build_engine(recipe: Recipe, trainer_parts: Mapping[str, TrainerPart] = MappingProxyType({})) -> RolloutEngine:
+def build_engine(
+    recipe: Recipe, trainer_parts: Mapping[str, TrainerPart] = MappingProxyType({}), *, num_slots: int = 0
+) -> RolloutEngine:
     """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
 
     `trainer_parts` are the parts of the trainer on this rank. Its `ReplayedExperts` store the routed experts (MoE) of
-    completions.
+    completions. `num_slots` above 0: the engine samples from so many copies of the LoRA adapter.
     """
     rollout = recipe.rollout
     samplings = [source.recipe.rollout.sampling for source in recipe.sources]
@@ -38,6 +40,7 @@ def build_engine(recipe: Recipe, trainer_parts: Mapping[str, TrainerPart] = Mapp
         features=EngineFeatures(
             keep_experts=replayed_experts[0].stored.keep if replayed_experts else None,
             adapter=recipe.lora if recipe.sends_adapter else None,
+            num_slots=num_slots,
             exact_blocks=recipe.exact_blocks,
         ),
         stall_seconds=recipe.cluster.verb_timeout_seconds,

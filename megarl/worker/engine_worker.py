@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.engine.engine import RolloutEngine
 from megarl.groups import world
 from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
@@ -25,8 +26,11 @@ class EngineWorker:
     def __init__(self, rank: int, world_size: int, recipe: Recipe, parallel: ParallelConfig, replica: int) -> None:
         """Create the replica's torch world and build the engine. `replica` is the engine's number."""
         world.initialize(recipe.cluster.collective_timeout_seconds)
-        self._engine = build_engine(recipe)
+        self._engine = self._build_engine(recipe)
         self._cross_world_reshard = CrossWorldReshard(recipe, parallel, rank, engine=self._engine, replica=replica)
+
+    def _build_engine(self, recipe: Recipe) -> RolloutEngine:
+        return build_engine(recipe)
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group with the trainers and receive their weights.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.service.accounts import Accounts
+from megarl.service.admission import QueueLimits
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import Desk
 from megarl.service.routes import make_server
@@ -21,9 +22,11 @@ PROGRAM = Path(__file__).with_name("sdk_program.py")
 
 
 @asynccontextmanager
-async def serving(trainer: Trainer, folder: Path, accounts: Accounts | None = None) -> AsyncIterator[str]:
+async def serving(
+    trainer: Trainer, folder: Path, accounts: Accounts | None = None, limits: QueueLimits | None = None
+) -> AsyncIterator[str]:
     """Serve a trainer, and yield the URL."""
-    desk = Desk(trainer, Checkpoints(folder), report=print)
+    desk = Desk(trainer, Checkpoints(folder), report=print, limits=limits)
     server = make_server(desk, accounts or Accounts(None), hold_seconds=2.0)
     url = await server.start("127.0.0.1", 0)
     try:

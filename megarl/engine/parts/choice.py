@@ -22,6 +22,7 @@ from megarl.engine.parts.quantised_values import QuantisedCache, QuantisedWeight
 from megarl.engine.parts.retained_kv import RetainedKV  # noqa: E402
 from megarl.engine.parts.retained_tokens import RetainedTokens  # noqa: E402
 from megarl.engine.parts.routed_experts import KeepExperts, RoutedExperts  # noqa: E402
+from megarl.engine.parts.served_adapters import ServedAdapters  # noqa: E402
 from megarl.engine.parts.trained_adapter import TrainedAdapter  # noqa: E402
 
 
@@ -33,6 +34,8 @@ class EngineFeatures:
     """Function storing the routed experts of each completion; None: they are not stored."""
     adapter: LoraConfig | None = None
     """The trained LoRA adapter: all requests use it."""
+    num_slots: int = 0
+    """Above 0 the engine has so many slots for copies of the adapter, and each request names its own."""
     exact_blocks: int = 0
     """Above 0 the engine rounds as `models.exact` does, with so many blocks of a product split over ranks."""
 
@@ -46,7 +49,8 @@ def build_parts(
     if config.kv_cache_dtype != "auto":
         yield QuantisedCache(config.kv_cache_dtype)
     if features.adapter is not None:
-        yield TrainedAdapter(features.adapter)
+        is_served = features.num_slots > 0
+        yield ServedAdapters(features.adapter, features.num_slots) if is_served else TrainedAdapter(features.adapter)
     if features.exact_blocks:
         yield ExactRounding(features.exact_blocks)
     if config.sampling.is_truncated:

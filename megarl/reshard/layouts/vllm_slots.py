@@ -17,18 +17,20 @@ from megarl.reshard.layouts.vllm_adapters import slot_name
 from megarl.types import MegarlError
 
 ADAPTER_ID = 1
-"""vLLM's number of the trained adapter. It is the only one, so it always has slot 0."""
+"""vLLM's number of the trained adapter. It is the first one, so it always has slot 0."""
 
 
 class AdapterSlots:
     """The slots of the trained adapter in a live vLLM model. `rank` is the LoRA rank; slots may be wider.
 
+    vLLM has slots for `num_further` other adapters behind that one: copies of the trained adapter at earlier times.
+
     The constructor makes the projections of a fused layer share one slot for A. Build it before vLLM captures CUDA
     graphs. Raises MegarlError if vLLM has another number of adapters, or no linear layer for them.
     """
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, model: nn.Module, rank: int, *, num_further: int = 0) -> None:
+        self.rank, self._num_further = rank, num_further
         self._modules = dict(_modules_with_slots(model))
         if not self._modules:
             raise MegarlError(f"{type(model).__name__}: vLLM has made no slots for LoRA adapters. Please report this.")
@@ -36,15 +38,19 @@ class AdapterSlots:
         self._parts = {name: _hugging_face_modules(name, module, packed) for name, module in self._modules.items()}
         self.tensors: dict[str, Tensor] = {}
         """The slots by name, A [slot rank, in features of this rank] and B [out features of this rank, slot rank]."""
+        self._stacked: list[Tensor] = []
+        """The same slots with those of all adapters, [adapters, 1, *shape of a slot]."""
         for name, module in self._modules.items():
             # The trainer has one A for a fused layer. vLLM 0.30 would store it once per projection.
             module.lora_a_stacked = (module.lora_a_stacked[0],) * module.n_slices
             slots = {"A": module.lora_a_stacked[:1], "B": module.lora_b_stacked}
             for letter, stacked in slots.items():
                 for index, slot in enumerate(stacked):
-                    if slot.shape[:2] != (1, 1):
-                        raise MegarlError(f"{name}: vLLM has slots for {slot.shape[0]} adapters; expected one.")
+                    if slot.shape[:2] != (1 + num_further, 1):
+                        problem = f"vLLM has slots for {slot.shape[0]} adapters, not for {1 + num_further}"
+                        raise MegarlError(f"{name}: {problem}. Please report this.")
                     self.tensors[slot_name(name, letter, index)] = slot[0, 0]
+                    self._stacked.append(slot)
 
     @cached_property
     def request(self) -> Any:
@@ -54,14 +60,28 @@ class AdapterSlots:
 
         return LoRARequest("trained", ADAPTER_ID, "written in place")
 
+    def further_request(self, index: int, name: str) -> Any:
+        """Return vLLM's reference to further adapter `index`, under a name that its cache has for no other one."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(name, ADAPTER_ID + 1 + index, "written in place")
+
     def activate(self, worker: Any) -> None:
-        """Register the adapter in a vLLM worker without loading it from files. Its slots are zero afterwards."""
+        """Register the adapters in a vLLM worker without loading them from files. Their slots are zero afterwards."""
         manager = worker.model_runner.lora_manager
-        manager.add_dummy_lora(self.request, self.rank)
         slots = manager._adapter_manager
-        slots.activate_adapter(ADAPTER_ID)
-        # vLLM would copy them into the slots when it activates the adapter again, and this never happens.
-        slots.get_adapter(ADAPTER_ID).loras.clear()
+        # vLLM gives the first free slot to each, so their order is that of the slots.
+        for request in (self.request, *(self.further_request(i, f"further {i}") for i in range(self._num_further))):
+            manager.add_dummy_lora(request, self.rank)
+            slots.activate_adapter(request.lora_int_id)
+            # vLLM would copy them into the slots when it activates the adapter again, and this never happens.
+            slots.get_adapter(request.lora_int_id).loras.clear()
+
+    @torch.no_grad()
+    def copy_to_further(self, index: int) -> None:
+        """Copy the trained adapter into the slots of further adapter `index`."""
+        for slot in self._stacked:
+            slot[1 + index].copy_(slot[0])
 
     def record_layout(self, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Layout:
         """Record the layout of the slots. `tensors` maps the names of an adapter's matrices to their shapes.

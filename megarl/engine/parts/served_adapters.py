@@ -1,0 +1,54 @@
+"""Several LoRA adapters in the slots of a live vLLM engine. Each request names its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import LoraConfig
+from megarl.engine.parts.trained_adapter import TrainedAdapter
+from megarl.reshard.layouts.vllm_slots import AdapterSlots
+from megarl.types import Request
+
+BASE = "base"
+"""Name, for vLLM's cache, of the adapter that adds nothing."""
+
+
+class ServedAdapters(TrainedAdapter):
+    """Adapters in `num_slots` slots. A reshard writes one more slot, whose adapter `install` then copies.
+
+    A slot may be written while requests use the others, between two steps. Its adapter never changes while its name
+    stays. So the cached keys and values of a name stay valid, and a reshard drops none.
+    """
+
+    keeps_cache = True
+
+    def __init__(self, lora: LoraConfig, num_slots: int) -> None:
+        super().__init__(lora)
+        self._num_slots = num_slots
+        self._indices: dict[str | None, int] = {}
+        """Slots of the adapters by name."""
+
+    def arguments(self) -> Mapping[str, Any]:
+        return {**super().arguments(), "max_loras": 1 + self._num_slots}
+
+    def build(self, worker: Any, *, is_leader: bool) -> None:
+        self.slots = AdapterSlots(worker.get_model(), self._lora.rank, num_further=self._num_slots)
+
+    def install(self, name: str | None, index: int) -> None:
+        """Copy the adapter of the last reshard into slot `index`. No request may use the slot's earlier adapter."""
+        assert self.slots is not None
+        self._indices = {other: place for other, place in self._indices.items() if place != index}
+        self._indices[name] = index
+        self.slots.copy_to_further(index)
+
+    def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
+        assert self.slots is not None
+        if request is None:
+            # A prompt to score is computed with the adapter of the last reshard.
+            super().extend_request(arguments, request, weight_version)
+            return
+        name = request.adapter or BASE
+        arguments["lora_request"] = self.slots.further_request(self._indices[request.adapter], name)
+        # vLLM 0.30 keys its cache by the adapter's name alone, unless a salt makes it certain.
+        arguments["prompt"]["cache_salt"] = name

@@ -1,0 +1,51 @@
+"""The engines' slots for adapters, as the driver knows them: which version is where, and who samples from it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, slots=True)
+class EngineSlot:
+    """A slot of all engines. `version` names its adapter (None: the base model's, which adds nothing)."""
+
+    index: int
+    version: str | None = None
+    is_used: bool = False
+    """Whether `version` is there, or on its way."""
+    num_users: int = 0
+    """Sampling requests that use the version. Meanwhile it stays in the slot."""
+    ready: asyncio.Future[None] | None = None
+    """Done when the engines have the version."""
+
+
+class EngineSlots:
+    """The slots in the order of their last use. A version that nobody samples from gives its slot to another."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [EngineSlot(index) for index in range(count)]
+        """Least recently used first."""
+
+    def find(self, version: str | None) -> EngineSlot | None:
+        """Return the slot of a version, as the most recently used one; None if the engines do not have it."""
+        slot = next((slot for slot in self._slots if slot.is_used and slot.version == version), None)
+        if slot is not None:
+            self._slots.remove(slot)
+            self._slots.append(slot)
+        return slot
+
+    def find_unused(self) -> EngineSlot | None:
+        """Return an empty slot, else the least recently used one without users; None if all have users."""
+        unused = [slot for slot in self._slots if not slot.num_users]
+        return min(unused, key=lambda slot: slot.is_used, default=None)
+
+    def assign(self, slot: EngineSlot, version: str | None, ready: asyncio.Future[None]) -> None:
+        """Give a slot to a version. `ready` is done when the engines have it."""
+        slot.version, slot.is_used, slot.ready = version, True, ready
+        self._slots.remove(slot)
+        self._slots.append(slot)
+
+    def clear(self, slot: EngineSlot) -> None:
+        """Forget a slot's version."""
+        slot.version, slot.is_used, slot.ready = None, False, None

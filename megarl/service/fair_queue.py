@@ -1,0 +1,78 @@
+"""Deficit round robin (Shreedhar and Varghese, 1995): tenants get equal shares of work, counted in tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(eq=False, slots=True)
+class _Backlog(Generic[Item]):
+    """A tenant's waiting items with their tokens, oldest first, and the tokens that it may still use in its turn."""
+
+    items: deque[tuple[int, Item]] = field(default_factory=deque)
+    deficit: int = 0
+
+
+class FairQueue(Generic[Item]):
+    """A queue of several tenants' items. A tenant's own items leave it in the order of their arrival.
+
+    While two tenants have items waiting, the tokens taken by them differ by at most `quantum` and the largest item.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = quantum
+        self._backlogs: dict[Hashable, _Backlog[Item]] = {}
+        self._turns: deque[Hashable] = deque()
+        """Tenants with waiting items. The first one has the turn."""
+
+    def __len__(self) -> int:
+        return sum(len(backlog.items) for backlog in self._backlogs.values())
+
+    def put(self, tenant: Hashable, tokens: int, item: Item) -> None:
+        """Add an item that costs `tokens`."""
+        if tenant not in self._backlogs:
+            self._backlogs[tenant] = _Backlog()
+            self._turns.append(tenant)
+        self._backlogs[tenant].items.append((tokens, item))
+
+    def pop(self) -> Item:
+        """Remove and return the next item. Raises IndexError if there is none."""
+        if not self._turns:
+            raise IndexError("no item is waiting")
+        self._skip_rounds()
+        while True:
+            tenant = self._turns[0]
+            backlog = self._backlogs[tenant]
+            tokens, item = backlog.items[0]
+            if tokens <= backlog.deficit:
+                break
+            # Its turn ends. What is left of its tokens counts in its next one.
+            self._turns.rotate(-1)
+            self._backlogs[self._turns[0]].deficit += self._quantum
+        backlog.items.popleft()
+        backlog.deficit -= tokens
+        if not backlog.items:
+            # A tenant without work saves no tokens: otherwise it could later keep the others waiting.
+            del self._backlogs[tenant]
+            self._turns.popleft()
+            if self._turns:
+                self._backlogs[self._turns[0]].deficit += self._quantum
+        return item
+
+    def refund(self, tenant: Hashable, tokens: int) -> None:
+        """Give back tokens that an item did not use. Without effect for a tenant without waiting items."""
+        if tenant in self._backlogs:
+            self._backlogs[tenant].deficit += tokens
+
+    def _skip_rounds(self) -> None:
+        """Add the quanta of all whole rounds in which no tenant could take its first item."""
+        rounds = min(
+            (backlog.items[0][0] - backlog.deficit - 1) // self._quantum for backlog in self._backlogs.values()
+        )
+        for backlog in self._backlogs.values():
+            backlog.deficit += max(0, rounds) * self._quantum

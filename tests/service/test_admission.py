@@ -1,0 +1,88 @@
+"""Admission by waiting tokens: the SDK waits and repeats what is refused, and everything runs in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from megarl.service.admission import Admission, QueueLimits
+from megarl.service.ledger import PATIENCE_SECONDS, Ledger, Reply, json_reply
+from megarl.service.refusals import BusyError
+from tests.service.fake_trainer import FakeTrainer
+from tests.service.served import run_program, serving
+
+
+def test_accounts_have_limits_of_their_own_and_one_together() -> None:
+    admission = Admission(QueueLimits(tokens=100, tokens_per_key=60))
+    admission.check("large", 1000)
+    admission.add("large", 90)
+    with pytest.raises(BusyError, match="90 tokens"):
+        admission.check("large", 1)
+    # Nothing of the second account waits, so others cannot keep it out.
+    admission.check("second", 50)
+    admission.add("second", 50)
+    with pytest.raises(BusyError, match="all keys"):
+        admission.check("second", 5)
+    admission.remove("large", 90)
+    admission.check("second", 5)
+    with pytest.raises(BusyError, match="this key"):
+        admission.check("second", 11)
+
+
+def test_the_number_that_others_wait_for_is_always_accepted() -> None:
+    """Otherwise requests that wait for a refused one would keep the limit reached for ever."""
+
+    async def work() -> Reply:
+        return json_reply()
+
+    async def run() -> None:
+        now = 0.0
+        ledger = Ledger(report=pytest.fail, clock=lambda: now, limits=QueueLimits(tokens=100, tokens_per_key=100))
+        ledger.open_model("m", "owner")
+        # The SDK sends the first chunk of a call after it has the promises of the others.
+        promises = [ledger.submit("m", number, b"", work, tokens=50) for number in (2, 3, 4, 1)]
+        with pytest.raises(BusyError):
+            ledger.submit("m", 5, b"", work, tokens=50)
+        promises.append(ledger.submit("m", 6, b"", work, tokens=50))
+        now = PATIENCE_SECONDS + 1
+        promises.append(ledger.submit("m", 5, b"", work, tokens=50))
+        with pytest.raises(BusyError):
+            ledger.submit("m", 7, b"", work, tokens=50)
+        for promise in promises:
+            assert await ledger.wait_for(promise, 5.0) is not None
+        # Their tokens are free again, and the refused number too.
+        assert await ledger.wait_for(ledger.submit("m", 7, b"", work, tokens=50), 5.0) is not None
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_the_sdk_repeats_refused_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of three chunks: together they exceed the limit, and all count."""
+    trainer = FakeTrainer()
+    trainer.seconds = 0.5
+    refusals: list[BusyError] = []
+    check = Admission.check
+
+    def noted(admission: Admission, owner: str, tokens: int) -> None:
+        try:
+            check(admission, owner, tokens)
+        except BusyError as error:
+            refusals.append(error)
+            raise
+
+    monkeypatch.setattr(Admission, "check", noted)
+
+    async def run() -> tuple[float, float]:
+        losses = []
+        for limits in (None, QueueLimits(tokens=10_000, tokens_per_key=10_000)):
+            async with serving(trainer, tmp_path, limits=limits) as url:
+                losses.append((await run_program(url, "chunks", SDK_CALLS="2"))["loss"])
+        return losses[0], losses[1]
+
+    free, limited = asyncio.run(run())
+    assert free == pytest.approx(limited)
+    assert [name for name, _ in trainer.calls].count("forward_backward") == 12
+    assert refusals, "nothing was refused"
