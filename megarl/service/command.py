@@ -174,7 +174,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
-            await _construct_workers(ranks, service)
+            await construct_workers(ranks, service)
             trainer = make_trainer(ranks, service)
             await trainer.start()
             checkpoints = Checkpoints(service.folder / "service" / "checkpoints")
@@ -188,7 +188,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             await trainer.failure
 
 
-async def _construct_workers(ranks: RunRanks, service: Service) -> None:
+async def construct_workers(ranks: RunRanks, service: Service) -> None:
     """Construct a worker on each rank: of trainer and engine, or of one of them."""
     recipe, parallel = service.recipe, service.parallel
     settings = {"recipe": recipe, "parallel": parallel, "topology": ranks.trainers.topology}

@@ -24,20 +24,24 @@ name: served
 loop: rl
 model: {{path: {model}, dtype: float32}}
 data: {{train: data/train.jsonl, max_prompt_tokens: 48}}
-cluster: {{ranks_per_node: 1}}
+cluster: {{ranks_per_node: {num_ranks}}}
 trainer: {{max_tokens_per_microbatch: 512}}
 lora: {{rank: 8}}
-rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
+rollout: {{placement: {placement}, ranks: {engine_ranks}, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
 train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 """
 
 
-@pytest.fixture
+@pytest.fixture(params=["colocated", "separate"])
 def server(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> Iterator[subprocess.Popen[str]]:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
+    num_ranks, engine_ranks = {"colocated": (1, "null"), "separate": (2, 1)}[request.param]
+    recipe = RECIPE.format(
+        model=tiny_model(), placement=request.param, num_ranks=num_ranks, engine_ranks=engine_ranks
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe)
     command = [sys.executable, "-m", "megarl", "service", "recipe.yaml", "--port", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)
     yield process

@@ -83,23 +83,41 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
     ]
 
 
+TOGETHER = [0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 0]
+"""Order of the calls of two models."""
+EIGHT = np.random.default_rng(8).permutation(np.repeat(np.arange(8), 6)).tolist()
+
+
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [({"dp": 2}, "float32"), ({"tp": 2}, "float32"), ({"dp": 2}, "bfloat16"), ({"tp": 2}, "bfloat16")],
+    ("sizes", "dtype", "together"),
+    [
+        *(({name: 2}, dtype, TOGETHER) for name in ("dp", "tp") for dtype in ("float32", "bfloat16")),
+        *(
+            pytest.param(sizes, dtype, EIGHT, marks=pytest.mark.long)
+            for sizes in ({}, {"dp": 2}, {"tp": 2})
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
 )
 def test_models_that_take_turns_are_bit_equal_to_each_alone(
-    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path, sizes: dict[str, int], dtype: str
+    ranks: RankPool,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    sizes: dict[str, int],
+    dtype: str,
+    together: list[int],
 ) -> None:
     folder = tiny_model(**(SETTINGS | DENSE))
     recipe = lora_recipe(folder, overlap_grad_reduce=False)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
     parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
-    together = [0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 0]
-    orders = ([0] * 6, [1] * 6, together)
+    models = sorted(set(together))
+    orders = [*([model] * 6 for model in models), together]
     target = tmp_path / "saved"
     target.mkdir()
-    for first, second, both in ranks.run(train, recipe, parallel, orders, target, world_size=2):
-        for model, alone in ((0, first[0]), (1, second[1])):
+    for *each_alone, both in ranks.run(train, recipe, parallel, orders, target, world_size=parallel.world_size):
+        for model, states in zip(models, each_alone, strict=True):
+            alone = states[model]
             assert len(alone) == len(both[model]) and sum(values.numel() for values in alone) > 1000
             assert all(torch.equal(one, other) for one, other in zip(alone, both[model], strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(both[0], both[1], strict=True))

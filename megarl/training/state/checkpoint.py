@@ -399,6 +399,12 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         return
     # `load_state_dict` replaces the groups' settings by the saved ones, so the recipe's are put back.
     current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    if _is_torch(optimizer):
+        inner_state = saved.get("optimizer", saved)["state"]
+        # Megatron-Core 0.16.1 saves no step count of 0, but torch's Adam looks it up in each parameter's state.
+        if "common_step" not in inner_state:
+            for state in inner_state.values():
+                state.setdefault("step", torch.zeros(()))
     optimizer.load_state_dict(saved)
     for group, settings in zip(inner.param_groups, current, strict=True):
         group.update(settings)
