@@ -32,7 +32,7 @@ train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 """
 
 
-@pytest.fixture(params=["colocated", "separate"])
+@pytest.fixture(params=["colocated", pytest.param("separate", marks=pytest.mark.long)])
 def server(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> Iterator[subprocess.Popen[str]]:

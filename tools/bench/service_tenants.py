@@ -53,8 +53,9 @@ train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 
 
 class Outcome(NamedTuple):
-    """What one tenant's loop computed: log-probs [2, tokens] and gradient norm of each step, and the largest gap between
-    engine and trainer of its last samples' log-probs, in nats.
+    """What one tenant's loop computed: log-probs and losses [2, tokens] and the gradient norm of each step.
+
+    `gap` is the largest difference between engine and trainer in the log-probs of its last sample, in nats.
     """
 
     logprobs: list[np.ndarray]
