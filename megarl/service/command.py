@@ -35,7 +35,7 @@ _WORKERS = "megarl.service.rank_worker"
 """Module with the classes of the workers on the ranks."""
 ENGINE_SLOTS = 4
 """Adapters that an engine samples from at once, unless the command says otherwise."""
-_ENGINE_SECONDS = 0.2
+_ENGINE_SECONDS = 0.1
 """Maximum seconds of sampling in one call of an engine."""
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
 UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")

@@ -49,9 +49,10 @@ class RankEngines(Engines):
         self._pool.resume()
 
     async def load(self, version: str | None, index: int) -> None:
-        await self._ranks.trainers.call("adapters.show", version)
         # Requests for other versions stay in separate engines. Engines that slept have none.
-        await self._pool.pause(aborts=False)
+        paused = asyncio.create_task(self._pool.pause(aborts=False))
+        await self._ranks.trainers.call("adapters.show", version)
+        await paused
         await self._reshard_calls.run(verify=False, version=next(self._reshard_numbers))
         if self._num_slots:
             await self._ranks.call_engines("install_adapter", version, index)

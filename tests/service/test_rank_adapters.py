@@ -76,7 +76,11 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
         states.append({model: adapters._held.pop(str(model)) for model in calls})
     return [
         {
-            model: [*state.tensors, *(value for part in state.moments for values in part for value in values.values())]
+            # Sorted: a save before the first step allocates the moments in another order than the step.
+            model: [
+                *state.tensors,
+                *(values[name] for part in state.moments for values in part for name in sorted(values)),
+            ]
             for model, state in by_model.items()
         }
         for by_model in states
