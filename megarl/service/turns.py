@@ -24,7 +24,7 @@ QUANTUM = 4096
 
 
 class Engines(Protocol):
-    """What turns need of trainer and engines. Its calls do not overlap."""
+    """Calls of trainer and engines that turns make, one at a time."""
 
     async def free_device(self) -> None:
         """Put engines that share ranks with the trainer to sleep: the trainer then has the device."""

@@ -38,9 +38,7 @@ def server(
 ) -> Iterator[subprocess.Popen[str]]:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     num_ranks, engine_ranks = {"colocated": (1, "null"), "separate": (2, 1)}[request.param]
-    recipe = RECIPE.format(
-        model=tiny_model(), placement=request.param, num_ranks=num_ranks, engine_ranks=engine_ranks
-    )
+    recipe = RECIPE.format(model=tiny_model(), placement=request.param, num_ranks=num_ranks, engine_ranks=engine_ranks)
     (tmp_path / "recipe.yaml").write_text(recipe)
     command = [sys.executable, "-m", "megarl", "service", "recipe.yaml", "--port", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)
