@@ -203,7 +203,7 @@ class ReshardCalls:
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
         """End a replica because of a fault of the given ranks. `what` describes the fault."""
-        error = await group.end_because_of(ranks, what)
+        error = await group.end.because_of(ranks, what)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
@@ -231,7 +231,7 @@ class ReshardCalls:
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
         """End each of these groups with a stopped rank, if the run can continue without it."""
         if self._ranks.on_lost is not None:
-            await asyncio.gather(*(group.end_if_stopped(what, patience_seconds) for group in groups))
+            await asyncio.gather(*(group.end.if_stopped(what, patience_seconds) for group in groups))
 
     def _limit(self, method: str) -> float:
         """Return the time limit of the next call of a method, in seconds."""
@@ -285,7 +285,7 @@ class ReshardCalls:
         if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
             self._cancelled.set()
             for group in self._ranks.groups:
-                group.cancel_group(self._group_name, reason)
+                group.ranks.cancel_process_group(self._group_name, reason)
 
     @property
     def _group_name(self) -> str:

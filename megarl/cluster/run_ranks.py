@@ -99,12 +99,14 @@ class RunRanks:
 
         `notify` is called with a report of ranks that are slow, and with the names of silent ranks at once.
         """
-        self._hang_report, self._notify = HangReport(folder, lambda: self.groups), notify
+        self._hang_report = HangReport(folder, lambda: [group.ranks for group in self.groups])
+        self._notify = notify
         self._watch(self.groups)
 
     def _watch(self, groups: Sequence[WorkerGroup]) -> None:
-        for group in groups:
-            group.hang_report, group.on_slow = self._hang_report, self._notify
+        if self._hang_report is not None:
+            for group in groups:
+                group.report_hangs(self._hang_report, self._notify)
 
     def on_asked(self, callback: Callable[[str], object]) -> None:
         """Set the callback(signal name) called when any rank or agent receives a stop signal."""
@@ -190,7 +192,7 @@ class RunRanks:
         """Remove lost replicas until a rank is lost without which the run cannot continue. Raises PeerLostError."""
         while True:
             for group in self.groups:
-                lost = [handle for handle in group.handles if handle.died.done()]
+                lost = [handle for handle in group.ranks.handles if handle.died.done()]
                 for handle in lost[:1]:
                     # A call to a lost rank fails at once, names the rank, and ends the group.
                     call = group.ask([handle.rank - group.part.first_rank], _NO_CALL, [None])
@@ -217,7 +219,7 @@ class RunRanks:
     def show_stacks(self) -> None:
         """Make the ranks of all groups write the stacks of their threads to their logs."""
         for group in self.groups:
-            group.show_stacks()
+            group.ranks.show_stacks()
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
         """Check that the run's nodes have room for these numbers of ranks, or can get it. Raises ConfigError if not."""

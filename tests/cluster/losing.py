@@ -19,9 +19,10 @@ import pytest
 
 from megarl.cluster.agents.nodes import Nodes
 from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.group_ranks import PartOfRun
 from megarl.cluster.calls.hang_report import HangReport
 from megarl.cluster.calls.rank_errors import RankFailedError
-from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.reshard.reshard_report import ReshardReport
@@ -85,7 +86,7 @@ async def lose_a_rank(nodes: Nodes, logs: Path) -> None:
         # The others wait in a call that ends when their driver says so.
         waiting = asyncio.create_task(group.ask([0, 1], "wait_until_cancelled", ["group", "group"]))
         assert await group.ask([2], "echo", ["z"]) == [(2, "z")]
-        group.cancel_group("group", "it is time")
+        group.ranks.cancel_process_group("group", "it is time")
         assert await waiting == ["it is time"] * 2
         waiting = asyncio.create_task(group.call("wait_until_cancelled", "another"))
         await asyncio.sleep(0)  # it is sent
@@ -94,7 +95,7 @@ async def lose_a_rank(nodes: Nodes, logs: Path) -> None:
         with pytest.raises(RankFailedError, match=r"^rank 2 of 4 on node .* was killed by SIGKILL"):
             await waiting
         assert time.monotonic() - began < 30.0
-        assert group.lost == [handle for handle in group.lost if handle.rank == 2]
+        assert group.end.lost == [handle for handle in group.end.lost if handle.rank == 2]
     finally:
         await group.close()
 
@@ -125,7 +126,7 @@ async def start_again(nodes: Nodes, logs: Path) -> None:
     group, pids = await start()
     os.kill(pids[2], signal.SIGSTOP)
     group.deadlines = Deadlines.same(2.0)
-    group.hang_report = HangReport(logs, lambda: [group], most_native=0)
+    group.report_hangs(HangReport(logs, lambda: [group.ranks], most_native=0))
     with pytest.raises(RankFailedError, match=r"^rank 2 of 4 did not answer"):
         await group.call("pid")
     text = (logs / "hang_1.txt").read_text().partition("== rank 2: threads in the kernel ==")[2].partition("\n==")[0]

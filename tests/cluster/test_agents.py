@@ -22,7 +22,7 @@ import pytest
 from megarl.cluster.agents.agent_link import AgentLink, _pack_batch
 from megarl.cluster.agents.handshake import introduce
 from megarl.cluster.agents.topology import Introduction, own_interface, reached_at
-from megarl.cluster.calls import worker_group
+from megarl.cluster.calls import group_end, group_ranks
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
@@ -295,7 +295,7 @@ async def test_the_death_of_an_agent_is_told_as_that(tmp_path: Path, is_under_wa
 
 async def test_the_ended_rank_is_named_though_another_node_s_agent_ended_first(tmp_path: Path) -> None:
     async with started(4, tmp_path, per_node=2) as (group, nodes):
-        pids, handles = await group.call("pid"), list(group.handles)
+        pids, handles = await group.call("pid"), list(group.ranks.handles)
         calling = asyncio.create_task(group.call("sleep", 60))
         await asyncio.sleep(0)  # it is sent
         os.kill(pids[1], signal.SIGSTOP)
@@ -320,14 +320,14 @@ async def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_n
             go = tmp_path / f"go{number}"
             waiting = asyncio.create_task(group.call("wait_for", str(go)))
             await asyncio.sleep(0)  # it is sent
-            await group.end_if_stopped("sat there", 1.0)
+            await group.end.if_stopped("sat there", 1.0)
             go.touch()
             await waiting
             assert await group.call("product", 2) == [(0, 2), (1, 4)]
         await stop(pids[1])
         calling = asyncio.create_task(group.call("product", 3))
         await asyncio.sleep(0)  # it is sent
-        await group.end_if_stopped("sat there", 1.0)
+        await group.end.if_stopped("sat there", 1.0)
         with pytest.raises(RankFailedError, match="rank 1 of 2 sat there"):
             await calling
 
@@ -336,11 +336,11 @@ async def test_a_stopped_rank_writes_its_stacks_once_it_goes_on(tmp_path: Path) 
     async with started(2, tmp_path, per_node=2) as (group, _):
         pids = await group.call("pid")
         await stop(pids[1])
-        stacks = await group.read_stacks()
+        stacks = await group.ranks.read_stacks()
         assert is_complete(stacks[0]) and not stacks[1]
         os.kill(pids[1], signal.SIGCONT)
-        await group.end_if_stopped("sat there", 1.0)
-        assert all(map(is_complete, (await group.read_stacks()).values()))
+        await group.end.if_stopped("sat there", 1.0)
+        assert all(map(is_complete, (await group.ranks.read_stacks()).values()))
         assert await group.call("product", 2) == [(0, 2), (1, 4)]
 
 
@@ -348,8 +348,8 @@ async def test_a_stopped_rank_writes_its_stacks_once_it_goes_on(tmp_path: Path) 
 async def test_a_stopped_process_is_named_by_what_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
-    monkeypatch.setattr(worker_group, "STACKS_SECONDS", 1.0)
-    monkeypatch.setattr(worker_group, "_KILL_SECONDS", 1.0)
+    monkeypatch.setattr(group_ranks, "STACKS_SECONDS", 1.0)
+    monkeypatch.setattr(group_end, "_KILL_SECONDS", 1.0)
     async with started(4, tmp_path, per_node=2) as (group, nodes):
         pids = await group.call("pid")
         group.deadlines = Deadlines.same(1.0)

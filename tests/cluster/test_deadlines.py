@@ -14,9 +14,9 @@ import pytest
 
 from megarl.cluster.calls.call import Call
 from megarl.cluster.calls.deadlines import Deadlines, Limit, run_deadlines
+from megarl.cluster.calls.group_ranks import GroupRanks
 from megarl.cluster.calls.hang_report import HangReport
 from megarl.cluster.calls.rank_errors import RankFailedError
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.ranks.rank_handle import RankHandle
 from megarl.cluster.ranks.stacks import is_complete, ranks_named, summary
 from megarl.config import ClusterConfig
@@ -118,11 +118,11 @@ async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pyt
         searched: list[list[int]] = []
 
         async def noted(call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-            stopped, stacks = await LocalGroup.find_stopped(group, call, patience_seconds)
+            stopped, stacks = await GroupRanks.find_stopped(group.ranks, call, patience_seconds)
             searched.append([handle.rank for handle in stopped])
             return stopped, stacks
 
-        monkeypatch.setattr(group, "find_stopped", noted)
+        monkeypatch.setattr(group.ranks, "find_stopped", noted)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         assert await group.ask([0], "sleep", [2.0]) == [None]
         assert searched and not any(searched)
@@ -135,7 +135,7 @@ async def test_a_search_that_fails_is_logged_and_repeated(tmp_path: Path, monkey
         # asyncio's own handler writes to its log.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         failing = AsyncMock(side_effect=OSError("stale file handle"))
-        monkeypatch.setattr(group, "find_stopped", failing)
+        monkeypatch.setattr(group.ranks, "find_stopped", failing)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         go = tmp_path / "go"
         calling = asyncio.create_task(group.call("wait_for", str(go)))
@@ -159,7 +159,7 @@ async def test_the_end_of_a_rank_during_a_search_is_named_as_that(monkeypatch: p
             await asyncio.sleep(600)
             return [], {}
 
-        monkeypatch.setattr(group, "find_stopped", searched)
+        monkeypatch.setattr(group.ranks, "find_stopped", searched)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         calling = asyncio.create_task(group.call("sleep", 600))
         await asyncio.wait_for(searching.wait(), 60)
@@ -190,9 +190,10 @@ async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     async with started(log_folder=tmp_path) as group:
         pids = await group.call("pid")
-        group.hang_report = report = HangReport(tmp_path, lambda: [group], native_seconds=60.0)
+        report = HangReport(tmp_path, lambda: [group.ranks], native_seconds=60.0)
+        group.report_hangs(report)
         group.deadlines = deadlines
-        writing = asyncio.create_task(report.write(group, "fell silent", [], {}))
+        writing = asyncio.create_task(report.write(group.ranks, "fell silent", [], {}))
         try:
             async with asyncio.timeout(60):
                 while not all(map(native_stacks.is_stopped, pids)):
@@ -206,7 +207,7 @@ async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
         assert await calling == [(0, 2), (1, 4)]
         path = await writing
         assert path is not None and path.read_text().count("in main") == 2
-        assert not report.is_debugging and 5.0 <= report.seconds_debugging < 60.0
+        assert not report.clock.is_stopped and 5.0 <= report.clock.seconds_stopped < 60.0
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")

@@ -330,7 +330,7 @@ async def test_stacks_are_shown_and_the_call_goes_on(tmp_path):
         call = asyncio.create_task(group.call("sleep", 1.0))
         while not all("in sleep\n" in log.read_text() for log in logs):
             await asyncio.sleep(0.05)
-            group.show_stacks()
+            group.ranks.show_stacks()
         await call
         assert await group.call("product", 1) == [(0, 1), (1, 2)]
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.calls.group_ranks import PartOfRun
 from megarl.cluster.calls.rank_errors import RankFailedError, RankLostError
-from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks

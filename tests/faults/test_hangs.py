@@ -52,7 +52,7 @@ async def test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all(
         await group.call("join_gloo")
         pids = await group.call("pid")
         group.deadlines = Deadlines.same(2.0)
-        group.hang_report = HangReport(tmp_path, lambda: [group])
+        group.report_hangs(HangReport(tmp_path, lambda: [group.ranks]))
         os.kill(pids[1], signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(RankLostError) as caught:

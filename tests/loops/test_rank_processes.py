@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.calls.group_ranks import PartOfRun
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers.run_nodes import RunNodes
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig

@@ -281,7 +281,7 @@ def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
             calls = [pool.generate(request(f"{n}", (5, n), 250, n)) for n in range(8)]
             tasks = [asyncio.create_task(fails(call)) for call in calls]
             await asyncio.sleep(0.1)
-            group.places[1].agent.kill([group.handles[1]])
+            group.places[1].agent.kill([group.ranks.handles[1]])
             assert any(await asyncio.gather(*tasks))
             assert await fails(pool.generate(request("later", (5,), 4)))
 

@@ -32,7 +32,6 @@ from report import machine, metric_line, print_line, versions
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.rank_model import RankModel
-from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -100,7 +99,7 @@ class MeasuredGroup(WorkerGroup):
         with self.measure("start"):
             with self.measure("start.connect"):
                 await nodes.start(folder, timeout_seconds)
-            self.places = nodes.choose_places(self.world_size, (), on_one_node=False)
+            self.ranks.places = nodes.choose_places(self.world_size, (), on_one_node=False)
             await self.start("idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds)
 
     async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -111,9 +110,11 @@ class MeasuredGroup(WorkerGroup):
         with self.measure("start.construct"):
             await super().construct(worker, kwargs)
 
-    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
+    async def _exchange(
+        self, method: str, ranks: Sequence[int], messages: Sequence[bytes], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         self._num_messages += len(messages)
-        return super()._ask(messages)
+        return await super()._exchange(method, ranks, messages, *args, **kwargs)
 
     def _read_counters(self) -> tuple[float, ...]:
         tcp_counts = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from megarl.cluster.calls.debugger_clock import DebuggerClock
+from megarl.cluster.calls.group_ranks import GroupRanks
 from megarl.cluster.ranks.rank_handle import RankHandle
 from megarl.cluster.ranks.stacks import ranks_named
 from megarl.files.atomic import append_whole
@@ -18,17 +19,6 @@ _NATIVE_SECONDS = 10.0
 """Seconds for the native stacks of all ranks. A run must end within 30 s of a missed deadline."""
 _MOST_NATIVE = 8
 """Maximum number of ranks whose native stacks are read, silent ranks first. A debugger takes seconds for each."""
-
-
-class Ranks(Protocol):
-    """A group of ranks; `WorkerGroup` implements it."""
-
-    @property
-    def handles(self) -> Sequence[RankHandle]: ...
-
-    async def read_stacks(self) -> dict[int, str]: ...
-
-    async def read_thread_states(self) -> dict[int, str]: ...
 
 
 class HangReport:
@@ -42,7 +32,7 @@ class HangReport:
     def __init__(
         self,
         folder: Path,
-        groups: Callable[[], Sequence[Ranks]],
+        groups: Callable[[], Sequence[GroupRanks]],
         *,
         native_seconds: float = _NATIVE_SECONDS,
         most_native: int = _MOST_NATIVE,
@@ -50,25 +40,11 @@ class HangReport:
         """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
         self._folder, self._groups = folder, groups
         self._native_seconds, self._most_native = native_seconds, most_native
-        self._debugged: set[asyncio.Future[str]] = set()
-        """Readings of stacks by debuggers now, one for each rank."""
-        self._debugging_since = 0.0
-        """Clock at which the first of them began, in seconds."""
-        self._seconds_debugging = 0.0
-        """Total seconds of the times before."""
-
-    @property
-    def is_debugging(self) -> bool:
-        """Whether a debugger reads stacks of some ranks now. It pauses these ranks meanwhile."""
-        return bool(self._debugged)
-
-    @property
-    def seconds_debugging(self) -> float:
-        """Total seconds so far in which debuggers paused ranks. This time does not count towards a call's deadline."""
-        return self._seconds_debugging + (time.monotonic() - self._debugging_since if self.is_debugging else 0.0)
+        self.clock = DebuggerClock()
+        """Clock of the groups' calls. A debugger pauses a rank while it reads its stacks."""
 
     async def write(
-        self, group: Ranks, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
+        self, group: GroupRanks, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
     ) -> Path | None:
         """Write a report about the silent ranks of a group, and return its path; None if it cannot be written.
 
@@ -105,22 +81,11 @@ class HangReport:
 
     async def _read_native_stacks(self, handle: RankHandle) -> str:
         """Return a rank's native stacks, or why there are none: the group must end whatever goes wrong here."""
-        reading = asyncio.ensure_future(handle.read_native_stacks(self._native_seconds))
-        if not self._debugged:
-            self._debugging_since = time.monotonic()
-        self._debugged.add(reading)
-        reading.add_done_callback(self._note_released)
         try:
-            return await reading
+            with self.clock.stopped():
+                return await handle.read_native_stacks(self._native_seconds)
         except Exception as error:
             return f"no native stacks: {error!r}"
-
-    def _note_released(self, reading: asyncio.Future[str]) -> None:
-        """Record that a debugger has released its rank."""
-        if reading in self._debugged:
-            self._debugged.remove(reading)
-            if not self._debugged:
-                self._seconds_debugging += time.monotonic() - self._debugging_since
 
     def _unused_path(self) -> Path:
         number = 1

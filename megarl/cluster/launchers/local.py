@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megarl.cluster.agents.nodes import Nodes
 from megarl.cluster.agents.topology import Introduction, NodeKind
-from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.calls.group_ranks import PartOfRun
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
 
 _EXIT_SECONDS = 10.0
@@ -100,17 +101,12 @@ class LocalGroup(WorkerGroup):
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, imports: Sequence[str] = ()) -> None:
         super().__init__(world_size, part)
         self._imports = tuple(imports)
-        self._nodes: LocalNodes | None = None
 
     async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         imports = imports or self._imports
-        self._nodes = LocalNodes(environment, imports)
-        await self._nodes.start(log_folder, self.start_timeout_seconds)
+        nodes = LocalNodes(environment, imports)
+        self.end.resources.push_async_callback(nodes.close)
+        await nodes.start(log_folder, self.start_timeout_seconds)
         taken = {(0, number) for number in range(self.part.first_rank)}
-        self.places = self._nodes.choose_places(self.world_size, taken, on_one_node=True)
+        self.ranks.places = nodes.choose_places(self.world_size, taken, on_one_node=True)
         await super()._fork(log_folder, environment, imports)
-
-    async def _end(self) -> None:
-        await super()._end()
-        if self._nodes is not None:
-            await self._nodes.close()

@@ -14,7 +14,8 @@ from typing import Any
 from megarl.cluster.agents.agent_link import AgentLink, RankPlace
 from megarl.cluster.agents.nodes import Nodes
 from megarl.cluster.agents.topology import NodeKind
-from megarl.cluster.calls.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.calls.group_ranks import PartOfRun
+from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers.local import LocalAgent, LocalNodes
 from megarl.cluster.launchers.srun import SrunNodes
 from megarl.cluster.run_ranks import RunRanks

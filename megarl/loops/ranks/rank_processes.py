@@ -158,8 +158,8 @@ class RankProcesses:
 
     def _lost_ranks(self, error: PeerLostError) -> list[int]:
         """Return the trainer ranks whose loss raised an error. Raises the error if it was no trainer's loss."""
-        if self._ranks is not None and self._ranks.trainers.lost:
-            return [handle.rank for handle in self._ranks.trainers.lost]
+        if self._ranks is not None and self._ranks.trainers.end.lost:
+            return [handle.rank for handle in self._ranks.trainers.end.lost]
         # The attempt ended while its ranks started.
         if self._ranks is None and isinstance(error, RankLostError) and error.rank < self.parallel.world_size:
             return [error.rank]

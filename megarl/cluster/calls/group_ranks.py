@@ -1,0 +1,204 @@
+"""The rank processes of a group, reached through the agents of their nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.agents.agent_link import AgentLink, RankPlace
+from megarl.cluster.agents.topology import visible_gpus
+from megarl.cluster.calls.call import Call
+from megarl.cluster.calls.debugger_clock import DebuggerClock
+from megarl.cluster.ranks.messages import pack_cancel
+from megarl.cluster.ranks.rank_handle import Answers, RankHandle
+from megarl.cluster.ranks.stacks import STACKS_SECONDS
+
+_MOST_PATIENCE_SECONDS = 60.0
+"""Maximum seconds to wait for an agent's answer about stopped ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfRun:
+    """Position of a group in a run of several groups: its ranks are `first_rank` and the following, of `num_ranks` in
+    total.
+
+    Logs and messages use the run's rank numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks
+    of all groups sign messages to each other with `key`. To connect to the driver they use another key, drawn for each
+    start of the group.
+    """
+
+    first_rank: int
+    num_ranks: int
+    key: bytes
+
+    def ranks(self, world_size: int) -> range:
+        """Return the rank numbers, within the run, of this group of `world_size` ranks."""
+        return range(self.first_rank, self.first_rank + world_size)
+
+
+class GroupRanks:
+    """Rank processes of one group. Call `fork` first.
+
+    `handles` are the group's ranks; empty after its end. `places` are their nodes and numbers there. `on_slow` is the
+    callback (report) called when ranks hold up a call much longer than earlier calls took, or fall silent. `clock`
+    stands still while a debugger pauses ranks.
+    """
+
+    def __init__(self, part: PartOfRun, places: Sequence[RankPlace]) -> None:
+        """Create an object without processes."""
+        self.part, self.places = part, list(places)
+        self.handles: list[RankHandle] = []
+        self.clock = DebuggerClock()
+        self.on_slow: Callable[[str], object] = lambda report: None
+
+    async def fork(
+        self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str], timeout_seconds: float
+    ) -> None:
+        """Let the agents fork the rank processes. Each agent imports the modules `imports` once for all of its ranks.
+
+        Raises OSError or MegarlError. An agent has `timeout_seconds`.
+        """
+        log_folder.mkdir(parents=True, exist_ok=True)
+        for rank, place in enumerate(self.places):
+            number = self.part.first_rank + rank
+            self.handles.append(RankHandle(number, place.agent, log_folder / f"rank_{number:04d}.log"))
+        forks: list[Coroutine[Any, Any, None]] = []
+        for agent, handles in self._by_agent(self.handles).items():
+            variables = [
+                {
+                    "RANK": str(handle.rank - self.part.first_rank),
+                    "WORLD_SIZE": str(len(self.places)),
+                    "LOCAL_RANK": str(self._place_of(handle).local_rank),
+                    "LOCAL_WORLD_SIZE": str(len(handles)),
+                }
+                for handle in handles
+            ]
+            # The recipe's variables come last: ranks on the CPU see no GPU.
+            common = {**visible_gpus(agent.introduction), **environment}
+            forks.append(agent.fork(handles, variables, common, imports, timeout_seconds))
+        await asyncio.gather(*forks)
+
+    def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
+        """Send a command to each rank. Returns a future for each rank's answer, keyed by rank, and a list of futures to
+        wait for. All futures of the list are done when all ranks have answered. One of them fails as soon as any rank
+        fails.
+        """
+        loop = asyncio.get_running_loop()
+        answers: Answers = {handle: loop.create_future() for handle in messages}
+        return answers, [
+            agent.ask({handle: messages[handle] for handle in handles}, answers)
+            for agent, handles in self._by_agent(messages).items()
+        ]
+
+    def cancel_process_group(self, name: str, reason: str) -> None:
+        """Cancel a cross-world process group on all ranks, even on ranks executing a call."""
+        notice = pack_cancel(name, reason)
+        for agent, handles in self._by_agent(self.handles).items():
+            agent.send_notice(handles, notice)
+
+    def show_stacks(self) -> None:
+        """Make the ranks write the stacks of all threads to their logs and continue."""
+        reading = asyncio.ensure_future(self.read_stacks())
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def read_stacks(self) -> dict[int, str]:
+        """Return the present stacks of each rank, as text by rank. It is empty for a stopped or unreachable rank."""
+        handles = list(self.handles)
+        answers = await self._request_undisturbed("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
+        return {handle.rank: answers.get(handle) or "" for handle in handles}
+
+    async def read_thread_states(self) -> dict[int, str]:
+        """Return where the threads of each rank are in the kernel, as text by rank; empty if its agent is silent."""
+        answers = await self._request("thread_states", self.handles, STACKS_SECONDS)
+        return {handle.rank: text or "" for handle, text in answers.items()}
+
+    async def find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
+        """Return the stopped ranks of these, each with what stops it; empty: the rank itself is stopped.
+
+        An agent that does not answer within `patience_seconds` (from a few seconds to a minute) stops all its ranks.
+        """
+        patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
+        answers = await self._request_undisturbed("stopped", handles, patience)
+        silent_agent = "the agent of its node does not answer"
+        obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
+        return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
+
+    async def find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+        """Return the stopped ranks of a call, and the stacks of all ranks. Agents have `patience_seconds` to answer."""
+        stopped = await self.find_obstacles(call.silent(), patience_seconds)
+        if not stopped:
+            return [], {}
+        stacks = await self.read_stacks()
+        # One may have continued or ended meanwhile.
+        still_stopped = await self.find_obstacles([h for h in call.silent() if h in stopped], patience_seconds)
+        return list(still_stopped), stacks
+
+    async def dismiss(self, timeout_seconds: float) -> None:
+        """Let the ranks exit by closing their streams of commands. Waits for their ends."""
+        if not self.handles:
+            return
+        for agent, handles in self._by_agent(self.handles).items():
+            agent.dismiss(handles)
+        await asyncio.wait([handle.died for handle in self.handles], timeout=timeout_seconds)
+
+    async def kill(self, timeout_seconds: float) -> None:
+        """Kill all ranks that still run. Agents whose ranks have not ended after the timeout are cut off."""
+        handles, self.handles = self.handles, []
+        for agent, handles_of_node in self._by_agent(handles).items():
+            agent.kill(handles_of_node)
+        if handles:
+            await asyncio.wait([handle.died for handle in handles], timeout=timeout_seconds)
+        for agent in self._by_agent(handle for handle in handles if not handle.died.done()):
+            # It is stopped, or its node is. It ends its ranks when it goes on.
+            agent.cut()
+
+    async def _request_undisturbed(
+        self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
+    ) -> dict[RankHandle, Any]:
+        """Return the answers of `_request`, from a time without debuggers: they stop ranks too."""
+        while True:
+            await self.clock.wait_while_stopped()
+            seconds_before = self.clock.seconds_stopped
+            answers = await self._request(do, handles, patience_seconds, **fields)
+            if self.clock.seconds_stopped == seconds_before:
+                return answers
+
+    async def _request(
+        self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
+    ) -> dict[RankHandle, Any]:
+        """Let each agent do something for the ranks of its node. Returns its answers by rank.
+
+        The answer of an agent that is lost, or silent for `patience_seconds`, is None for each of its ranks.
+        """
+        of_agent = self._by_agent(handles)
+        answers = await asyncio.gather(
+            *(
+                agent.request(
+                    do, patience_seconds=patience_seconds, processes=[handle.process for handle in ranks], **fields
+                )
+                for agent, ranks in of_agent.items()
+            ),
+            return_exceptions=True,
+        )
+        results: dict[RankHandle, Any] = {}
+        for ranks, answer in zip(of_agent.values(), answers, strict=True):
+            if isinstance(answer, dict):
+                by_process = {handle: answer[str(handle.process)] for handle in ranks if str(handle.process) in answer}
+                results |= by_process
+            else:
+                results |= dict.fromkeys(ranks)
+        return results
+
+    def _by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
+        """Return ranks of this group by the agent of their node."""
+        of_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
+        for handle in handles:
+            of_agent[self._place_of(handle).agent].append(handle)
+        return of_agent
+
+    def _place_of(self, handle: RankHandle) -> RankPlace:
+        return self.places[handle.rank - self.part.first_rank]
