@@ -15,12 +15,10 @@ import pytest
 from megarl.cluster.calls.call import Call
 from megarl.cluster.calls.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.calls.group_ranks import GroupRanks
-from megarl.cluster.calls.hang_report import HangReport
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.ranks.rank_handle import RankHandle
 from megarl.cluster.ranks.stacks import is_complete, ranks_named, summary
 from megarl.config import ClusterConfig
-from megarl.platform import native_stacks
 from tests.cluster.started import started
 
 SHORTEST, LONGEST = Limit(300.0, "cluster.verb_timeout_seconds"), Limit(1800.0, "cluster.collective_timeout_seconds")
@@ -166,48 +164,6 @@ async def test_the_end_of_a_rank_during_a_search_is_named_as_that(monkeypatch: p
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
             await asyncio.wait_for(calling, 60)
-
-
-@pytest.mark.parametrize(
-    "deadlines",
-    [
-        pytest.param(Deadlines.same(4.0), id="deadline"),
-        pytest.param(Deadlines(Limit(4.0), Limit(600.0)), id="search for a stopped rank"),
-    ],
-)
-@pytest.mark.usefixtures("worker_module", "nothing_left")
-async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadlines: Deadlines
-) -> None:
-    # The agent finds this program before any real debugger. It stops the process until the test says so.
-    done, programs = tmp_path / "done", tmp_path / "programs"
-    programs.mkdir()
-    debugger = programs / "py-spy"
-    debugger.write_text(
-        f"#!/bin/sh\nkill -STOP $4\nwhile ! [ -e {done} ]; do sleep 0.05; done\nkill -CONT $4\necho in main\n"
-    )
-    debugger.chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    async with started(log_folder=tmp_path) as group:
-        pids = await group.call("pid")
-        report = HangReport(tmp_path, lambda: [group.ranks], native_seconds=60.0)
-        group.report_hangs(report)
-        group.deadlines = deadlines
-        writing = asyncio.create_task(report.write(group.ranks, "fell silent", [], {}))
-        try:
-            async with asyncio.timeout(60):
-                while not all(map(native_stacks.is_stopped, pids)):
-                    await asyncio.sleep(0.01)
-            calling = asyncio.create_task(group.call("product", 2))
-            # Longer than the limit.
-            await asyncio.sleep(5.0)
-            assert not calling.done()
-        finally:
-            done.touch()
-        assert await calling == [(0, 2), (1, 4)]
-        path = await writing
-        assert path is not None and path.read_text().count("in main") == 2
-        assert not report.clock.is_stopped and 5.0 <= report.clock.seconds_stopped < 60.0
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")

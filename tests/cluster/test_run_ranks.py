@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -53,6 +54,28 @@ async def test_ranks_are_numbered_through(tmp_path: Path) -> None:
         assert await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
         assert await ranks.call_engines("place") == [(0, "2", 1), (0, "3", 1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank:04d}.log" for rank in range(4)]
+
+
+async def test_a_hang_report_pauses_only_ranks_of_the_group_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The agents find this program before any real debugger.
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "py-spy").write_text("#!/bin/sh\necho in main of process $4\n")
+    (programs / "py-spy").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    async with started(tmp_path) as (ranks, _):
+        notices: list[str] = []
+        ranks.report_hangs(tmp_path, notices.append)
+        pids = await ranks.trainers.call("pid")
+        await ranks.trainers.end.because_of([1], "fell silent")
+        # The other groups go on.
+        assert await ranks.ask([2], "echo", ["c"]) == [(0, "c")]
+    text = (tmp_path / "hang_1.txt").read_text()
+    assert re.findall("in main of process ([0-9]+)", text) == [str(pids[1]), str(pids[0])]
+    assert [f"== rank {rank}: Python ==" in text for rank in range(4)] == [True] * 4
+    assert len(notices) == 1 and notices[0].startswith("rank 1 of 4 fell silent")
 
 
 async def test_a_rank_that_dies_while_the_driver_waits_is_noticed(tmp_path: Path) -> None:

@@ -22,16 +22,11 @@ class Call:
     awaited: Sequence[asyncio.Future[None]]
     """Futures that are done when all ranks have answered."""
     started: float
-    """The group's clock at the start (`GroupRanks.clock`), in seconds."""
+    """Monotonic seconds at the start."""
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered without an error."""
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
-
-    def is_over(self) -> bool:
-        """Return whether all ranks have answered, or one of them has failed."""
-        failed = [part for part in self.awaited if part.done() and not part.cancelled() and part.exception()]
-        return bool(failed) or all(part.done() for part in self.awaited)
 
     def on_answers(self, use: Callable[[Any], object]) -> None:
         """Run the callback `use` with each answer as it arrives. Once the call has failed, it no longer runs."""

@@ -12,7 +12,6 @@ from typing import Any
 from megarl.cluster.agents.agent_link import AgentLink, RankPlace
 from megarl.cluster.agents.topology import visible_gpus
 from megarl.cluster.calls.call import Call
-from megarl.cluster.calls.debugger_clock import DebuggerClock
 from megarl.cluster.ranks.messages import pack_cancel
 from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.cluster.ranks.stacks import STACKS_SECONDS
@@ -44,15 +43,13 @@ class GroupRanks:
     """Rank processes of one group. Call `fork` first.
 
     `handles` are the group's ranks; empty after its end. `places` are their nodes and numbers there. `on_slow` is the
-    callback (report) called when ranks hold up a call much longer than earlier calls took, or fall silent. `clock`
-    stands still while a debugger pauses ranks.
+    callback (report) called when ranks hold up a call much longer than earlier calls took, or fall silent.
     """
 
     def __init__(self, part: PartOfRun, places: Sequence[RankPlace]) -> None:
         """Create an object without processes."""
         self.part, self.places = part, list(places)
         self.handles: list[RankHandle] = []
-        self.clock = DebuggerClock()
         self.on_slow: Callable[[str], object] = lambda report: None
 
     async def fork(
@@ -108,7 +105,7 @@ class GroupRanks:
     async def read_stacks(self) -> dict[int, str]:
         """Return the present stacks of each rank, as text by rank. It is empty for a stopped or unreachable rank."""
         handles = list(self.handles)
-        answers = await self._request_undisturbed("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
+        answers = await self._request("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
         return {handle.rank: answers.get(handle) or "" for handle in handles}
 
     async def read_thread_states(self) -> dict[int, str]:
@@ -122,7 +119,7 @@ class GroupRanks:
         An agent that does not answer within `patience_seconds` (from a few seconds to a minute) stops all its ranks.
         """
         patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
-        answers = await self._request_undisturbed("stopped", handles, patience)
+        answers = await self._request("stopped", handles, patience)
         silent_agent = "the agent of its node does not answer"
         obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
         return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
@@ -155,17 +152,6 @@ class GroupRanks:
         for agent in self._by_agent(handle for handle in handles if not handle.died.done()):
             # It is stopped, or its node is. It ends its ranks when it goes on.
             agent.cut()
-
-    async def _request_undisturbed(
-        self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
-    ) -> dict[RankHandle, Any]:
-        """Return the answers of `_request`, from a time without debuggers: they stop ranks too."""
-        while True:
-            await self.clock.wait_while_stopped()
-            seconds_before = self.clock.seconds_stopped
-            answers = await self._request(do, handles, patience_seconds, **fields)
-            if self.clock.seconds_stopped == seconds_before:
-                return answers
 
     async def _request(
         self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.calls.debugger_clock import DebuggerClock
 from megarl.cluster.calls.group_ranks import GroupRanks
 from megarl.cluster.ranks.rank_handle import RankHandle
 from megarl.cluster.ranks.stacks import ranks_named
@@ -24,9 +23,9 @@ _MOST_NATIVE = 8
 class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into an attempt's log folder.
 
-    Each file has the Python stacks of every rank. It also has the threads' kernel states and native stacks of up to 8
-    ranks, silent ranks first, read by the agents of their nodes. Native stacks need py-spy or gdb on the rank's node.
-    `groups` is a function that returns the run's groups of ranks.
+    Each file has the Python stacks and the threads' kernel states of every rank of the run. It also has native stacks
+    of up to 8 ranks of the group that ends, silent ranks first, read by the agents of their nodes. Native stacks need
+    py-spy or gdb on the rank's node. `groups` is a function that returns the run's groups of ranks.
     """
 
     def __init__(
@@ -40,8 +39,6 @@ class HangReport:
         """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
         self._folder, self._groups = folder, groups
         self._native_seconds, self._most_native = native_seconds, most_native
-        self.clock = DebuggerClock()
-        """Clock of the groups' calls. A debugger pauses a rank while it reads its stacks."""
 
     async def write(
         self, group: GroupRanks, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
@@ -72,7 +69,8 @@ class HangReport:
         # The machine may have lost its disk; the error must name the silent rank all the same.
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
-            most_silent = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
+            # A debugger pauses a rank. Only this group ends now, so other groups must not be paused.
+            most_silent = sorted(group.handles, key=lambda handle: handle not in silent)[: self._most_native]
             native = await asyncio.gather(*(self._read_native_stacks(handle) for handle in most_silent))
             for handle, text in zip(most_silent, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
@@ -82,8 +80,7 @@ class HangReport:
     async def _read_native_stacks(self, handle: RankHandle) -> str:
         """Return a rank's native stacks, or why there are none: the group must end whatever goes wrong here."""
         try:
-            with self.clock.stopped():
-                return await handle.read_native_stacks(self._native_seconds)
+            return await handle.read_native_stacks(self._native_seconds)
         except Exception as error:
             return f"no native stacks: {error!r}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 
 from megarl.cluster.calls.call import Call
 from megarl.cluster.calls.deadlines import Deadlines
@@ -36,10 +37,10 @@ async def watch(
     search_at = call.started + budget_seconds + pause
     # At the deadline, the call itself names the silent ranks.
     while (next_at := min(late_at, search_at)) < deadline:
-        if (left := next_at - ranks.clock.now()) > 0:
+        if (left := next_at - time.monotonic()) > 0:
             await asyncio.sleep(max(_LOOK_SECONDS, left))
             continue
-        seconds = ranks.clock.now() - call.started
+        seconds = time.monotonic() - call.started
         try:
             if next_at == late_at:
                 late_at = math.inf
@@ -49,10 +50,10 @@ async def watch(
                 stopped, stacks = await ranks.find_stopped(call, patience_seconds)
                 if stopped:
                     await end.because_stopped(f"did not answer `{call.method}` within {seconds:.0f} s", stopped, stacks)
-                search_at = ranks.clock.now() + pause
+                search_at = time.monotonic() + pause
         except Exception as error:
             # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
-            search_at = ranks.clock.now() + pause
+            search_at = time.monotonic() + pause
             message = f"the search for stopped ranks in `{call.method}` failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 

@@ -203,7 +203,7 @@ class WorkerGroup:
         `on_slow` is called with a text about ranks that hold up a call much longer than earlier calls took, or that
         fall silent.
         """
-        self.end.hang_report, self.ranks.clock, self.ranks.on_slow = report, report.clock, on_slow
+        self.end.hang_report, self.ranks.on_slow = report, on_slow
 
     async def close(self) -> None:
         """Close the group: the ranks exit after the driver closes their streams of commands.
@@ -224,11 +224,11 @@ class WorkerGroup:
         """Wait until the ranks are free, send each its message, and return the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
             await self.end.raise_if_begun()
-            clock, handles = self.ranks.clock, [self.ranks.handles[rank] for rank in ranks]
+            handles = [self.ranks.handles[rank] for rank in ranks]
             answers, awaited = self.ranks.ask(dict(zip(handles, messages, strict=True)))
             limit, extra_seconds = self.deadlines.limit_for(method), budget_seconds + slack_seconds
             limit = limit._replace(seconds=limit.seconds + extra_seconds)
-            call = Call(method, limit, answers, awaited, clock.now())
+            call = Call(method, limit, answers, awaited, time.monotonic())
             if on_answer is not None:
                 call.on_answers(on_answer)
             if not self._calls:
@@ -245,9 +245,7 @@ class WorkerGroup:
                 )
             )
             try:
-                while not call.is_over() and (seconds_left := call.started + limit.seconds - clock.now()) > 0:
-                    # The clock may have stood still, so there may be time left afterwards.
-                    await asyncio.wait(awaited, timeout=seconds_left, return_when=asyncio.FIRST_EXCEPTION)
+                await asyncio.wait(awaited, timeout=limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
                 watching.cancel()
                 if not call.is_answered():
                     raise await self.end.explain(call)
@@ -261,7 +259,7 @@ class WorkerGroup:
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
             # Planned working time says nothing about how slow the method is.
-            self.deadlines.note(method, max(0.0, clock.now() - call.started - budget_seconds))
+            self.deadlines.note(method, max(0.0, time.monotonic() - call.started - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]
