@@ -29,16 +29,10 @@ class HangReport:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        groups: Callable[[], Sequence[GroupRanks]],
-        *,
-        native_seconds: float = _NATIVE_SECONDS,
-        most_native: int = _MOST_NATIVE,
+        self, folder: Path, groups: Callable[[], Sequence[GroupRanks]], *, most_native: int = _MOST_NATIVE
     ) -> None:
-        """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
-        self._folder, self._groups = folder, groups
-        self._native_seconds, self._most_native = native_seconds, most_native
+        """Create a writer into `folder`. It reads native stacks of `most_native` ranks."""
+        self._folder, self._groups, self._most_native = folder, groups, most_native
 
     async def write(
         self, group: GroupRanks, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
@@ -71,18 +65,11 @@ class HangReport:
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
             # A debugger pauses a rank. Only this group ends now, so other groups must not be paused.
             most_silent = sorted(group.handles, key=lambda handle: handle not in silent)[: self._most_native]
-            native = await asyncio.gather(*(self._read_native_stacks(handle) for handle in most_silent))
+            native = await asyncio.gather(*(_read_native_stacks(handle) for handle in most_silent))
             for handle, text in zip(most_silent, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None
-
-    async def _read_native_stacks(self, handle: RankHandle) -> str:
-        """Return a rank's native stacks, or why there are none: the group must end whatever goes wrong here."""
-        try:
-            return await handle.read_native_stacks(self._native_seconds)
-        except Exception as error:
-            return f"no native stacks: {error!r}"
 
     def _unused_path(self) -> Path:
         number = 1
@@ -95,3 +82,11 @@ async def _read_all(readings: Sequence[Coroutine[Any, Any, dict[int, str]]]) -> 
     """Return the texts of several groups by rank. A group that cannot be read is left out."""
     answers = await asyncio.gather(*readings, return_exceptions=True)
     return {rank: text for answer in answers if isinstance(answer, dict) for rank, text in answer.items()}
+
+
+async def _read_native_stacks(handle: RankHandle) -> str:
+    """Return a rank's native stacks, or why there are none: the group must end whatever goes wrong here."""
+    try:
+        return await handle.read_native_stacks(_NATIVE_SECONDS)
+    except Exception as error:
+        return f"no native stacks: {error!r}"
