@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from megarl.families.config_json.rotary import Rotary
-from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Router
+from megarl.families.delta_net import DeltaNet
+from megarl.families.parts import GroupedQuery, Latent, LayerKind, Router
 from megarl.families.shape import ModelShape
 
 _PARTS = {"attention": (GroupedQuery, Latent), "router": (Router,), "linear_attention": (DeltaNet,)}

@@ -285,5 +285,5 @@ def _megatron_lm_arguments(model: ModelShape) -> dict[str, Any]:
         # In memory, YaRN with factor 1 stands for unscaled angles. Megatron-LM has a type for these.
         arguments["rope_type"] = "yarn" if model.rotary.scaling == "yarn" else "rope"
     if model.linear_attention is not None:
-        arguments["experimental_attention_variant"] = "gated_delta_net"
+        arguments["experimental_attention_variant"] = model.linear_attention.megatron_lm_variant
     return arguments

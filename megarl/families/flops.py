@@ -36,13 +36,11 @@ def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
-    """Return the multiply-adds of one token in a layer's attention, without scores, or in its delta-net."""
+    """Return the multiply-adds of one token in a layer's attention, without scores, or in its linear attention."""
     linear = shape.linear_attention
     if kind.mixer == "attention" or linear is None:
         return shape.attention.projection_elements(shape.hidden_size)
-    # A state is read for the key, written, and read for the query: arXiv:2412.06464, eq. 10.
-    rule = 3 * linear.state_numbers + linear.width * linear.convolved_channels
-    return linear.projection_elements(shape.hidden_size) + rule
+    return linear.layer_weights(shape.hidden_size)
 
 
 def _pair_flops(shape: ModelShape) -> int:

@@ -79,11 +79,7 @@ def _linear_attention_settings(shape: ModelShape) -> dict[str, Any]:
         return {}
     return {
         "linear_attention_freq": [int(kind.mixer == "linear_attention") for kind in shape.layers],
-        "linear_conv_kernel_dim": linear.width,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_num_key_heads": linear.num_key_heads,
-        "linear_num_value_heads": linear.num_value_heads,
+        **linear.megatron_settings(),
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megarl.families.config_json.rotary import Rotary
+from megarl.families.linear_attention import LinearAttention
 
 
 class LayerKind(NamedTuple):
@@ -121,48 +122,6 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """Gated delta-net (arXiv:2412.06464): linear attention with a state per value head."""
-
-    num_key_heads: int
-    """Heads of queries, and of keys. Each serves num_value_heads / num_key_heads value heads."""
-    num_value_heads: int
-    key_dim: int
-    """Channels of a query or key head."""
-    value_dim: int
-    """Channels of a value head."""
-    width: int
-    """Tokens seen by the causal convolution, the current one included."""
-
-    @property
-    def key_channels(self) -> int:
-        """Key channels of all heads. Queries have equally many."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def value_channels(self) -> int:
-        """Value channels of all heads. Output gates and the output projection's input have equally many."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def convolved_channels(self) -> int:
-        """Channels of the causal convolution: queries, keys and values."""
-        return 2 * self.key_channels + self.value_channels
-
-    @property
-    def state_numbers(self) -> int:
-        """Numbers in the state of one sequence."""
-        return self.num_value_heads * self.key_dim * self.value_dim
-
-    def projection_elements(self, hidden_size: int) -> int:
-        """Return the weights of one layer's projections: queries, keys, values, gates, two rates per value head, and
-        the output.
-        """
-        inputs = self.convolved_channels + self.value_channels + 2 * self.num_value_heads
-        return hidden_size * (inputs + self.value_channels)
-
-
-@dataclass(frozen=True, slots=True)
 class Router:
     """The router of a mixture of experts, and the sizes of its experts."""
 
@@ -197,7 +156,7 @@ class Parts(NamedTuple):
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
     """Number of draft layers at the checkpoint's end (`families.draft_layers`), copied unchanged."""
-    linear_attention: DeltaNet | None = None
+    linear_attention: LinearAttention | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""

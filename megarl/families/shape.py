@@ -12,8 +12,9 @@ from megarl.config.formulas import either
 from megarl.config.override import overridden
 from megarl.families.config_json.config_values import COPY_AGAIN, flag, mapping, positive, quote, size
 from megarl.families.config_json.rotary import Rotary
+from megarl.families.linear_attention import LinearAttention
 from megarl.families.model_tensors import list_aliases
-from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Parts, Router
+from megarl.families.parts import GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.registry import FAMILIES
 from megarl.families.tensors.names import parse_name
@@ -48,7 +49,7 @@ class ModelShape:
     """Number of the checkpoint's draft layers that are copied unchanged."""
     num_draft_layers: int = 0
     """Number of trained draft layers, 0 or 1 (`families.draft_layers`)."""
-    linear_attention: DeltaNet | None = None
+    linear_attention: LinearAttention | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
@@ -306,10 +307,7 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
     """Return the config.json fields and values that set a tensor's shape, for messages: `intermediate_size 17408`."""
     linear = model.linear_attention
     names = {
-        "linear_attn": {
-            "linear_num_key_heads": linear.num_key_heads if linear else 0,
-            "linear_num_value_heads": linear.num_value_heads if linear else 0,
-        },
+        **({linear.tensor_part: linear.config_sizes} if linear else {}),
         "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
         "shared_expert": {"the shared expert's intermediate size": model.shared_intermediate_size},
         "experts": {"moe_intermediate_size": model.moe_intermediate_size},

@@ -1,4 +1,4 @@
-"""Rules about sizes and the model: parallel sizes, FP8 blocks, delta-nets, recomputed modules.
+"""Rules about sizes and the model: parallel sizes, FP8 blocks, linear attention, recomputed modules.
 
 The planner's searches obey these rules, and `preflight.model.model_sizes` checks each recipe by them.
 """
@@ -90,19 +90,19 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of parallel sizes that gated delta-nets do not support."""
+    """Yield errors of parallel sizes that linear attention does not support."""
     linear, trainer = shape.linear_attention, recipe.trainer
     if linear is None:
         return
-    if linear.num_key_heads % (trainer.tp * trainer.cp) and linear.num_key_heads % trainer.tp == 0:
+    num_heads = linear.num_split_heads
+    if num_heads % (trainer.tp * trainer.cp) and num_heads % trainer.tp == 0:
         yield (
-            f"trainer.cp = {trainer.cp}: context parallelism splits the heads of delta-nets; their "
-            f"{linear.num_key_heads // trainer.tp} key heads on a tensor-parallel rank are not a multiple of it; use "
-            f"{either(divisors(linear.num_key_heads // trainer.tp))}"
+            f"trainer.cp = {trainer.cp}: context parallelism splits the {linear.split_heads}; the "
+            f"{num_heads // trainer.tp} heads on a tensor-parallel rank are not a multiple of it; use "
+            f"{either(divisors(num_heads // trainer.tp))}"
         )
-    # Megatron-Core 0.16.1 sums the gradient of their output norm over tensor-parallel ranks only then.
-    if trainer.tp > 1 and trainer.sequence_parallel is False:
-        yield f"trainer.sequence_parallel = False: delta-nets at trainer.tp {trainer.tp} need it; leave it out"
+    if trainer.tp > 1 and trainer.sequence_parallel is False and not linear.sums_norm_gradient:
+        yield f"trainer.sequence_parallel = False: {linear.plural} at trainer.tp {trainer.tp} need it; leave it out"
 
 
 def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, *, vocabulary: 
         sizes.append((shape.shared_intermediate_size, "channels of the shared expert"))
         sizes += [] if whole_experts else [(shape.moe_intermediate_size, "channels of an expert")]
     if shape.linear_attention:
-        sizes.append((shape.linear_attention.num_key_heads, "key heads of the delta-nets"))
+        sizes.append((shape.linear_attention.num_split_heads, shape.linear_attention.split_heads))
     misfits = [f"{size} {name}" for size, name in sizes if size % tp]
     # With more ranks than key-value heads, each head is copied to an equal number of ranks.
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.families.config_json.config_values import quote, size
 from megarl.families.config_json.rotary import read_rotary
+from megarl.families.delta_net import DeltaNet
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import OWN_PREFIX, MtpForm
 from megarl.families.pages import llama, qwen3
-from megarl.families.parts import DeltaNet, LayerKind, Parts, Router
+from megarl.families.parts import LayerKind, Parts, Router
 from megarl.families.reading import (
     DEFAULT_EXPERTS,
     experts_of_layers,
@@ -192,7 +193,7 @@ def hybrid_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def delta_net(model: ModelShape) -> DeltaNet:
-    assert model.linear_attention is not None
+    assert isinstance(model.linear_attention, DeltaNet)
     return model.linear_attention
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
+from megarl.families.linear_attention import LinearAttention
 from megarl.families.logprob_chunks import logit_bytes
-from megarl.families.parts import DeltaNet, Latent, LayerKind
+from megarl.families.parts import Latent, LayerKind
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
@@ -96,7 +97,7 @@ def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
     """Return bytes saved by autograd in one layer of a kind for one row, without its recomputed parts."""
     attention = (
-        _delta_net(shape.linear_attention, shape.hidden_size, parallel, settings)
+        _linear_attention(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
         else _attention(shape, widths(shape, parallel), parallel, settings)
     )
@@ -270,24 +271,13 @@ def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig
     return saved + _core(width, parallel, settings)
 
 
-def _delta_net(linear: DeltaNet, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes saved by a gated delta-net. With context parallelism a rank has all tokens of some heads.
-
-    An estimate from the operations, not measured. The torch rule, on CPUs, saves more than FLA's kernel.
-    """
-    size, tokens = settings.itemsize, _tokens(parallel, settings) / parallel.tp
-    keys, values = linear.num_value_heads * linear.key_dim, linear.value_channels
-    heads, chunk = linear.num_value_heads, 64
-    projected = linear.convolved_channels + values + 2 * heads
-    # Input and output of the convolution, queries and keys repeated for value heads, values, outputs, gated outputs.
-    narrow = (projected + 2 * linear.convolved_channels + 2 * keys + 3 * values) * size
-    # Decays and rates, the products inside a chunk, a state for each chunk, and the normalised outputs.
-    wide = (2 * heads + heads * chunk + linear.state_numbers / chunk + 2 * values) * FLOAT32
-    if settings.pads_attention:
-        # Shifted inputs of the convolution, normalised and decayed queries and keys, further products and states.
-        wide += (5 * linear.convolved_channels + 6 * keys + 4 * values) * FLOAT32
-        wide += (4 * heads * chunk + linear.state_numbers / chunk) * FLOAT32
-    return _norm(parallel, settings, hidden, is_fused=True) + tokens * (narrow + wide)
+def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
+    """Return bytes saved by linear attention. With context parallelism a rank has all tokens of some heads."""
+    tokens = _tokens(parallel, settings) / parallel.tp
+    # On CPUs, where attention pads, the rule runs in torch.
+    narrow, wide = linear.saved_numbers(in_torch=settings.pads_attention)
+    saved = tokens * (narrow * settings.itemsize + wide * FLOAT32)
+    return _norm(parallel, settings, hidden, is_fused=True) + saved
 
 
 def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:

@@ -41,7 +41,7 @@ def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     yield from latent_norms(recipe, shape)
     if not runs_on_cpu():
-        yield from slow_delta_nets(recipe, shape)
+        yield from slow_linear_attention(recipe, shape)
     yield from small_cache(recipe, parallel, table_of(recipe, parallel))
     cluster = recipe.cluster
     if cluster.launcher != "local":
@@ -129,19 +129,22 @@ def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def slow_delta_nets(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield warnings about a model with delta-nets on GPUs: kernels that are not installed, prompts without a cache."""
-    if shape.linear_attention is None:
+def slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield warnings about linear attention on GPUs: kernels that are not installed, prompts without a cache."""
+    linear = shape.linear_attention
+    if linear is None:
         return
-    if recipe.train.steps and find_spec("fla") is None:
+    module, package = linear.kernels
+    if recipe.train.steps and find_spec(module) is None:
         yield (
-            f"model.path = {recipe.model.path}: the trainer computes delta-nets in torch, correctly but slowly, "
-            "because FLA's kernels are not installed; pip install flash-linear-attention"
+            f"model.path = {recipe.model.path}: the trainer computes {linear.plural} in torch, correctly but slowly, "
+            f"because the kernels of {package} are not installed; pip install {package}"
         )
     if recipe.has_engine and "enable_prefix_caching" not in recipe.rollout.vllm:
         yield (
             f"model.path = {recipe.model.path}: engines compute the prompt of each sample anew, because vLLM 0.30's "
-            "prefix cache for delta-nets is not proved with reshards; set rollout.vllm.enable_prefix_caching to choose"
+            f"prefix cache for {linear.plural} is not proved with reshards; set rollout.vllm.enable_prefix_caching to "
+            "choose"
         )
 
 

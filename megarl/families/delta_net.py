@@ -1,0 +1,96 @@
+"""Gated delta-nets (arXiv:2412.06464): linear attention with a state per value head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.families.linear_attention import LinearAttention
+
+_CHUNK_TOKENS = 64
+"""Tokens of a chunk in the chunked rule, in torch and in FLA's kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet(LinearAttention):
+    plural = "delta-nets"
+    tensor_part = "linear_attn"
+    megatron_lm_variant = "gated_delta_net"
+    kernels = ("fla", "flash-linear-attention")
+    # In Megatron-Core 0.16.1.
+    sums_norm_gradient = False
+
+    num_key_heads: int
+    """Heads of queries, and of keys. Each serves num_value_heads / num_key_heads value heads."""
+    num_value_heads: int
+    key_dim: int
+    """Channels of a query or key head."""
+    value_dim: int
+    """Channels of a value head."""
+    width: int
+    """Tokens seen by the causal convolution, the current one included."""
+
+    @property
+    def key_channels(self) -> int:
+        """Key channels of all heads. Queries have equally many."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_channels(self) -> int:
+        """Value channels of all heads. Output gates and the output projection's input have equally many."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def convolved_channels(self) -> int:
+        """Channels of the causal convolution: queries, keys and values."""
+        return 2 * self.key_channels + self.value_channels
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers in the state of one sequence."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def num_split_heads(self) -> int:
+        return self.num_key_heads
+
+    @property
+    def split_heads(self) -> str:
+        return f"key heads of the {self.plural}"
+
+    @property
+    def config_sizes(self) -> Mapping[str, int]:
+        return {"linear_num_key_heads": self.num_key_heads, "linear_num_value_heads": self.num_value_heads}
+
+    def megatron_settings(self) -> dict[str, Any]:
+        return {
+            "linear_conv_kernel_dim": self.width,
+            "linear_key_head_dim": self.key_dim,
+            "linear_value_head_dim": self.value_dim,
+            "linear_num_key_heads": self.num_key_heads,
+            "linear_num_value_heads": self.num_value_heads,
+        }
+
+    def layer_weights(self, hidden_size: int) -> int:
+        # The projections make queries, keys, values, gates, two rates per value head, and the output.
+        inputs = self.convolved_channels + self.value_channels + 2 * self.num_value_heads
+        # A state is read for the key, written, and read for the query: arXiv:2412.06464, eq. 10.
+        rule = 3 * self.state_numbers + self.width * self.convolved_channels
+        return hidden_size * (inputs + self.value_channels) + rule
+
+    def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
+        # An estimate from the operations, not measured.
+        keys, values = self.num_value_heads * self.key_dim, self.value_channels
+        heads, chunk = self.num_value_heads, _CHUNK_TOKENS
+        projected = self.convolved_channels + values + 2 * heads
+        # Input and output of the convolution, queries and keys repeated for value heads, values, outputs, gated
+        # outputs.
+        narrow = projected + 2 * self.convolved_channels + 2 * keys + 3 * values
+        # Decays and rates, the products inside a chunk, a state for each chunk, and the normalised outputs.
+        wide = 2 * heads + heads * chunk + self.state_numbers / chunk + 2 * values
+        if in_torch:
+            # Shifted inputs of the convolution, normalised and decayed queries and keys, further products and states.
+            wide += 5 * self.convolved_channels + 6 * keys + 4 * values
+            wide += 4 * heads * chunk + self.state_numbers / chunk
+        return narrow, wide
