@@ -183,8 +183,8 @@ def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
-    # Delta-nets leave the field `experimental_attention_variant` out, which makes Megatron-Core 0.16.1 refuse context
-    # parallelism.
+    # Linear attention leaves out the field `experimental_attention_variant`, which makes Megatron-Core 0.16.1 refuse
+    # context parallelism.
     return (
         _score_scale(shape)
         | architecture_settings(shape)

@@ -32,12 +32,3 @@ class RMSNorm(nn.Module):
         if self.is_zero_centered:
             return (normed * (1.0 + self.weight.to(wide.dtype))).to(self.weight.dtype)
         return normed.to(self.weight.dtype) * self.weight
-
-
-class PlainRMSNorm(RMSNorm):
-    """Norm with the factor `weight`, for delta-nets in models with other norms multiplying by 1 + weight."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
-        super().__init__(config, hidden_size, eps)
-        self.is_zero_centered = False
-        nn.init.ones_(self.weight)

@@ -102,3 +102,18 @@ def test_multi_token_prediction_is_named_where_parts_are_chosen() -> None:
     modules = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     naming = {module for module, text in modules.items() if name.search(text)}
     assert {module for module in naming if not module.startswith(MTP_DATA)} == MTP_PLACES
+
+
+def test_delta_nets_are_named_where_parts_are_chosen() -> None:
+    """All other modules know linear attention (`families.linear_attention`), of whatever kind."""
+    name = re.compile(r"delta[-_]?nets?|gdn_attention", re.IGNORECASE)
+    modules = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    naming = {module for module, text in modules.items() if name.search(text)}
+    other_modules = {module for module in naming if not module.startswith(("families/pages/", "models/delta_net/"))}
+    assert other_modules == {
+        "families/delta_net.py",
+        "families/linear_attention.py",
+        "models/layer_specs.py",
+        "platform/cpu/delta_net.py",
+        "platform/cpu/vllm_patches.py",
+    }

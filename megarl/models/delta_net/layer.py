@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from megarl.models.attention import PackedRow
 from megarl.models.delta_net.rule import causal_convolution, gated_delta_rule, widen
-from megarl.models.norms import PlainRMSNorm
+from megarl.models.norms import RMSNorm
 
 
 class _Inputs(NamedTuple):
@@ -34,6 +34,15 @@ class _Inputs(NamedTuple):
     gate: Tensor
     beta: Tensor
     alpha: Tensor
+
+
+class PlainRMSNorm(RMSNorm):
+    """Norm of the output with the factor `weight`. The model's other norms may multiply by 1 + weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.is_zero_centered = False
+        nn.init.ones_(self.weight)
 
 
 class DeltaNet(GatedDeltaNet):
