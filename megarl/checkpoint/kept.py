@@ -49,7 +49,6 @@ class KeptTensor(NamedTuple):
 
     @property
     def entry(self) -> HeaderEntry:
-        """The tensor's entry in the header of a file."""
         return HeaderEntry(self.code, self.shape, self.num_bytes)
 
     def content(self) -> Iterator[bytes]:

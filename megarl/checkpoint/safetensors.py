@@ -411,7 +411,6 @@ def changed_config(
 
 
 def _with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a section of config.json with another dtype, if it has one."""
     # transformers 4 writes torch_dtype, transformers 5 writes dtype.
     name = "torch_dtype" if "torch_dtype" in fields else "dtype"
     return {**fields, name: str(dtype).removeprefix("torch.")} if name in fields else dict(fields)

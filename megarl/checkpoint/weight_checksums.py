@@ -36,9 +36,7 @@ class StoredTensors(Protocol):
         """Return a storage's elements: [elements]."""
         ...
 
-    def file_of(self, name: str) -> Path:
-        """Return the file with a tensor."""
-        ...
+    def file_of(self, name: str) -> Path: ...
 
 
 @torch.no_grad()

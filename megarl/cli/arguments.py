@@ -87,7 +87,6 @@ class RecipeCommand(TyperCommand):
 
 
 def _argument_texts(ctx: Any, argument: Any) -> list[str]:
-    """Return the texts given for a command-line argument."""
     value = ctx.params.get(argument.name)
     return [] if value is None else [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 

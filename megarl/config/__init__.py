@@ -341,7 +341,6 @@ class Recipe(Section):
 
     @property
     def trainer_ranks(self) -> int:
-        """Return the number of training ranks."""
         node_ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return node_ranks if self.cluster.groups.engines is not None else node_ranks - self.separate_ranks
 
@@ -353,7 +352,6 @@ class Recipe(Section):
 
     @property
     def evaluates_first(self) -> bool:
-        """Return whether the run evaluates before its first step."""
         return self.evaluation.at_start or not self.train.steps
 
     def evaluates_at(self, step: int) -> bool:

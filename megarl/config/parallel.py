@@ -110,12 +110,10 @@ class ParallelConfig:
 
     @property
     def is_separate(self) -> bool:
-        """Return whether the engines have ranks of their own."""
         return self.rollout_ranks > 0
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of all ranks of the run."""
         return self.world_size + self.rollout_ranks
 
     @property

@@ -123,7 +123,6 @@ class LeaderRequests:
         return arguments
 
     def _complete(self, request_id: str, finish_reason: str | None) -> Completion:
-        """Remove an ended request, and return its completion."""
         running = self.running.pop(request_id)
         del self._scheduler.sampled[running.internal_id]
         return running.make_completion(request_id, finish_reason)

@@ -25,7 +25,6 @@ class RunningRequest:
     """
 
     def make_completion(self, request_id: str, finish_reason: str | None) -> Completion:
-        """Return the completion of the tokens sampled so far."""
         token_ids = self.sampled.token_ids
         # Each version overwrites the rest of the completion, from its first token on.
         weight_versions = np.empty(len(token_ids), np.int32)

@@ -147,7 +147,6 @@ def engine_arguments(
 
 
 def _family_rope(shape: ModelShape) -> dict[str, float]:
-    """Return the rotary settings that config.json may leave to the model's family."""
     rope = {"rope_theta": shape.rotary.theta}
     return rope if shape.rotary.fraction == 1 else {**rope, "partial_rotary_factor": shape.rotary.fraction}
 

@@ -73,5 +73,4 @@ class Interact:
 
 
 def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool's schema in OpenAI's form, as chat templates expect it."""
     return tool if "function" in tool else {"type": "function", "function": dict(tool)}

@@ -219,7 +219,6 @@ def _reward(answer: Mapping[str, Any]) -> float | None:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """Return a tool of the server as a schema in OpenAI's form, as chat templates expect it."""
     named = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
     return {"type": "function", "function": named}
 

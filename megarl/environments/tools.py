@@ -193,7 +193,6 @@ class ToolEnvironment:
         pass
 
     async def _reply(self, call: ToolCall, metrics: dict[str, float]) -> Message:
-        """Carry out a tool call and return its reply as a message."""
         text = f"error: {call.error}" if call.error is not None else await self._run_tool(call, metrics)
         cut = cut_in_the_middle(text, self.max_reply_characters)
         metrics["tools/shortened"] += cut != text

@@ -370,7 +370,6 @@ def _newest(home: Path) -> Path | None:
 
 
 def _content_text(file: Path | None) -> str:
-    """Return the owner in a file as text."""
     with suppress(OSError):
         return _text(None) if file is None else _text(Owner.parse(_read(file)[0]))
     return _text(None)

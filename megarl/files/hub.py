@@ -172,12 +172,10 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
 
 
 def _visible_files(folder: Path) -> list[str]:
-    """Return the relative paths of all files in a folder, without hidden files and folders."""
     paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
 
 
 def _first_line(error: Exception) -> str:
-    """Return the class and the first line of an error's text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -78,7 +78,6 @@ class OnPolicyRollout:
             self._journal.settle(step.number, trained, self.state.journaled_names)
 
     def _num_trained(self, trajectory: Trajectory) -> int:
-        """Return the number of a trajectory's tokens with a loss."""
         recipe = self._recipe
         is_trained = is_trained_on(trajectory, recipe.algorithm.mask_truncated, recipe.trains_rewards)
         return trajectory.num_sampled if is_trained else 0

@@ -65,7 +65,6 @@ def _batch(answers: Sequence[Answers]) -> TokenBatch:
 
 
 async def _add_reference(run: Run, batch: TokenBatch) -> None:
-    """Add the reference model's log-probs to a batch, if the loss needs them."""
     if run.recipe.has_reference:
         batch.per_token["reference_logprobs"] = await run.models["reference"].forward(batch)
 

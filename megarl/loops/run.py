@@ -104,7 +104,6 @@ async def run(
 
 
 def _warn(folder: RunFolder, display: Display, text: str) -> None:
-    """Print a warning between two attempts, and record it in the run folder."""
     folder.note(text, None)
     display.warn(text)
 
@@ -149,7 +148,6 @@ async def _export(run: Run, display: Display) -> None:
 
 
 def _next_commands(folder: RunFolder) -> list[str]:
-    """Return the commands for looking at the run's results."""
     return [
         f"megarl report {folder.path}",
         f"megarl samples {folder.path}",

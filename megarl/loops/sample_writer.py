@@ -29,7 +29,6 @@ class SampleWriter:
     policy: RankModel
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step's samples are written."""
         return step % self.recipe.samples_every_steps == 0
 
     async def write_step(

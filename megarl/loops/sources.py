@@ -40,13 +40,9 @@ Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
 class Screen(Protocol):
     """Terminal for messages to the user. `Tracker` implements it."""
 
-    def info(self, text: str) -> None:
-        """Print a line."""
-        ...
+    def info(self, text: str) -> None: ...
 
-    def notice(self, text: str) -> None:
-        """Print a warning."""
-        ...
+    def notice(self, text: str) -> None: ...
 
     def notice_once(self, kind: str, text: str) -> None:
         """Print the first warning of each kind."""
@@ -134,7 +130,6 @@ def _start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path)
 
 
 def _settings(recipe: Recipe) -> Mapping[str, Any]:
-    """Return the settings of a recipe's environment, sandbox included."""
     rollout = recipe.rollout
     return with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
 

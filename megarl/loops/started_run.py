@@ -71,7 +71,6 @@ class Run:
 
     @property
     def remaining_steps(self) -> range:
-        """Numbers of the remaining steps."""
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate_at_start(self, evaluate: Evaluate, state: RLState | None = None) -> None:
@@ -126,7 +125,6 @@ class Run:
 
     @asynccontextmanager
     async def updating(self, step: Step) -> AsyncIterator[None]:
-        """Enter a context for a step's updates."""
         with self.tracker.phase("train"):
             await self.watch.observers.before_updates(step)
             yield

@@ -326,7 +326,6 @@ class PackedAttention(nn.Module):
         return _from_padded(out, part)
 
     def _varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute `attend` with sinks by torch's flash kernel."""
         assert self.softmax_offset is not None
         lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
         return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))

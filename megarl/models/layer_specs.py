@@ -122,7 +122,6 @@ def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: Rot
 
 
 def final_norm() -> Any:
-    """Return the norm after the last layer."""
     if not uses_transformer_engine():
         return RMSNorm
     # Only importable with Transformer Engine.

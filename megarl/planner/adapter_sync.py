@@ -86,7 +86,6 @@ def explain_sync(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 
 def _first_reason(recipe: Recipe, shape: ModelShape) -> str:
-    """Return the first reason against adapters; "" if there is none."""
     if recipe.exact_blocks:
         return "under trainer.exact, an engine with separate adapters would round otherwise than the trainer"
     return next((objection.reason for objection in find_objections(recipe, shape)), "")

@@ -281,7 +281,6 @@ def _format_left(free_gib: float, leaves: str, takes: str) -> str:
 
 
 def _format_field(recipe: Recipe, field: str) -> str:
-    """Return a field with its value for a message, and with the modules of a selective recomputation."""
     name, _, value = short_override(field, value_at(recipe, field)).partition("=")
     is_selective = field == _RECOMPUTE and value == "selective"
     return f"{name} = {value}" + f" ({', '.join(recipe.trainer.recompute_modules)})" * is_selective

@@ -24,7 +24,6 @@ class MemoryJudge:
     """Examined pipeline stages. None: all."""
 
     def predict(self, recipe: Recipe) -> MemoryTable:
-        """Return the predicted memory of a recipe by phase."""
         return memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine, stages=self.stages)
 
     def free_gib(self, phase: Phase) -> float:

@@ -83,7 +83,6 @@ class Change(Generic[ChoiceT, OutcomeT]):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Return the new values as command-line overrides."""
         return tuple(short_override(field, value) for field, value in self.values.items())
 
 

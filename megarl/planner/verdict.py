@@ -44,7 +44,6 @@ class Verdict:
     """Command-line overrides making the recipe fit, cheapest first."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
         return {
             "fits": self.fits,
             "limit_bytes": self.limits,

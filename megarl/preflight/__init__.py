@@ -152,7 +152,6 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
 
 
 def _is_of_recipe(fault: Finding) -> bool:
-    """Return whether an error is one of the recipe, not of its files."""
     return fault.exit_code == ConfigError.exit_code
 
 

@@ -68,7 +68,6 @@ def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
 
 
 def _list_named_gpus(field: str, memory: float | str | None) -> list[Gpu]:
-    """Return a list with the GPU that a recipe field names; empty if it names none."""
     return [Gpu(f"{field} = {memory}", NAMED_GPUS[memory])] if isinstance(memory, str) else []
 
 

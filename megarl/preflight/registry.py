@@ -87,7 +87,6 @@ def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = F
 
 
 def finding_of(fault: Fault) -> Finding:
-    """Return the finding for an error of a check."""
     # The exit code says whose error it is: the recipe's, or that of a file.
     error_type = type(fault) if isinstance(fault, DataError) else ConfigError
     return finding_of_line("bad", str(fault), error_type.exit_code)

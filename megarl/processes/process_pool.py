@@ -50,7 +50,6 @@ class ProcessPool:
         self._waiting: deque[Future[Place]] = deque()
 
     def __len__(self) -> int:
-        """Return the maximum number of processes."""
         return len(self.places)
 
     def start(self) -> None:

@@ -272,7 +272,6 @@ def _recipe_text(run: Path) -> str:
 
 
 def _fence(text: str) -> str:
-    """Return a Markdown fence absent from the text."""
     return "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
 
 

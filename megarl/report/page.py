@@ -260,5 +260,4 @@ def _value(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a script or style for the content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

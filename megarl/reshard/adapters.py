@@ -33,7 +33,6 @@ class AdapterReshard:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of this rank's staging memory for the adapter."""
         return self._adapter.staged_bytes
 
     def run(self) -> CopyReport:

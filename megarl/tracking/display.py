@@ -125,19 +125,15 @@ class Display:
             self._phases.pop()
 
     def begin_steps(self, steps: int | None) -> None:
-        """Set the run's number of steps."""
         self._steps = self._table.steps = steps
 
     def begin_step(self, step: int) -> None:
-        """Set the number of the current step."""
         self._current = step
 
     def info(self, text: str) -> None:
-        """Print a line."""
         self._print(Text(printable(text), style="dim"))
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
         self._print(Text(f"warning: {printable(text)}", style="yellow"))
 
     def step(self, step: int, row: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
@@ -192,12 +188,10 @@ class Display:
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
 
     def _print(self, text: Text) -> None:
-        """Print a line on the screen, and append it to the log."""
         self.console.print(text, soft_wrap=True)
         self._append(text.plain)
 
     def _append(self, line: str) -> None:
-        """Append a line to the log, if there is one."""
         if self._log is not None:
             # A full disk ends the run at the next line of metrics.jsonl, with an error naming it.
             with suppress(OSError):

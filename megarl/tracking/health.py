@@ -140,7 +140,6 @@ def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
 
 
 def _values(series: Series, metric: str) -> list[float]:
-    """Return the values of a metric in order, without their steps."""
     return [value for _, value in series.get(metric, ())]
 
 

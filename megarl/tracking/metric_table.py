@@ -51,7 +51,6 @@ class Row:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Return all rows of the table, sorted by name."""
     paths = sorted(PACKAGE.rglob("*.py"))
     return tuple(sorted((row for path in paths for row in _rows_of(path)), key=lambda row: row.name))
 
@@ -84,7 +83,6 @@ def metrics_markdown(table: Sequence[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -94,7 +92,6 @@ def _generality(row: Row) -> tuple[bool, int, int]:
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a module's metrics."""
     module = ".".join(("megarl", *path.relative_to(PACKAGE).with_suffix("").parts))
     for row in declared_rows(path):
         yield from (Row(name, unit, meaning, module) for name, unit, meaning in describe_row(row))
@@ -116,7 +113,6 @@ def declared_rows(path: Path) -> list[MetricRow]:
 
 
 def _read_call(call: ast.expr) -> MetricRow:
-    """Return the row made by a call of `MetricRow` in a module's source."""
     if not isinstance(call, ast.Call) or ast.unparse(call.func) != MetricRow.__name__:
         raise ValueError(f"{ast.unparse(call)} is not a call of {MetricRow.__name__}")
     values = {keyword.arg: _text_of(keyword.value) for keyword in call.keywords if keyword.arg is not None}

@@ -17,7 +17,6 @@ class Metric:
     number: float
 
     def value(self) -> float:
-        """Return the value to log."""
         return self.number
 
     def merge_with(self, metric: Metric) -> Metric:
@@ -78,5 +77,4 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the values to log, keyed by metric name."""
     return {name: metric.value() for name, metric in metrics.items()}

@@ -60,7 +60,6 @@ class UpdateOutcome:
     """Mean divergence of the policy from the reference, in nats per token."""
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the metrics of the decisions."""
         metrics: dict[str, Metric] = {
             "train/grad_norm": Max(self.grad_norm),
             "train/learning_rate": Max(self.learning_rate),

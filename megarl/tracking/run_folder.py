@@ -237,7 +237,6 @@ class RunFolder:
         return list(self._status.get("bad_nodes", ()))
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:
-        """Add a broken health rule to status.json."""
         self._status["health"] = [*self.findings, dict(finding)]
         self.set_status()
 
@@ -329,7 +328,6 @@ class RunFolder:
         self._is_config_current = True
 
     def close(self) -> None:
-        """Unlock the folder."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -406,7 +404,6 @@ class RunFolder:
 
 
 def run_path(recipe: Recipe) -> Path:
-    """Return the path of a recipe's run folder."""
     return Path(recipe.runs_folder) / recipe.name
 
 
@@ -423,7 +420,6 @@ def _now() -> str:
 
 
 def _new_attempt(logs: Path) -> Path:
-    """Create and return the log folder of this attempt."""
     logs.mkdir(exist_ok=True)
     folder = logs / f"attempt_{1 + max((number for number, _ in attempt_folders(logs)), default=0)}"
     folder.mkdir()

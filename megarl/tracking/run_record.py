@@ -156,7 +156,6 @@ class RunRecord:
 
     @cached_property
     def starts(self) -> tuple[StartRecord, ...]:
-        """Starts of the run, in order."""
         with storage_faults_named(self.path):
             return tuple(StartRecord.read(number, folder) for number, folder in attempt_folders(self.path / "logs"))
 
@@ -304,7 +303,6 @@ def refuse_other_schema(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is named like a checkpoint."""
     return _CHECKPOINT.fullmatch(folder.name) is not None
 
 
@@ -320,7 +318,6 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """Return the step of a checkpoint, from its name."""
     return int(folder.name.removeprefix("step_"))
 
 

@@ -65,7 +65,6 @@ class SpikeDetector:
         """Spikes of the current step's updates."""
 
     def limits(self) -> UpdateLimits:
-        """Return the limits of the next update."""
         grad_norm = loss = None
         if len(self._norms) >= self._least:
             grad_norm = self._factor * median(self._norms)
@@ -74,7 +73,6 @@ class SpikeDetector:
         return UpdateLimits(grad_norm, loss)
 
     def add(self, outcome: UpdateOutcome) -> None:
-        """Add an update executed with the current limits."""
         loss = None if outcome.loss is None else outcome.loss.number
         self.observe(outcome.grad_norm, loss, is_spike=outcome.spike)
 

@@ -41,7 +41,6 @@ class StepLine:
         return cls(int(_number(step)), numbers_of(row), row.get(_FOLLOWS) is True)
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values for a line of the file."""
         return {"step": self.step, **({_FOLLOWS: True} if self.evaluation_follows else {}), **self.metrics}
 
     def is_continued_by(self, line: StepLine) -> bool:

@@ -148,7 +148,6 @@ class Tracker:
         self._to_trackers(lambda tracker: tracker.sync())
 
     def close(self) -> None:
-        """Close the trackers."""
         self._to_trackers(lambda tracker: tracker.close())
         self._trackers = {}
 
@@ -180,7 +179,6 @@ class Tracker:
                 self._give_up(name, error)
 
     def info(self, text: str) -> None:
-        """Print a line on the console."""
         self._display.info(text)
 
     def notice(self, text: str) -> None:
@@ -199,7 +197,6 @@ class Tracker:
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))
 
     def _give_up(self, name: str, error: Exception) -> None:
-        """Print a warning about a failed tracker, which is no longer called."""
         self.notice(
             f"tracker {name} failed ({type(error).__name__}: {error}). The run continues without it; "
             f"{self._folder.metrics_file} has the same numbers"

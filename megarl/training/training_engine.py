@@ -286,7 +286,6 @@ class TrainingEngine(ModelShard):
         return self._not_finite
 
     def clear_gradients(self) -> None:
-        """Set all gradients to zero."""
         self.pending_reduction = None
         for model in self.models:
             model.zero_grad_buffer()

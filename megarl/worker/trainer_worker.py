@@ -198,7 +198,6 @@ class TrainerWorker:
 
     @property
     def _critic_source(self) -> str:
-        """Folder from which the critic's initial weights are loaded."""
         return self.recipe.further_models.get("critic.path", self.recipe.model.folder)
 
     def close(self) -> None:

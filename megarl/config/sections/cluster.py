@@ -63,7 +63,6 @@ class NodeGroup(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks on this group's nodes."""
         return self.nodes * self.ranks_per_node
 
 
@@ -151,7 +150,6 @@ class ClusterConfig(Section):
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of all nodes."""
         return self.nodes + (self.groups.engines.nodes if self.groups.engines else 0)
 
     @property

@@ -41,7 +41,6 @@ def count_of_ranks(recipe: Recipe) -> str:
 async def start_ranks(
     processes: RankProcesses, folder: RunFolder, tracker: Tracker, stop: StopRequest, stacks: StackRequest
 ) -> RunRanks:
-    """Start the processes of all ranks."""
     ranks = await processes.start(folder.logs_folder, folder.bad_nodes, tracker.notice)
     ranks.on_asked(stop.ask)
     ranks.report_hangs(folder.logs_folder, tracker.notice)

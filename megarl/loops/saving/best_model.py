@@ -56,7 +56,6 @@ class BestRecord:
         return cls(step, metric, None if value is None else float(value))
 
     def write(self, folder: Path) -> None:
-        """Write the record into a model folder."""
         facts = {name: value for name, value in asdict(self).items() if value is not None}
         replace_text(folder / BEST, json.dumps(facts) + "\n")
 
@@ -143,12 +142,10 @@ class BestModel:
 
 
 def _adapter(folder: Path) -> Path:
-    """Return the folder with the LoRA adapters of the model exported to `folder`."""
     return folder.with_name("adapter" + folder.name.removeprefix("hf"))
 
 
 def _removal_path(folder: Path) -> Path:
-    """Return the temporary name of a folder under removal."""
     return folder.with_name(f".{folder.name}.removed")
 
 

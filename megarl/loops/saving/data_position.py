@@ -78,6 +78,5 @@ def _batch_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def _value_at(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:
-    """Return the value of a dotted field in a plain recipe, the default if it is missing."""
     section, name = dotted.split(".")
     return (recipe.get(section) or {}).get(name, default)

@@ -385,7 +385,6 @@ def _identifying(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
-    """Return the value at a dotted field of a plain recipe, None if there is none."""
     value: Any = recipe
     for part in field.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -393,11 +392,9 @@ def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
 
 
 def _plain(value: object) -> str:
-    """Return a value as written in an override."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _warn(console: Console, warnings: list[str]) -> None:
-    """Print warnings on the terminal."""
     for text in warnings:
         console.print(f"warning: {text}", style="yellow")

@@ -56,7 +56,6 @@ class FoundLayout:
         return name
 
     def as_json(self) -> dict[str, Any]:
-        """Return the layout as JSON values."""
         seconds = {
             name: getattr(self.seconds, name)
             for name in ("step", "rollout", "logprobs", "train", "reshard", "offload", "other")
@@ -92,7 +91,6 @@ class SearchResult:
     held_out_error: float = HELD_OUT_ERROR
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
         return {
             "layouts": [layout.as_json() for layout in self.layouts],
             "num_candidates": self.num_candidates,

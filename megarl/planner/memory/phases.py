@@ -73,7 +73,6 @@ class RankPhases:
             yield Phase(name=name, rank=self.memory.rank, uses=all_uses, part=part)
 
     def _list_engine_phases(self) -> dict[str, list[Use]]:
-        """Return the phases of a rank that only samples."""
         return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
 
     def _list_trainer_phases(self) -> dict[str, list[Use]]:
@@ -171,7 +170,6 @@ class RankPhases:
         return [*self._list_uses_of_pass(name), *self._idle_engine(), *self._fp8(built), *temporary]
 
     def _optimizer_step(self, name: str) -> list[Use]:
-        """Return the temporary memory of an optimizer's step."""
         recipe = self.memory.recipe
         optimizer = recipe.critic.optimizer if name == "critic" else recipe.optimizer
         if optimizer.name != "muon":

@@ -237,7 +237,6 @@ class RankMemory:
 
     @property
     def _gathers_matrices(self) -> bool:
-        """Return whether the optimizer of a trained model gathers whole matrices."""
         optimizers = [self.recipe.optimizer, *([self.recipe.critic.optimizer] if self.models.critic else [])]
         return any(optimizer.name == "muon" for optimizer in optimizers)
 
@@ -319,7 +318,6 @@ class RankMemory:
 
     @property
     def cuda_graphs(self) -> int:
-        """Return the bytes of the engine's CUDA graphs."""
         rollout = self.recipe.rollout
         if not self.has_engine or rollout.vllm.get("enforce_eager"):
             return 0

@@ -107,7 +107,6 @@ def assumed_lengths(*, limit: int, max_prompt_tokens: int) -> Lengths:
 
 
 def recorded_lengths(tokens: Sequence[float], *, limit: int, prompt_tokens: float, source: str) -> Lengths:
-    """Return the distribution of recorded completion lengths."""
     values = np.clip(np.asarray(tokens, np.float64), 1, limit)
     places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
     quantiles = np.asarray(np.quantile(values, places), np.float64)

@@ -181,7 +181,6 @@ def _write(output: Tensor, drafts: Tensor, replacements: Tensor, is_accepted: Te
 
 
 def _requests(cu_num_draft_tokens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield each request's number and the range of its drafts."""
     start = 0
     for request, end in enumerate(cu_num_draft_tokens.tolist()):
         yield request, start, end

@@ -119,7 +119,6 @@ class Ledger:
 
     @property
     def storages(self) -> Collection[str]:
-        """Names of the storages with pieces."""
         return self._numbers.keys()
 
     @torch.no_grad()

@@ -25,11 +25,9 @@ class Unit:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the base units."""
         return frozenset(name for name, _ in self.dimensions)
 
     def over(self, divisor: Unit) -> Unit:
-        """Return this unit divided by another one."""
         dimensions = Counter(dict(self.dimensions))
         dimensions.subtract(dict(divisor.dimensions))
         remaining = tuple(sorted((base, power) for base, power in dimensions.items() if power))

@@ -227,14 +227,12 @@ class ServedReward(Generic[Config]):
         return {f"reward/{metric_name(self.name)}/{name}": counts.get(name, 0.0) for name in names}
 
     async def aclose(self) -> None:
-        """Close the connections to the server."""
         self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     def fault(self, text: str) -> ConfigError:
-        """Return a ConfigError naming this reward in the recipe."""
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
     def _make_score(self, score: float) -> FunctionScore:

@@ -89,7 +89,6 @@ class RewardPool:
         self._processes.start()
 
     def __len__(self) -> int:
-        """Return the number of processes."""
         return len(self._processes)
 
     async def score(self, sample: Sample) -> Scored:
@@ -191,7 +190,6 @@ class RewardPool:
         return counts
 
     async def aclose(self) -> None:
-        """Close the pool and the connections to scoring servers."""
         self.close()
         for server in self._servers.values():
             await server.aclose()

@@ -97,7 +97,6 @@ def _metrics(recipe: Recipe) -> list[str]:
 
 
 def _column_type(annotation: Any) -> type:
-    """Return the type of a field's column: bool, float or str."""
     types = {_TYPES.get(kind, str) for kind in _kinds(annotation)}
     # A column with values of several types must be text.
     return types.pop() if len(types) == 1 else str

@@ -62,7 +62,6 @@ class EventFile:
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
     def _write(self, event: Event) -> None:
@@ -104,7 +103,6 @@ class TensorBoard:
         self.events.sync()
 
     def close(self) -> None:
-        """Close the file."""
         # A full disk must not hide the error that ended the run.
         with suppress(OSError):
             self.events.add(hparams.ended(), self._last_step)
