@@ -14,6 +14,7 @@ from megarl.cluster.row_packing import RowPacking
 from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
+from megarl.families.flops import forward_flops
 from megarl.families.shape import shape_from_config
 from megarl.tracking.metrics import Metric, Sum
 from megarl.tracking.outcomes import Update, UpdateOutcome
@@ -117,6 +118,17 @@ async def test_rows_without_gradients_have_a_limit_of_their_own() -> None:
     assert 14 < max(len(row.token_ids) for rows in ranks.rows for row in rows) <= 28
     await policy.update(batch(LENGTHS))
     assert max(len(row.token_ids) for rows in ranks.rows for row in rows) <= 14
+
+
+async def test_a_forward_pass_counts_once_and_only_the_counted_sequences() -> None:
+    parallel = ParallelConfig(1, 1, 1, 1)
+    policy = RankModel(Ranks(parallel), parallel, 14, shape=SHAPE)  # type: ignore[arg-type]
+    lengths = batch(LENGTHS).lengths
+    await policy.forward(batch(LENGTHS))
+    assert policy.work.flops == pytest.approx(forward_flops(SHAPE, lengths))
+    policy.work.flops = 0.0
+    policy.forward_rows(batch(LENGTHS), 2)
+    assert policy.work.flops == pytest.approx(forward_flops(SHAPE, lengths[:2]))
 
 
 async def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothing() -> None:

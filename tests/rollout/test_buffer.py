@@ -238,6 +238,23 @@ def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() ->
     assert step(collected) == ([6, 7, 8], [], measured(0, 0.0, 0.9))
 
 
+async def test_a_synchronous_step_waits_until_the_engines_are_idle() -> None:
+    """An agent may end its attempt while a request of its own still runs."""
+    collected = collection(MIXED)
+    asked, drained = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        asked.set()
+        await drained.wait()
+
+    collected.students.wait_until_drained = wait  # type: ignore[method-assign]
+    take = asyncio.create_task(collected.buffer.take(3, weight_version=3))
+    await asyncio.wait({take, asyncio.create_task(asked.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not take.done()
+    drained.set()
+    assert len(await take) == 3
+
+
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
 def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
     group = [Students({0: right}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]

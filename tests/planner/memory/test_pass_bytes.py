@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.config.parallel import ParallelConfig
-from megarl.planner.memory.activations import PassSettings, backward_bytes, forward_bytes
+from megarl.planner.memory.activations import PassSettings, backward_bytes, forward_bytes, layer_bytes, widths
 from tests.shapes import small_shape
 
 ONE_RANK = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
@@ -43,3 +43,19 @@ def test_tensor_parallelism_splits_channels_and_residuals() -> None:
     split = replace(SETTINGS, sequence_parallel=True)
     assert forward_bytes(DENSE, two_ranks, SETTINGS) == 32 * (2 * 8 + 8 + 4 * 8) * 2
     assert forward_bytes(DENSE, two_ranks, split) == 32 * (8 + 8 + 4 * 8) * 2
+
+
+def test_context_parallelism_in_float32_saves_the_projection_of_all_heads() -> None:
+    """In 16 bits, context parallelism copies queries, keys and values out of it, so it is freed.
+
+    All other saved tensors have bytes in proportion to the itemsize, or are float32 for each itemsize.
+    """
+
+    def excess(cp: int) -> float:
+        parallel, kind = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, cp=cp), DENSE.layers[0]
+        settings = replace(SETTINGS, row_tokens=32 * cp)
+        wide = layer_bytes(DENSE, parallel, replace(settings, itemsize=4), kind)
+        return wide - 2 * layer_bytes(DENSE, parallel, settings, kind)
+
+    width = widths(DENSE, ONE_RANK)
+    assert excess(2) - excess(1) == 32 * (width.query + 2 * width.key) * 4
