@@ -14,6 +14,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
+from megarl.cluster.calls import group_end
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
@@ -316,12 +317,14 @@ async def test_close_lets_ranks_leave_and_may_be_repeated(tmp_path):
             await group.call("product", 1)
 
 
-async def test_ranks_leave_without_taking_themselves_apart():
+async def test_ranks_leave_without_taking_themselves_apart(monkeypatch):
+    # The limit of 10 s would be too near to what a busy machine takes.
+    monkeypatch.setattr(group_end, "_LEAVE_SECONDS", 120.0)
     async with started() as group:
         await group.call("linger")
         begun = time.monotonic()
         await group.close()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < NOTICED_SECONDS
 
 
 async def test_stacks_are_shown_and_the_call_goes_on(tmp_path):

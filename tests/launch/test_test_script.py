@@ -16,7 +16,8 @@ from tests.conftest import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/tiers.py"
-WORKERS = "-n 4 --dist loadfile --no-loadscope-reorder"
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+WORKERS = f"-n {6 if MEMORY_BYTES >= 20 << 30 else 4} --dist loadfile --no-loadscope-reorder"
 CALLED = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
 [ "$(basename "$0")" != id ] || echo 0

@@ -30,6 +30,7 @@ CASES = {
     "return f'{a + 1}' + b": [],
     "assert a < b": [],
     "return 'text'": [],
+    "return zip(a, b, strict=True)": [("swapped arguments", "a, b", "b, a")],
 }
 
 
