@@ -27,7 +27,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 48}}
 cluster: {{ranks_per_node: {num_ranks}}}
 trainer: {{max_tokens_per_microbatch: 512}}
 lora: {{rank: 8}}
-rollout: {{placement: {placement}, ranks: {engine_ranks}, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
+rollout: {{{placement}, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
 train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 """
 
@@ -37,8 +37,9 @@ def server(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> Iterator[subprocess.Popen[str]]:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
-    num_ranks, engine_ranks = {"colocated": (1, "null"), "separate": (2, 1)}[request.param]
-    recipe = RECIPE.format(model=tiny_model(), placement=request.param, num_ranks=num_ranks, engine_ranks=engine_ranks)
+    num_ranks = {"colocated": 1, "separate": 2}[request.param]
+    placement = {"colocated": "placement: colocated", "separate": "placement: separate, ranks: 1"}[request.param]
+    recipe = RECIPE.format(model=tiny_model(), placement=placement, num_ranks=num_ranks)
     (tmp_path / "recipe.yaml").write_text(recipe)
     command = [sys.executable, "-m", "megarl", "service", "recipe.yaml", "--port", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)

@@ -47,7 +47,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 64}}
 cluster: {{ranks_per_node: {num_ranks}}}
 trainer: {{max_tokens_per_microbatch: 1024}}
 lora: {{rank: 8}}
-rollout: {{placement: {placement}, ranks: {engine_ranks}, kv_cache_gib: 0.1, sampling: {{max_new_tokens: {tokens}}}}}
+rollout: {{{placement}, kv_cache_gib: 0.1, sampling: {{max_new_tokens: {tokens}}}}}
 train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 """
 
@@ -166,12 +166,12 @@ def main() -> int:
         folder = Path(name)
         make_tiny_model(folder / "model", family="qwen3", num_layers=4, hidden_size=128)
         make_dataset(folder / "data", sft=8, train=32, heldout=8)
-        num_ranks, engine_ranks = (2, 1) if options.placement == "separate" else (1, "null")
+        is_separate = options.placement == "separate"
+        placement = f"placement: {options.placement}" + ", ranks: 1" * is_separate
         text = RECIPE.format(
             model=folder / "model",
-            num_ranks=num_ranks,
-            placement=options.placement,
-            engine_ranks=engine_ranks,
+            num_ranks=1 + is_separate,
+            placement=placement,
             tokens=options.new_tokens,
         ).replace("data/train", f"{folder}/data/train")
         (folder / "recipe.yaml").write_text(text)
