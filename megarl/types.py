@@ -119,7 +119,8 @@ class SamplingSettings:
     """Sampling parameters of a completion.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. Training has `repetition_penalty`
-    1.
+    1. `ignore_eos`: the model's end-of-sequence tokens do not end the completion. `num_top_tokens`: the completion has
+    this many most likely tokens at each position.
     """
 
     max_new_tokens: int
@@ -130,6 +131,19 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_top_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The k most likely tokens at each of n positions, the most likely first.
+
+    `token_ids` int32 [n, k], `logprobs` float32 [n, k], in nats. A cell without a token has log-prob minus infinity.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
 
 
 # eq=False: comparing arrays has no single truth value. Requests are compared by identity.
@@ -227,6 +241,8 @@ class Completion:
     num_cached: int = 0
     """Prompt tokens found in the engine's prefix cache."""
     expert_digests: NDArray[np.uint32] | None = None
+    top_tokens: TopTokens | None = None
+    """The most likely tokens at each new token's position, under the sampling distribution; None: not requested."""
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
         """Return its JSON values. Its arrays go to the archive under names beginning with `prefix`."""

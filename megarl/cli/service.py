@@ -32,6 +32,17 @@ def service(
         str | None,
         typer.Option(help="Folder or Hub name from which clients load the tokenizer. Default: model.path."),
     ] = None,
+    idle_minutes: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Minutes without requests until a model moves from host memory to disk. Its next request brings it "
+            "back. A loop's pauses for sampling are shorter than the default.",
+        ),
+    ] = 30,
+    checkpoint_gib: Annotated[
+        int, typer.Option(min=1, help="Maximum GiB of checkpoints of one account on the disk of the run.")
+    ] = 1024,
     engine_slots: Annotated[
         int | None,
         typer.Option(min=1, help="Adapters that an engine samples from at once. Default: 4; 1 with lora.sync=merged."),
@@ -55,6 +66,8 @@ def service(
         keys=keys,
         served_name=serve_as,
         tokenizer=tokenizer,
+        idle_seconds=60 * idle_minutes,
+        most_checkpoint_bytes=checkpoint_gib * 2**30,
         engine_slots=engine_slots,
         limits=QueueLimits(tokens=queued_tokens, tokens_per_key=queued_tokens_per_key),
     )

@@ -41,9 +41,10 @@ class LeaderRequests:
         """
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id} is already running; use a new id")
-        parameters = sampling_params(request)
-        arguments = self._arguments(request.prompt_token_ids, parameters, weight_version, request)
         try:
+            # vLLM checks the parameters when they are made, and the rest when the request is added.
+            parameters = sampling_params(request)
+            arguments = self._arguments(request.prompt_token_ids, parameters, weight_version, request)
             internal_id = self.engine.add_request(request.request_id, **arguments)
         except VLLMClientError as error:
             return [_refused_completion(request.request_id, re.sub(r"\s+", " ", str(error)))]

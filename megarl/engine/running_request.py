@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from megarl.engine.scheduler import SampledTokens
-from megarl.types import Completion, FinishReason
+from megarl.types import Completion, FinishReason, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +36,12 @@ class RunningRequest:
             rollout_logprobs=np.asarray(self.sampled.logprobs, dtype=np.float32),
             finish_reason=cast(FinishReason, finish_reason),
             weight_versions=weight_versions,
+            top_tokens=_stack_top_tokens(self.sampled),
         )
+
+
+def _stack_top_tokens(sampled: SampledTokens) -> TopTokens | None:
+    if not sampled.top_tokens:
+        return None
+    token_ids, logprobs = zip(*sampled.top_tokens, strict=True)
+    return TopTokens(np.stack(token_ids), np.stack(logprobs))

@@ -12,6 +12,8 @@ import copy
 import functools
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm import __version__ as vllm_version
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -29,7 +31,7 @@ own code."""
 class SampledTokens:
     """The tokens that a request has sampled so far, with their log-probs."""
 
-    __slots__ = ("all_token_ids", "ends", "is_plain", "limit", "logprobs", "request", "token_ids")
+    __slots__ = ("all_token_ids", "ends", "is_plain", "limit", "logprobs", "request", "token_ids", "top_tokens")
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         sampling = request.sampling_params
@@ -40,6 +42,9 @@ class SampledTokens:
         self.all_token_ids: list[int] = request._all_token_ids
         self.logprobs: list[float] = []
         """Log-prob of each sampled token [new_tokens]; empty if the request does not ask for log-probs."""
+        self.top_tokens: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        """Ids and log-probs [requested number] of the most likely tokens at each position; empty if none are requested.
+        """
         self.ends = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         """Number of sampled tokens at which the request ends."""
@@ -105,10 +110,16 @@ class RecordingScheduler(Scheduler):
         if (logprobs := model_runner_output.logprobs) is not None:
             for name, sampled in records.items():
                 num_new = len(sampled.token_ids) - num_before[name]
-                if num_new and cast(Any, sampled.request.sampling_params).num_logprobs is not None:
-                    row = model_runner_output.req_id_to_index[name]
+                num_top = cast(Any, sampled.request.sampling_params).num_logprobs
+                if num_new and num_top is not None:
+                    rows = logprobs.slice_request(model_runner_output.req_id_to_index[name], num_new)
                     # vLLM's first column is the sampled token.
-                    sampled.logprobs += logprobs.slice_request(row, num_new).logprobs[:, 0].tolist()
+                    sampled.logprobs += rows.logprobs[:, 0].tolist()
+                    if num_top:
+                        # Other requests of the step may ask for more. A view would keep the step's whole arrays.
+                        columns = rows.logprob_token_ids, rows.logprobs
+                        ids, values = (np.array(column[:, 1 : num_top + 1]) for column in columns)
+                        sampled.top_tokens += zip(ids.astype(np.int32), values.astype(np.float32), strict=True)
         return core_outputs
 
     def _decoding_requests(self) -> list[Request]:

@@ -200,8 +200,8 @@ def _cache_size(config: RolloutConfig) -> dict[str, Any]:
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """Return vLLM's sampling parameters of a request. They request the log-prob of each sampled token, and of no other
-    token."""
+    """Return vLLM's sampling parameters of a request. They request the log-prob of each sampled token, and those of
+    the most likely tokens that the request asks for."""
     # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
     sampling = request.sampling
     return SamplingParams(
@@ -214,8 +214,9 @@ def sampling_params(request: Request) -> SamplingParams:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         seed=request.seed,
+        ignore_eos=sampling.ignore_eos,
         # 0 alternatives: only the sampled token's log-prob. Flat: one array, not a dictionary per token.
-        logprobs=0,
+        logprobs=sampling.num_top_tokens,
         flat_logprobs=True,
         # Text is needed only to find stop strings.
         detokenize=bool(sampling.stop),

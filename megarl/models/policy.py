@@ -117,12 +117,12 @@ class RowSettings(NamedTuple):
 
 
 class ExtraHead(Protocol):
-    """A part of a policy's last stage that adds a row to the model's output."""
+    """A part of a policy's last stage that adds rows to the model's output."""
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
     ) -> Tensor | None:
-        """Return float32 [tokens], or None if this pass does not use the part.
+        """Return float32 [tokens] or [rows, tokens], or None if this pass does not use the part.
 
         Shapes: hidden_states [own tokens, 1, hidden_size], next_tokens [tokens], weight [local vocabulary,
         hidden_size], without gradient. `layer_arguments` are Megatron's arguments of a layer.
@@ -161,7 +161,7 @@ class PolicyModel(PackedModel):
     ) -> Tensor:
         """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
 
-        A row of each extra head in use follows. Shapes: hidden_states [tokens that the layers saw, 1, hidden_size],
+        The rows of each extra head in use follow. Shapes: hidden_states [tokens that the layers saw, 1, hidden_size],
         labels [1, predictions].
         """
         # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
@@ -174,7 +174,7 @@ class PolicyModel(PackedModel):
         )
         for head in self.extra_heads:
             if (values := head.outputs(hidden_states, next_tokens, weight.detach(), layer_arguments)) is not None:
-                outputs = torch.cat([outputs, values[None]])
+                outputs = torch.cat([outputs, values.view(-1, outputs.size(1))])
         return outputs
 
     def head_weight(self) -> Tensor:

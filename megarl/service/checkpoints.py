@@ -10,52 +10,95 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.files.atomic import replace_text
 from megarl.service.refusals import NotFoundError, UserError
 from megarl.service.requests import NAME
 
-_RUN = re.compile(r"^[a-z0-9]+:train:[0-9]+$")
+_RUN = re.compile(r"^[a-z0-9]+:train:[0-9]+\Z")
+_NAME = re.compile(NAME.removesuffix("$") + r"\Z")
 KINDS = ("weights", "sampler_weights")
 """Kinds of checkpoints: to train on, and to sample from."""
 _RECORD = "service.json"
+_PARTIAL, _REPLACED = ".partial_", ".replaced_"
+"""Beginnings of the names of unfinished folders, and of folders that a newer checkpoint replaces."""
+# A state of rank-32 adapters of a 14B model has 1.5 GB, so this is about 700 of them.
+MOST_BYTES = 2**40
+"""Default of the maximum bytes of one account's checkpoints."""
+# Every listing, and every save, reads the records of an account.
+MOST_CHECKPOINTS = 2000
+"""Maximum checkpoints of one account."""
+
+
+class Stored(NamedTuple):
+    """A complete checkpoint: its run, kind, name, the SDK's name of it, and its record."""
+
+    run: str
+    kind: str
+    name: str
+    path: str
+    record: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints in a folder, each with an owner."""
+    """The checkpoints in a folder, each with an owner, at most `most_bytes` of one owner."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, *, most_bytes: int = MOST_BYTES) -> None:
         # The clock is wall-clock time by default: expiry continues across restarts of the service.
-        self._folder, self._clock = folder, clock
+        self._folder, self._clock, self._most_bytes = folder, clock, most_bytes
+        self._readers: Counter[Path] = Counter()
+        self._recover()
 
     def path_of(self, run: str, kind: str, name: str) -> str:
         """Return the SDK's name of a checkpoint."""
         return f"tinker://{run}/{kind}/{name}"
 
-    def begin(self, run: str, kind: str, name: str, *, overwrite: bool) -> Path:
-        """Return a new empty folder for a checkpoint. Raises UserError if the name is in use."""
-        if (self._folder / run / kind / name / _RECORD).exists() and not overwrite:
+    def begin(self, run: str, kind: str, name: str, owner: str, *, overwrite: bool) -> Path:
+        """Return a new empty folder for a checkpoint.
+
+        Raises UserError if the name is in use, or the owner has reached a limit.
+        """
+        folder = self._folder / run / kind / name
+        if (folder / _RECORD).exists() and not overwrite:
             raise UserError(f"path = {name}: {self.path_of(run, kind, name)} exists; use another name, or overwrite")
+        self._refuse_if_read(folder)
+        stored = self.list_stored(owner)
+        total = sum(one.record["size_bytes"] for one in stored)
+        if total >= self._most_bytes or len(stored) >= MOST_CHECKPOINTS:
+            raise UserError(
+                f"this key has {len(stored)} checkpoints with {total / 2**30:.1f} GiB; the limits are "
+                f"{MOST_CHECKPOINTS} and {self._most_bytes / 2**30:g} GiB. Delete some (RestClient.delete_checkpoint)"
+            )
         # Names of clients cannot begin with a dot, so no request reaches an unfinished folder.
-        partial = self._folder / run / kind / f".partial_{secrets.token_hex(4)}"
+        partial = self._folder / run / kind / f"{_PARTIAL}{secrets.token_hex(4)}"
         partial.mkdir(parents=True)
         return partial
 
     def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
-        """Give a written folder its name, in place of an earlier checkpoint. `record` has its owner."""
-        expires = None if ttl_seconds is None else self._clock() + ttl_seconds
-        # The record comes before the rename, so every named folder has an owner.
-        replace_text(partial / _RECORD, json.dumps(record | {"expires": expires}))
+        """Give a written folder its name, in place of an earlier checkpoint. `record` has its owner.
+
+        Raises UserError if the earlier one is being read.
+        """
         folder = partial.with_name(name)
-        earlier = partial.with_name(f".old_{secrets.token_hex(4)}")
-        # A rename cannot replace a folder with files, so the earlier checkpoint moves away first.
+        self._refuse_if_read(folder)
+        now = self._clock()
+        times = {"time": now, "expires": None if ttl_seconds is None else now + ttl_seconds}
+        size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+        # The record comes before the rename, so every named folder has an owner.
+        replace_text(partial / _RECORD, json.dumps(record | times | {"size_bytes": size}))
+        replaced = partial.with_name(f"{_REPLACED}{name}")
+        # A rename cannot replace a folder with files, so the earlier checkpoint moves away first. If the service is
+        # killed between the two renames, `_recover` moves it back.
         if folder.exists():
-            folder.rename(earlier)
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
         partial.rename(folder)
-        shutil.rmtree(earlier, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def find(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
         """Return the folder and the record of an owner's checkpoint. Raises NotFoundError."""
@@ -65,26 +108,91 @@ class Checkpoints:
             raise missing
         run, kind, name = parts
         # Checked before it becomes a path: the text is a client's.
-        if not _RUN.match(run) or kind not in KINDS or not re.match(NAME, name):
+        if not _RUN.match(run) or kind not in KINDS or not _NAME.match(name):
             raise missing
         folder = self._folder / run / kind / name
-        try:
-            record = json.loads((folder / _RECORD).read_text())
-        except (OSError, ValueError) as error:
-            raise missing from error
-        expires = record.get("expires")
+        record = self._read_record(folder)
         # Foreign, expired and missing checkpoints have one answer, so that names cannot be probed.
-        if record.get("owner") != owner or (expires is not None and expires <= self._clock()):
+        if record is None or record.get("owner") != owner or self._is_expired(record):
             raise missing
         return folder, record
 
+    def list_stored(self, owner: str, run: str | None = None) -> list[Stored]:
+        """Return an owner's checkpoints, of one run or of all, newest first."""
+        if run is not None and not _RUN.match(run):
+            return []
+        stored = []
+        for folder in self._folder.glob(f"{run or '*'}/*/[!.]*"):
+            record = self._read_record(folder)
+            if record is not None and record.get("owner") == owner and not self._is_expired(record):
+                parts = folder.parent.parent.name, folder.parent.name, folder.name
+                stored.append(Stored(*parts, self.path_of(*parts), record))
+        return sorted(stored, key=lambda one: (one.record["time"], one.path), reverse=True)
+
+    def delete(self, path: str, owner: str) -> None:
+        """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read."""
+        folder, _ = self.find(path, owner)
+        self._refuse_if_read(folder)
+        self._remove(folder)
+
+    def set_lifetime(self, path: str, owner: str, ttl_seconds: int | None) -> None:
+        """Let an owner's checkpoint expire after some seconds from now; None: never. Raises NotFoundError."""
+        folder, record = self.find(path, owner)
+        record["expires"] = None if ttl_seconds is None else self._clock() + ttl_seconds
+        replace_text(folder / _RECORD, json.dumps(record))
+
+    @contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """Context of the ranks' reading of a checkpoint: it is neither deleted nor replaced. Raises NotFoundError.
+
+        A file that vanished under the ranks would be an error of theirs, which ends the whole service.
+        """
+        if not (folder / _RECORD).exists():
+            raise NotFoundError(f"{folder.name}: the checkpoint was deleted, or has expired; use another one")
+        self._readers[folder] += 1
+        try:
+            yield
+        finally:
+            self._readers[folder] -= 1
+
     def delete_expired(self) -> None:
-        """Delete expired checkpoints."""
+        """Delete expired checkpoints, except those being read."""
         for record_file in self._folder.glob(f"*/*/*/{_RECORD}"):
-            try:
-                expires = json.loads(record_file.read_text()).get("expires")
-            except (OSError, ValueError):
-                # One unreadable record must not keep the others from expiring.
-                continue
-            if expires is not None and expires <= self._clock():
-                shutil.rmtree(record_file.parent, ignore_errors=True)
+            folder = record_file.parent
+            record = self._read_record(folder)
+            # One unreadable record must not keep the others from expiring.
+            if record is not None and self._is_expired(record) and not self._readers[folder]:
+                self._remove(folder)
+
+    def _recover(self) -> None:
+        """Complete or undo what a killed service left: replaced checkpoints without successor, unfinished folders."""
+        for replaced in self._folder.glob(f"*/*/{_REPLACED}*"):
+            folder = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+            if folder.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(folder)
+        for partial in self._folder.glob(f"*/*/{_PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _remove(self, folder: Path) -> None:
+        # The record goes first: a folder that is half deleted does not exist.
+        (folder / _RECORD).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _refuse_if_read(self, folder: Path) -> None:
+        if self._readers[folder]:
+            raise UserError(f"{folder.name}: this checkpoint is being loaded; try again when that has ended")
+
+    def _read_record(self, folder: Path) -> dict[str, Any] | None:
+        """Return a checkpoint's record; None if it is incomplete or unreadable."""
+        try:
+            record = json.loads((folder / _RECORD).read_text())
+        except (OSError, ValueError):
+            return None
+        # Records of earlier versions have neither time nor size.
+        return {"time": 0.0, "size_bytes": 0} | record if isinstance(record, dict) else None
+
+    def _is_expired(self, record: dict[str, Any]) -> bool:
+        expires = record.get("expires")
+        return expires is not None and expires <= self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from megarl.rollout.pool import EnginePool
 from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.admission import QueueLimits
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.desk import Desk
+from megarl.service.checkpoints import MOST_BYTES, Checkpoints
+from megarl.service.desk import IDLE_SECONDS, Desk
 from megarl.service.rank_trainer import RankTrainer
 from megarl.service.routes import make_server
 from megarl.service.trainer import ServedModel
@@ -56,6 +57,8 @@ class Service:
     folder: Path
     host: str
     port: int
+    idle_seconds: float
+    most_checkpoint_bytes: int
     num_slots: int
     limits: QueueLimits
     notices: tuple[str, ...]
@@ -70,12 +73,15 @@ def prepare(
     keys: Path | None = None,
     served_name: str | None = None,
     tokenizer: str | None = None,
+    idle_seconds: float = IDLE_SECONDS,
+    most_checkpoint_bytes: int = MOST_BYTES,
     engine_slots: int | None = None,
     limits: QueueLimits | None = None,
 ) -> Service:
     """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
 
     `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
+    A model without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` is a limit for each account.
     `engine_slots` is the number of adapters that an engine samples from at once (default: `ENGINE_SLOTS`), `limits` are
     those of the tokens that wait.
     """
@@ -112,13 +118,15 @@ def prepare(
             "one adapter at a time; leave it out"
         )
     return Service(
-        recipe,
-        parallel,
-        served,
-        accounts,
-        folder,
-        host,
-        port,
+        recipe=recipe,
+        parallel=parallel,
+        served=served,
+        accounts=accounts,
+        folder=folder,
+        host=host,
+        port=port,
+        idle_seconds=idle_seconds,
+        most_checkpoint_bytes=most_checkpoint_bytes,
         num_slots=(engine_slots or ENGINE_SLOTS) if recipe.sends_adapter else 0,
         limits=limits or QueueLimits(),
         notices=(*written.notices, *notices),
@@ -165,9 +173,12 @@ def _for_service(recipe: Recipe) -> Recipe:
 async def run(service: Service, announce: Callable[[str], object]) -> None:
     """Start the ranks, and serve until a signal arrives. `announce` is called with the URL. Raises StoppedError."""
     recipe = service.recipe
-    logs = service.folder / "service" / "logs"
+    logs, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
     with storage_faults_named(logs):
         logs.mkdir(parents=True, exist_ok=True)
+        # Sessions end with their service, so nobody can ask for the models that an earlier one left here.
+        shutil.rmtree(idle_folder, ignore_errors=True)
+        idle_folder.mkdir()
     display = Display()
     with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
         async with AsyncExitStack() as stack:
@@ -175,10 +186,14 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
             await construct_workers(ranks, service)
-            trainer = make_trainer(ranks, service)
+            trainer = make_trainer(ranks, service, idle_folder)
             await trainer.start()
-            checkpoints = Checkpoints(service.folder / "service" / "checkpoints")
-            desk = Desk(trainer, checkpoints, report=display.warn, limits=service.limits)
+            checkpoints = Checkpoints(
+                service.folder / "service" / "checkpoints", most_bytes=service.most_checkpoint_bytes
+            )
+            desk = Desk(
+                trainer, checkpoints, report=display.warn, limits=service.limits, idle_seconds=service.idle_seconds
+            )
             server = make_server(desk, service.accounts)
             url = await server.start(service.host, service.port)
             # The stack closes in reverse order: the server ends before the ranks that serve its requests.
@@ -203,8 +218,11 @@ async def construct_workers(ranks: RunRanks, service: Service) -> None:
     await together([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", settings), *engines])
 
 
-def make_trainer(ranks: RunRanks, service: Service) -> RankTrainer:
-    """Return the trainer of a service on ranks with workers. Call its `start` before anything else."""
+def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path) -> RankTrainer:
+    """Return the trainer of a service on ranks with workers. Call its `start` before anything else.
+
+    `idle_folder` exists on every node, for models without calls.
+    """
     recipe, parallel = service.recipe, service.parallel
     num_running = recipe.rollout.max_concurrent_requests
     # Adapters are written between two calls of an engine. With shorter calls, requests for new versions wait less.
@@ -214,6 +232,7 @@ def make_trainer(ranks: RunRanks, service: Service) -> RankTrainer:
         ranks,
         pool,
         models_of(recipe, parallel, ranks.trainers)["policy"],
+        idle_folder=idle_folder,
         num_slots=service.num_slots,
         num_sequences=num_running * len(parallel.leaders()),
     )

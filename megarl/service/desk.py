@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,15 @@ from megarl.service.admission import QueueLimits
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.datums import make_batch, split_values
 from megarl.service.ledger import Ledger, Promise, Reply, json_reply
+from megarl.service.listing import RunState
 from megarl.service.losses import checked_settings
+from megarl.service.published import PublishedWeights, Weights
 from megarl.service.refusals import MalformedError, NotFoundError, UserError
 from megarl.service.requests import (
     AdamSettings,
     CreateModel,
     CreateSampler,
+    CreateSession,
     LoadWeights,
     LoraSettings,
     Numbered,
@@ -46,6 +49,12 @@ MOST_SESSIONS = 64
 # Every idle model keeps its adapters, gradients and moments in host memory.
 MOST_MODELS = 16
 """Maximum models of one account in memory."""
+# The pause between two steps of a loop is its sampling, which takes minutes. A rank reads a state of 2 GB in seconds.
+IDLE_SECONDS = 1800.0
+"""Default of the seconds until a model without requests moves from host memory to disk."""
+# A loop that samples from each step's weights makes one a step.
+MOST_SAMPLERS = 10_000
+"""Maximum sampling sessions of one session. The oldest one makes room."""
 _SEEDS = 2**31
 
 
@@ -54,16 +63,31 @@ class _Model:
     """A client's model. `failure` is the reason why the gradients since the last step are incomplete."""
 
     model_id: str
+    used_at: float
+    """Time of its last request."""
+    metadata: Mapping[str, str] | None = None
+    is_on_disk: bool = False
     failure: str | None = None
+    moving_weights: Weights | None = None
+    """Weights of the sampling sessions that follow the model: those of its last save for them."""
+
+    def note_skipped(self, number: int) -> None:
+        """Fail the next step: the request that did not arrive may have had a part of its gradients."""
+        self.failure = f"request {number} did not arrive"
 
 
 @dataclass(eq=False, slots=True)
 class _Sampler:
-    """A sampling session: the version of its weights (None: the base model), and their path."""
+    """A sampling session: its weights, and their path. With `model` it follows the model's saves."""
 
     sampler_id: str
-    version: str | None
+    fixed_weights: Weights
     path: str | None = None
+    model: _Model | None = None
+
+    @property
+    def weights(self) -> Weights:
+        return self.fixed_weights if self.model is None else self.model.moving_weights or self.fixed_weights
 
 
 @dataclass(eq=False, slots=True)
@@ -73,11 +97,18 @@ class _Session:
     session_id: str
     owner: str
     seen_at: float
+    metadata: Mapping[str, str] | None = None
+    display_name: str | None = None
     models: dict[str, _Model] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
     """Ids of models that the trainer is making. They count for the limit, so that parallel requests cannot exceed it.
     """
     samplers: dict[str, _Sampler] = field(default_factory=dict)
+
+    def add_sampler(self, sampler: _Sampler) -> None:
+        if len(self.samplers) >= MOST_SAMPLERS:
+            del self.samplers[next(iter(self.samplers))]
+        self.samplers[sampler.sampler_id] = sampler
 
 
 class Desk:
@@ -93,22 +124,50 @@ class Desk:
         report: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
         limits: QueueLimits | None = None,
+        *,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
-        self._trainer, self._checkpoints, self._clock = trainer, checkpoints, clock
+        self._trainer, self.checkpoints, self._clock = trainer, checkpoints, clock
+        self._idle_seconds = idle_seconds
         self.ledger = Ledger(report, clock, limits)
         self._sessions: dict[str, _Session] = {}
+        # Sessions have the monotonic time of their last request, and clients want that of a calendar.
+        self._epoch = time.time() - clock()
+        self._published = PublishedWeights(trainer, checkpoints)
 
     @property
     def served(self) -> ServedModel:
         return self._trainer.served
 
-    def open_session(self, owner: str) -> str:
+    def open_session(self, body: CreateSession, owner: str) -> str:
         """Return the id of a new session. Raises UserError if the owner has too many."""
         if sum(session.owner == owner for session in self._sessions.values()) >= MOST_SESSIONS:
             raise UserError(f"this key has {MOST_SESSIONS} open sessions; close some, or wait until silent ones end")
-        session = _Session(secrets.token_hex(12), owner, self._clock())
+        session = _Session(secrets.token_hex(12), owner, self._clock(), body.user_metadata, body.display_name)
         self._sessions[session.session_id] = session
         return session.session_id
+
+    def session_ids(self, owner: str) -> list[str]:
+        """Return the ids of an owner's sessions, newest first."""
+        return [name for name, session in reversed(self._sessions.items()) if session.owner == owner]
+
+    def describe_session(self, session_id: str, owner: str) -> dict[str, Any]:
+        session = self._session(session_id, owner)
+        return {
+            "training_run_ids": list(session.models),
+            "sampler_ids": list(session.samplers),
+            "user_metadata": session.metadata,
+            "display_name": session.display_name,
+        }
+
+    def run_states(self, owner: str) -> list[RunState]:
+        """Return an owner's models in memory."""
+        return [
+            RunState(model.model_id, owner, session.seen_at + self._epoch, model.metadata)
+            for session in self._sessions.values()
+            if session.owner == owner
+            for model in session.models.values()
+        ]
 
     def touch_session(self, session_id: str, owner: str) -> None:
         """Note a sign of life of a session's client. Raises NotFoundError."""
@@ -119,12 +178,22 @@ class Desk:
         await self._end(self._session(session_id, owner))
 
     async def expire(self) -> None:
-        """End silent sessions, forget old results, and delete expired checkpoints."""
+        """End silent sessions, move idle models to disk, forget old results, and delete expired checkpoints."""
         oldest = self._clock() - SILENT_SECONDS
         for session in [session for session in self._sessions.values() if session.seen_at < oldest]:
             await self._end(session)
+        await self._move_idle_models()
         self.ledger.expire()
-        self._checkpoints.delete_expired()
+        self.checkpoints.delete_expired()
+
+    async def _move_idle_models(self) -> None:
+        latest = self._clock() - self._idle_seconds
+        models = [model for session in self._sessions.values() for model in session.models.values()]
+        idle = [model for model in models if model.used_at < latest and not model.is_on_disk]
+        for model in idle:
+            model.is_on_disk = True
+        if idle:
+            await self._trainer.move_to_disk([model.model_id for model in idle])
 
     def create_model(self, body: CreateModel, owner: str) -> Promise:
         session = self._session(body.session_id, owner)
@@ -139,7 +208,7 @@ class Desk:
             await self._trainer.create_model(model_id, secrets.randbelow(_SEEDS) if seed is None else seed)
             return json_reply(model_id=model_id, type="create_model")
 
-        return self._begin_model(session, model_id, _digest(body), work)
+        return self._begin_model(session, model_id, _digest(body), work, body.user_metadata)
 
     def load_weights(self, body: LoadWeights, owner: str) -> Promise:
         """Make a model from a checkpoint. Raises MalformedError for a request without a model."""
@@ -153,7 +222,7 @@ class Desk:
             raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
 
         async def work() -> Reply:
-            folder, record = self._checkpoints.find(body.path, owner)
+            folder, record = self.checkpoints.find(body.path, owner)
             if body.base_model is not None:
                 self._check_base(body.base_model)
             if body.optimizer_config is not None:
@@ -161,7 +230,8 @@ class Desk:
             self._check_record(record, body.path)
             if body.optimizer and record["kind"] != "weights":
                 raise UserError(f"path = {body.path}: has no optimizer state; load it without")
-            await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
+            with self.checkpoints.reading(folder):
+                await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
             return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
         if body.seq_id is not None and body.model_id is not None:
@@ -172,7 +242,7 @@ class Desk:
         """Accept a training call. Raises MalformedError for any other body than the SDK's message."""
         message = wire.parse_training_call(raw)
         session, model = self._model(message.model_id, owner)
-        session.seen_at = self._clock()
+        self._note_use(session, model)
 
         async def work() -> Reply:
             try:
@@ -198,6 +268,18 @@ class Desk:
 
         digest = hashlib.sha256(raw).digest()
         return self.ledger.submit(model.model_id, message.seq_id, digest, work, tokens=wire.count_tokens(message))
+
+    def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
+        """Accept a numbered request that is not supported. Its promise fails, so that its number is used."""
+        address, model = self._numbered(values, owner)
+
+        async def work() -> Reply:
+            raise UserError(
+                "save_weights_external: this service writes no external formats; use save_state, and copy the folder "
+                "from service/checkpoints in the folder of the run"
+            )
+
+        return self.ledger.submit(model.model_id, address.seq_id, _digest(values), work)
 
     def optim_step(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._numbered(values, owner)
@@ -226,7 +308,7 @@ class Desk:
 
         async def work() -> Reply:
             body = read_fields(SaveWeights, values)
-            path = await self._save(model, "weights", body.path, owner, body.ttl_seconds, overwrite=body.overwrite)
+            path = await self._save(model, "weights", body, owner, overwrite=body.overwrite)
             return json_reply(path=path, type="save_weights")
 
         return self.ledger.submit(model.model_id, address.seq_id, _digest(values), work)
@@ -238,18 +320,20 @@ class Desk:
 
         async def work() -> Reply:
             body = read_fields(SaveForSampler, values)
-            if body.kind != "snapshot":
-                raise UserError(
-                    f"kind = {body.kind}: sampling clients with moving weights are not supported; use snapshot"
-                )
+            if body.kind not in ("snapshot", "inflight"):
+                raise UserError(f"kind = {body.kind}: is not a kind of sampling client; use snapshot or inflight")
             if body.path is not None:
                 # SDK 0.38 has no field for overwriting in this call, so a name in use is replaced.
-                path = await self._save(model, "sampler_weights", body.path, owner, body.ttl_seconds, overwrite=True)
+                path = await self._save(model, "sampler_weights", body, owner, overwrite=True)
                 return json_reply(path=path, type="save_weights_for_sampler")
-            sampler = _Sampler(secrets.token_hex(12), secrets.token_hex(8))
-            assert sampler.version is not None
-            await self._trainer.publish(model.model_id, sampler.version)
-            session.samplers[sampler.sampler_id] = sampler
+            weights = await self._published.copy_model(model.model_id, owner, session.session_id)
+            sampler = _Sampler(secrets.token_hex(12), weights)
+            if body.kind == "inflight":
+                # Requests until now finish with the weights that they began with.
+                earlier, model.moving_weights, sampler.model = model.moving_weights, weights, model
+                if earlier is not None:
+                    await self._published.end(earlier)
+            session.add_sampler(sampler)
             return json_reply(sampling_session_id=sampler.sampler_id, type="save_weights_for_sampler")
 
         return self.ledger.submit(model.model_id, address.seq_id, _digest(values), work)
@@ -265,13 +349,13 @@ class Desk:
             return sampler_id
         if body.model_path is None:
             self._check_base(body.base_model)
-            session.samplers[sampler_id] = _Sampler(sampler_id, None)
+            session.add_sampler(_Sampler(sampler_id, Weights(owner, session.session_id)))
             return sampler_id
-        folder, record = self._checkpoints.find(body.model_path, owner)
+        folder, record = self.checkpoints.find(body.model_path, owner)
         self._check_record(record, body.model_path)
-        version = secrets.token_hex(8)
-        await self._trainer.publish_folder(folder, version)
-        session.samplers[sampler_id] = _Sampler(sampler_id, version, body.model_path)
+        # The weights are read by the first request for them.
+        weights = Weights(owner, session.session_id, folder=folder)
+        session.add_sampler(_Sampler(sampler_id, weights, body.model_path))
         return sampler_id
 
     def describe_sampler(self, sampler_id: str, owner: str) -> dict[str, Any]:
@@ -293,7 +377,7 @@ class Desk:
         }
 
     def describe_weights(self, path: str, owner: str) -> dict[str, Any]:
-        _, record = self._checkpoints.find(path, owner)
+        _, record = self.checkpoints.find(path, owner)
         served = self.served
         return {
             "base_model": record["base_model"],
@@ -313,16 +397,26 @@ class Desk:
         async def work() -> Reply:
             body = read_fields(SampleRequest, values)
             prompt = _prompt_tokens(body)
-            settings = self._sampling_settings(body.sampling_params, len(prompt))
+            settings = self._sampling_settings(body.sampling_params, len(prompt), body.topk_sample_logprobs)
             first_seed = body.sampling_params.seed
             if first_seed is None:
                 first_seed = secrets.randbelow(_SEEDS)
             # Equal seeds would give equal samples.
             seeds = [(first_seed + number) % _SEEDS for number in range(body.num_samples)]
-            _refuse_unsupported(body)
-            samples = await self._trainer.sample(sampler.version, prompt, settings, seeds)
-            scores = await self._trainer.score(sampler.version, prompt) if body.prompt_logprobs else None
-            return Reply(wire.sampling_reply(samples, scores), wire.PROTOBUF)
+            _refuse_unsupported(body, len(prompt))
+            async with self._published.used(sampler.weights) as version:
+                samples = await self._trainer.sample(version, prompt, settings, seeds)
+                scores, top = None, None
+                if body.prompt_logprobs or body.topk_prompt_logprobs:
+                    scores, top = await self._trainer.score(version, prompt, body.topk_prompt_logprobs)
+            if scores is not None and top is not None and body.prompt_logprobs_last_n is not None:
+                # The SDK checks that nothing before the last ones has a value.
+                scores[: -body.prompt_logprobs_last_n] = np.nan
+                top.logprobs[: -body.prompt_logprobs_last_n] = -np.inf
+            reply = wire.sampling_reply(
+                samples, scores if body.prompt_logprobs else None, top if body.topk_prompt_logprobs else None
+            )
+            return Reply(reply, wire.PROTOBUF)
 
         return self.ledger.submit_single(
             (session.session_id, "asample", sampler.sampler_id, address.seq_id),
@@ -336,46 +430,74 @@ class Desk:
     async def close(self) -> None:
         await self.ledger.close()
 
-    def _sampling_settings(self, params: SampleSettings, num_prompt_tokens: int) -> SamplingSettings:
+    def _sampling_settings(
+        self, params: SampleSettings, num_prompt_tokens: int, num_top_tokens: int
+    ) -> SamplingSettings:
         room = self.served.context_tokens - num_prompt_tokens
         if room < 1:
             raise UserError(
                 f"prompt has {num_prompt_tokens} tokens: a prompt with its completion has at most "
                 f"{self.served.context_tokens}; cut it"
             )
-        stop = params.stop
-        if stop == []:
-            raise UserError("sampling_params.stop = []: sampling beyond the end-of-sequence token is not supported")
-        texts = (stop,) if isinstance(stop, str) else tuple(text for text in stop or () if isinstance(text, str))
-        token_ids = () if isinstance(stop, str) else tuple(token for token in stop or () if isinstance(token, int))
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        token_ids = tuple(stop for stop in stops if isinstance(stop, int))
+        if "" in texts:
+            raise UserError("sampling_params.stop has an empty text: leave it out, or give [] to stop at nothing")
+        if any(not 0 <= token_id < self.served.vocab_size for token_id in token_ids):
+            raise UserError(
+                f"sampling_params.stop has a token outside of the vocabulary: 0 to {self.served.vocab_size - 1}"
+            )
         return SamplingSettings(
             max_new_tokens=min(room, params.max_tokens or room),
             temperature=params.temperature,
             top_p=params.top_p,
             # The SDK turns top-k off with -1, megarl with 0.
-            top_k=max(0, params.top_k),
+            top_k=min(max(0, params.top_k), self.served.vocab_size),
             stop=texts,
             stop_token_ids=token_ids,
+            # An empty list stops at nothing, and None at the end of the sequence.
+            ignore_eos=params.stop == [],
+            num_top_tokens=min(num_top_tokens, self.served.vocab_size),
         )
 
     async def _save(
-        self, model: _Model, kind: str, name: str, owner: str, ttl_seconds: int | None, *, overwrite: bool
+        self, model: _Model, kind: str, body: SaveWeights | SaveForSampler, owner: str, *, overwrite: bool
     ) -> str:
-        partial = self._checkpoints.begin(model.model_id, kind, name, overwrite=overwrite)
-        record = {"owner": owner, "kind": kind, "base_model": self.served.name, "rank": self.served.rank}
+        name = body.path
+        assert name is not None
+        partial = self.checkpoints.begin(model.model_id, kind, name, owner, overwrite=overwrite)
+        record = {
+            "owner": owner,
+            "kind": kind,
+            "base_model": self.served.name,
+            "rank": self.served.rank,
+            "user_metadata": body.user_metadata,
+            "run_metadata": model.metadata,
+        }
         try:
             await self._trainer.save(model.model_id, partial)
-            self._checkpoints.complete(partial, name, record, ttl_seconds)
+            self.checkpoints.complete(partial, name, record, body.ttl_seconds)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        return self._checkpoints.path_of(model.model_id, kind, name)
+        return self.checkpoints.path_of(model.model_id, kind, name)
 
-    def _begin_model(self, session: _Session, model_id: str, digest: bytes, work: Any) -> Promise:
+    def _begin_model(
+        self,
+        session: _Session,
+        model_id: str,
+        digest: bytes,
+        work: Callable[[], Awaitable[Reply]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> Promise:
         """Accept the request for a new model. Its numbers begin when it exists."""
         session.seen_at = self._clock()
 
         async def make() -> Reply:
+            # The first promise expires. A copy of its request that comes later must not reset a trained model.
+            if model_id in session.models:
+                raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
             sessions = [each for each in self._sessions.values() if each.owner == session.owner]
             num_models = sum(len(each.models) + len(each.starting) for each in sessions)
             if num_models >= MOST_MODELS:
@@ -391,8 +513,8 @@ class Desk:
             if self._sessions.get(session.session_id) is not session:
                 await self._trainer.forget(models=[model_id], versions=[])
                 raise UserError(f"session_id = {session.session_id}: ended before its model was made; begin a session")
-            session.models[model_id] = _Model(model_id)
-            self.ledger.open_model(model_id, session.owner)
+            model = session.models[model_id] = _Model(model_id, self._clock(), metadata)
+            self.ledger.open_model(model_id, session.owner, model.note_skipped)
             return reply
 
         return self.ledger.submit_single(
@@ -406,8 +528,12 @@ class Desk:
         """
         address = read_fields(Numbered, values)
         session, model = self._model(address.model_id, owner)
-        session.seen_at = self._clock()
+        self._note_use(session, model)
         return address, model
+
+    def _note_use(self, session: _Session, model: _Model) -> None:
+        session.seen_at = model.used_at = self._clock()
+        model.is_on_disk = False
 
     def _session(self, session_id: str, owner: str) -> _Session:
         session = self._sessions.get(session_id)
@@ -433,7 +559,7 @@ class Desk:
         for model_id in session.models:
             self.ledger.close_model(model_id)
         self.ledger.forget_owner_keys(session.session_id)
-        versions = [sampler.version for sampler in session.samplers.values() if sampler.version is not None]
+        versions = self._published.end_session(session.session_id)
         await self._trainer.forget(models=list(session.models), versions=versions)
 
     def _check_base(self, name: str | None) -> None:
@@ -482,16 +608,22 @@ def _prompt_tokens(body: SampleRequest) -> np.ndarray:
     return np.array([min(max(token_id, -1), 2**31 - 1) for token_id in token_ids], np.int32)
 
 
-def _refuse_unsupported(body: SampleRequest) -> None:
+def _refuse_unsupported(body: SampleRequest, num_prompt_tokens: int) -> None:
     """Raise UserError for unsupported values of a sampling request."""
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if value := getattr(body, name):
-            raise UserError(f"{name} = {value}: is not supported; leave it at 0")
-    for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
-        if getattr(body, name) is not None:
-            raise UserError(f"{name}: is not supported; leave it out")
+    if body.target_prompt_logprobs is not None:
+        raise UserError("target_prompt_logprobs: is not supported; leave it out, or ask for topk_prompt_logprobs")
+    if value := body.prompt_alt_tokens_k:
+        raise UserError(f"prompt_alt_tokens_k = {value}: is not supported; leave it at 0")
     if body.record_stability_info:
         raise UserError("record_stability_info = true: stable_reinforce is not supported; leave it out")
+    if (last := body.prompt_logprobs_last_n) is not None:
+        if not body.prompt_logprobs:
+            raise UserError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs; set it to true")
+        if last >= num_prompt_tokens:
+            raise UserError(
+                f"prompt_logprobs_last_n = {last}: the prompt has {num_prompt_tokens} tokens, and the first has no "
+                "log-prob; leave it out"
+            )
 
 
 def _digest(values: Any) -> bytes:

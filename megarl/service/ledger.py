@@ -21,6 +21,12 @@ from megarl.service.turns import TENANT
 
 READ_SECONDS = 600.0
 """Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
+# The SDK polls for every result from its request on, so only a lost client reads nothing for so long.
+UNREAD_SECONDS = 3600.0
+"""Seconds until a result that was never read ends."""
+# SDK 0.38 gives a request up after five minutes of retries, and a custom loss computes between its two halves.
+GAP_SECONDS = 900.0
+"""Seconds that later requests wait for a missing number. Then it is skipped, so that its client does not hang."""
 # Requests before their turn keep their bodies in memory, so their number is limited.
 MOST_AHEAD = 10_000
 """Maximum distance of a request's number from the next missing one."""
@@ -28,6 +34,8 @@ MOST_AHEAD = 10_000
 PATIENCE_SECONDS = 200.0
 """Seconds of refusals after which a training request is accepted above the limits of waiting tokens."""
 _JSON = "application/json"
+_SKIPPED = b"skipped"
+"""Digest of the promise of a number that never arrived. No hash has its length."""
 
 
 class Reply(NamedTuple):
@@ -59,6 +67,7 @@ class Promise:
     is_failed: bool = False
     read_at: float | None = None
     """Time when the result was first read."""
+    finished_at: float | None = None
     on_done: Callable[[], object] = lambda: None
     """Called once, when the promise has its first result."""
 
@@ -79,7 +88,11 @@ class _Sequence:
     """The numbered requests of one model."""
 
     owner: str
+    on_skip: Callable[[int], object]
+    """Function that is called, in the number's turn, with a number that never arrived."""
     next_number: int = 1
+    waiting_since: float | None = None
+    """Time when the wait for the next missing number began; None: no later request waits for it."""
     promises: dict[int, Promise] = field(default_factory=dict)
     held: dict[int, Work] = field(default_factory=dict)
     """Requests before their turn, by number."""
@@ -114,10 +127,13 @@ class Ledger:
         """Promises of requests with a key of their own, and no order."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open_model(self, model_id: str, owner: str) -> None:
-        """Begin the numbers of a model, with 1. Only the first call has an effect."""
+    def open_model(self, model_id: str, owner: str, on_skip: Callable[[int], object]) -> None:
+        """Begin the numbers of a model, with 1. Only the first call has an effect.
+
+        `on_skip` is called, in its turn, with a number that did not arrive within `GAP_SECONDS` of later ones.
+        """
         if model_id not in self._sequences:
-            sequence = self._sequences[model_id] = _Sequence(owner)
+            sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
             # One task per model keeps its order, and models do not wait for each other here.
             sequence.worker = asyncio.create_task(self._run_in_order(sequence))
 
@@ -131,6 +147,8 @@ class Ledger:
         for number, promise in sequence.promises.items():
             if not promise.done.is_set():
                 promise.fail(f"model {model_id}: its session ended before request {number} ran", "user")
+            # Nobody may read the results of an ended session, and they must not stay for ever.
+            self._start_expiry(promise)
 
     def submit(self, model_id: str, number: int, digest: bytes, work: Work, *, tokens: int = 0) -> Promise:
         """Accept request `number` of a model, with so many tokens. It runs after all numbers before it.
@@ -141,7 +159,7 @@ class Ledger:
         sequence = self._sequences[model_id]
         # A repeated number may be below the next one, so it is looked up before the check of the range.
         if (earlier := sequence.promises.get(number)) is not None:
-            if earlier.digest == digest:
+            if earlier.digest in (digest, _SKIPPED):
                 return earlier
             return self._refuse(sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on")
         if not sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
@@ -152,10 +170,7 @@ class Ledger:
             self._check_next(sequence, number, tokens)
         promise = self._add(sequence.owner, digest, model_id, tokens=tokens)
         sequence.promises[number], sequence.held[number] = promise, work
-        # SDK 0.38 submits the first chunk of a call last, so one request may release many.
-        while (next_work := sequence.held.pop(sequence.next_number, None)) is not None:
-            sequence.ready.put_nowait((sequence.promises[sequence.next_number], next_work))
-            sequence.next_number += 1
+        self._release(sequence)
         return promise
 
     def submit_single(
@@ -200,19 +215,27 @@ class Ledger:
                 await promise.done.wait()
         except TimeoutError:
             return None
-        # Only the first read counts. Otherwise repeated reads would keep a result forever.
-        if promise.read_at is None:
-            promise.read_at = self._clock()
+        self._start_expiry(promise)
         return promise.reply
 
     def expire(self) -> None:
-        """Forget results, a while after they were read. Their numbers stay used."""
+        """Forget results, a while after they were read, and skip numbers that never arrived. All stay used."""
         oldest = self._clock() - READ_SECONDS
-        is_old = {p for p in self._promises.values() if p.read_at is not None and p.read_at < oldest}
+        oldest_unread = self._clock() - UNREAD_SECONDS
+        is_old = {
+            promise
+            for promise in self._promises.values()
+            if (promise.read_at is not None and promise.read_at < oldest)
+            or (promise.finished_at is not None and promise.finished_at < oldest_unread)
+        }
         self._promises = {name: promise for name, promise in self._promises.items() if promise not in is_old}
         self._single = {key: promise for key, promise in self._single.items() if promise not in is_old}
         for sequence in self._sequences.values():
             sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in is_old}
+        latest = self._clock() - GAP_SECONDS
+        for model_id, sequence in self._sequences.items():
+            if sequence.waiting_since is not None and sequence.waiting_since < latest:
+                self._skip_missing(model_id, sequence)
 
     def forget_owner_keys(self, prefix: Hashable) -> None:
         """Forget the requests without order with keys from `prefix` on: their session ended."""
@@ -253,7 +276,45 @@ class Ledger:
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
         promise = self._add(owner, b"", model_id, num_sequences)
         promise.fail(message, "user")
+        # No number leads to this promise, so it expires even if it is never read.
+        self._start_expiry(promise)
         return promise
+
+    def _start_expiry(self, promise: Promise) -> None:
+        # Only the first read counts. Otherwise repeated reads would keep a result for ever.
+        if promise.read_at is None:
+            promise.read_at = self._clock()
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Queue all requests up to the next missing number."""
+        first_missing = sequence.next_number
+        # SDK 0.38 submits the first chunk of a call last, so one request may release many.
+        while (work := sequence.held.pop(sequence.next_number, None)) is not None:
+            sequence.ready.put_nowait((sequence.promises[sequence.next_number], work))
+            sequence.next_number += 1
+        if not sequence.held:
+            sequence.waiting_since = None
+        # Each missing number has the whole time to arrive.
+        elif sequence.waiting_since is None or sequence.next_number != first_missing:
+            sequence.waiting_since = self._clock()
+
+    def _skip_missing(self, model_id: str, sequence: _Sequence) -> None:
+        """Fail the missing numbers before the first waiting request, in their turn, and release it."""
+
+        def skip(number: int) -> Work:
+            async def work() -> Reply:
+                sequence.on_skip(number)
+                raise UserError(
+                    f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
+                )
+
+            return work
+
+        for number in range(sequence.next_number, min(sequence.held)):
+            promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
+            sequence.held[number] = skip(number)
+            self._start_expiry(promise)
+        self._release(sequence)
 
     async def _run_in_order(self, sequence: _Sequence) -> None:
         while True:
@@ -275,3 +336,4 @@ class Ledger:
             # The client learns only the kind of error: the text may quote another client's data or local paths.
             self._report(f"request {promise.request_id}: {type(error).__name__}: {error}")
             promise.fail(f"the service failed: {type(error).__name__}; its log has the cause", "server")
+        promise.finished_at = self._clock()

@@ -1,4 +1,7 @@
-"""The adapters of many models on a training rank: one is live in the policy, the others are copies in host memory."""
+"""The adapters of many models on a training rank.
+
+One model is live in the policy. The others are copies in host memory, and on disk after a while without calls.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.models.lora import adapters_of
+from megarl.models.policy import PolicyModel
 from megarl.service.objectives import make_objective, measure
+from megarl.service.rank_top_tokens import TopTokensHead, select_scores
 from megarl.training.optimizer import step_if_finite
 from megarl.training.state import checkpoint
-from megarl.training.state.exchange import HeldState, copy_state, drop_moments, restore_state, trained_parameters
+from megarl.training.state.exchange import (
+    HeldState,
+    copy_state,
+    drop_moments,
+    read_state,
+    restore_state,
+    trained_parameters,
+    write_state,
+)
 from megarl.training.training_engine import TrainingEngine
 
 Rows = Sequence[TokenBatch] | None
@@ -36,7 +50,13 @@ class Adapters:
         self._live: str | None = None
         """The model in the policy; None: the policy may be overwritten."""
         self._held: dict[str, HeldState] = {}
+        self._on_disk: dict[str, Path] = {}
         self._versions: dict[str, list[Tensor]] = {}
+        # Only the last stage computes log-probs.
+        last_stages = [chunk for chunk in policy.chunks if isinstance(chunk, PolicyModel) and chunk.post_process]
+        self._top_heads = [TopTokensHead(model) for model in last_stages]
+        for model, head in zip(last_stages, self._top_heads, strict=True):
+            model.extra_heads.append(head)
 
     def create(self, name: str, seed: int) -> None:
         """Make a model with new adapters and a new optimizer."""
@@ -99,7 +119,7 @@ class Adapters:
         """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_harmless`."""
         self.hold_live()
         # A loaded state replaces a model of this name, so its older copy must go.
-        self._held.pop(name, None)
+        self._discard(name)
         self._policy.clear_gradients()
         # Moments and step counts of the previous model must not mix with the loaded ones.
         drop_moments(self._policy)
@@ -134,15 +154,42 @@ class Adapters:
             for parameter, values in zip(trained_parameters(self._policy), self._versions[version], strict=True):
                 parameter.copy_(values)
 
-    def score(self, rows: Rows, version: str | None) -> list[NDArray[np.float32]] | None:
-        """Return log-probs of the rows' tokens under a version: [1, tokens] per row."""
+    def score(self, rows: Rows, version: str | None, num_top_tokens: int) -> list[NDArray[np.float32]] | None:
+        """Return scores of the rows' tokens under a version: float32 [1 + 2 * num_top_tokens, tokens] per row.
+
+        The values of a token are its log-prob, then ids and log-probs of the most likely tokens at its position.
+        """
         self.show(version)
-        logprobs = self._policy.forward(rows)
-        return None if logprobs is None else [values[None] for values in logprobs]
+        for head in self._top_heads:
+            head.count = num_top_tokens
+        try:
+            results = self._policy.run_forward(
+                self._policy.share_rows(rows), partial(select_scores, count=num_top_tokens)
+            )
+        finally:
+            # Training passes have no use for these rows, and would compute them.
+            for head in self._top_heads:
+                head.count = 0
+        return self._policy.unpack_outputs(results)
+
+    def move_to_disk(self, names: Sequence[str], folder: Path) -> None:
+        """Write models without calls to a folder, and free their host memory. Their next call reads them back.
+
+        A model with gradients since its last step stays in memory.
+        """
+        if self._live in names:
+            self.hold_live()
+        for name in names:
+            state = self._held.get(name)
+            if state is not None and state.reduction is None:
+                file = folder / f"{name}_{dist.get_rank()}.pt"
+                write_state(state, file)
+                del self._held[name]
+                self._on_disk[name] = file
 
     def forget(self, models: Sequence[str], versions: Sequence[str]) -> None:
         for name in models:
-            self._held.pop(name, None)
+            self._discard(name)
             self._live = None if self._live == name else self._live
         for name in versions:
             self._versions.pop(name, None)
@@ -152,8 +199,16 @@ class Adapters:
         if self._live == name:
             return
         self.hold_live()
+        if (file := self._on_disk.pop(name, None)) is not None:
+            self._held[name] = read_state(file)
+            file.unlink()
         restore_state(self._policy, self._held.pop(name))
         self._live = name
+
+    def _discard(self, name: str) -> None:
+        self._held.pop(name, None)
+        if (file := self._on_disk.pop(name, None)) is not None:
+            file.unlink(missing_ok=True)
 
     def hold_live(self) -> None:
         """Copy the live model's state to host memory. The policy may be overwritten afterwards."""

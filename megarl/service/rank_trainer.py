@@ -23,7 +23,7 @@ from megarl.service.requests import AdamSettings
 from megarl.service.trainer import ServedModel
 from megarl.service.turns import Engines, Turns
 from megarl.service.wire import Sample
-from megarl.types import Completion, MegarlError, Request, SamplingSettings
+from megarl.types import Completion, MegarlError, Request, SamplingSettings, TopTokens
 
 Result = TypeVar("Result")
 
@@ -64,7 +64,8 @@ class RankTrainer:
     """Trainer of a service; see the protocol `trainer.Trainer`. `model` is the policy on the ranks.
 
     The engines have `num_slots` slots for adapters (0: none, they get merged weights), and sample at most
-    `num_sequences` at once. `failure` gets the first error of the ranks: the service cannot go on then.
+    `num_sequences` at once. `idle_folder` exists on every node, for models without calls. `failure` gets the
+    first error of the ranks: the service cannot go on then.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class RankTrainer:
         pool: EnginePool,
         model: RankModel,
         *,
+        idle_folder: Path,
         num_slots: int,
         num_sequences: int,
     ) -> None:
         self.served = served
+        self._idle_folder = idle_folder.absolute()
         self._ranks, self._pool, self._model = ranks, pool, model
         self._reshard_calls = ReshardCalls(ranks)
         self._engines = RankEngines(ranks, pool, self._reshard_calls, num_slots)
@@ -144,6 +147,9 @@ class RankTrainer:
         await self._train("publish_folder", folder.absolute(), version)
         self._versions.add(version)
 
+    async def move_to_disk(self, models: Sequence[str]) -> None:
+        await self._train("move_to_disk", list(models), self._idle_folder)
+
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
         # First here: accounts' calls have another order than their requests, so one may still wait for its turn.
         self._models.difference_update(models)
@@ -174,11 +180,18 @@ class RankTrainer:
             if completion.error is not None:
                 raise UserError(f"the engine refused the request: {completion.error}")
         return [
-            Sample(completion.token_ids, completion.rollout_logprobs, completion.finish_reason == "stop")
+            Sample(
+                completion.token_ids,
+                completion.rollout_logprobs,
+                completion.finish_reason == "stop",
+                completion.top_tokens,
+            )
             for completion in completions
         ]
 
-    async def score(self, version: str | None, prompt: NDArray[np.int32]) -> NDArray[np.float32]:
+    async def score(
+        self, version: str | None, prompt: NDArray[np.int32], num_top_tokens: int
+    ) -> tuple[NDArray[np.float32], TopTokens]:
         self._check_prompt(prompt)
         if len(prompt) > self.served.row_tokens:
             raise UserError(
@@ -194,12 +207,13 @@ class RankTrainer:
 
         async def gather() -> NDArray[np.float32]:
             async with self._turns.training(len(prompt), partial(self._check_version, version)):
-                return await self._model.gather("adapters.score", batch, version)
+                return await self._model.gather("adapters.score", batch, version, num_top_tokens)
 
-        [logprobs] = await self._shielded(gather)
-        # The SDK reads NaN as a position without log-prob.
-        logprobs[0] = np.nan
-        return logprobs
+        values = await self._shielded(gather)
+        logprobs, top_ids, top_logprobs = np.split(values, [1, 1 + num_top_tokens])
+        # Nothing predicts the first token. The SDK reads NaN as a position without log-prob.
+        logprobs[:, 0], top_logprobs[:, 0] = np.nan, -np.inf
+        return logprobs[0], TopTokens(top_ids.T.astype(np.int32), top_logprobs.T)
 
     def _check_prompt(self, prompt: NDArray[np.int32]) -> None:
         if prompt.max() >= self.served.vocab_size:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    StrictInt,
+    ValidationError,
+)
 
 from megarl.service.refusals import UserError
 
@@ -14,6 +24,16 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 # All samples of a request enter the pool's queue at once, ahead of later clients.
 _MOST_SAMPLES = 1024
 """Maximum number of samples of one request."""
+# The engine has vLLM's limit, max_logprobs. A prompt's are computed by the trainer.
+_MOST_TOP_TOKENS = 20
+"""Maximum number of most likely tokens at each position of a sample."""
+_MOST_PROMPT_TOP_TOKENS = 128
+"""Maximum number of most likely tokens at each position of a prompt."""
+_MOST_METADATA = 16_384
+"""Maximum characters of a client's metadata, which stays in memory and in every listing."""
+# vLLM compares the text's end with each of them after every token.
+_MOST_STOPS = 64
+"""Maximum number of stop strings or stop tokens."""
 _TTL_SECONDS = (3600, 10 * 366 * 86400)
 """Shortest and longest life of a checkpoint, as in the SDK: an hour, and ten years."""
 
@@ -22,6 +42,37 @@ class Body(BaseModel):
     """A request's body. Names beginning with `model_` are the SDK's."""
 
     model_config = {"protected_namespaces": (), "extra": "ignore"}
+
+
+def _as_texts(values: dict[str, Any]) -> dict[str, str]:
+    """Return a client's metadata as texts: the SDK reads them as texts, and sends any values."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    if sum(len(name) + len(text) for name, text in texts.items()) > _MOST_METADATA:
+        raise ValueError(f"has more than {_MOST_METADATA} characters; cut it")
+    return texts
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_as_texts)]
+"""A client's notes on a session, a run or a checkpoint. They are shown in listings only."""
+
+
+class CreateSession(Body):
+    tags: list[str] = []
+    user_metadata: Metadata | None = None
+    display_name: Annotated[str, Field(max_length=200)] | None = None
+
+
+class Page(Body):
+    """A page of a listing."""
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    offset: NonNegativeInt = 0
+
+
+class Lifetime(Body):
+    """Seconds until a checkpoint expires; None: never. The field must be there: a body without it changes nothing."""
+
+    ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None
 
 
 class Numbered(Body):
@@ -49,6 +100,7 @@ class CreateModel(Body):
     model_seq_id: NonNegativeInt
     base_model: str
     lora_config: LoraSettings | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
 
 
@@ -85,7 +137,7 @@ class SaveWeights(Numbered):
     path: Annotated[str, Field(pattern=NAME)]
     ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
 
 
 class SaveForSampler(Numbered):
@@ -93,7 +145,7 @@ class SaveForSampler(Numbered):
     sampling_session_seq_id: NonNegativeInt | None = None
     kind: str = "snapshot"
     ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
 
 
 class CreateSampler(Body):
@@ -112,11 +164,18 @@ class Prompt(Body):
     chunks: list[PromptChunk]
 
 
+def _check_temperature(value: float) -> float:
+    if 0 < value < 0.01:
+        raise ValueError("is between 0 and 0.01, where log-probs overflow; give 0 (greedy), or at least 0.01")
+    return value
+
+
 class SampleSettings(Body):
     max_tokens: PositiveInt | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] = 1.0
+    stop: str | Annotated[list[str | StrictInt], Field(max_length=_MOST_STOPS)] | None = None
+    # vLLM 0.30 refuses higher temperatures, and would silently raise lower ones above 0 to 0.01.
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=2), AfterValidator(_check_temperature)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
 
@@ -133,11 +192,11 @@ class SampleRequest(SampleAddress):
     prompt: Prompt
     sampling_params: SampleSettings
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=_MOST_PROMPT_TOP_TOKENS)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_TOKENS)] = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: PositiveInt | None = None
     record_stability_info: bool | None = None
 
 

@@ -16,6 +16,7 @@ from megarl.service.refusals import BusyError, MalformedError, NotFoundError, Us
 from megarl.service.requests import (
     CreateModel,
     CreateSampler,
+    CreateSession,
     LoadWeights,
     ModelAddress,
     PathAddress,
@@ -23,6 +24,7 @@ from megarl.service.requests import (
     SessionAddress,
     read_fields,
 )
+from megarl.service.rest_routes import RestRoutes
 from megarl.serving.body import MAX_BODY_BYTES, read_bytes, read_json
 from megarl.serving.http_server import HttpServer
 from megarl.serving.refusal import RequestError
@@ -80,6 +82,7 @@ class _Routes:
             "asample": self._numbered(self._desk.sample),
             "retrieve_future": self._retrieve,
             "weights_info": self._weights_info,
+            "save_weights_external": self._numbered(self._desk.refuse_numbered),
         }
         gets: dict[str, Handler] = {
             "get_server_capabilities": self._capabilities,
@@ -88,6 +91,10 @@ class _Routes:
         return [
             *(web.post(f"/api/v1/{path}", self._checked(handler)) for path, handler in posts.items()),
             *(web.get(f"/api/v1/{path}", self._checked(handler)) for path, handler in gets.items()),
+            *(
+                web.route(method, f"/api/v1/{path}", self._checked(handler))
+                for (method, path), handler in RestRoutes(self._desk).handlers().items()
+            ),
             # Health probes have no key, so this route is the only one without a check.
             web.get("/api/v1/healthz", _healthz),
         ]
@@ -147,8 +154,8 @@ class _Routes:
         return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
 
     async def _create_session(self, request: web.Request, owner: str) -> web.StreamResponse:
-        await _json(request)
-        values = {"session_id": self._desk.open_session(owner), "info_message": _UNEMBED_NOTICE}
+        body = read_fields(CreateSession, await _json(request))
+        values = {"session_id": self._desk.open_session(body, owner), "info_message": _UNEMBED_NOTICE}
         return web.json_response({"type": "create_session", **values})
 
     async def _heartbeat(self, request: web.Request, owner: str) -> web.StreamResponse:

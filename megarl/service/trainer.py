@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megarl.data.token_batch import TokenBatch
 from megarl.service.requests import AdamSettings
 from megarl.service.wire import Sample
-from megarl.types import SamplingSettings
+from megarl.types import SamplingSettings, TopTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,10 @@ class Trainer(Protocol):
         """Keep a copy of a saved model's adapters for sampling."""
         ...
 
+    async def move_to_disk(self, models: Sequence[str]) -> None:
+        """Free the memory of models without calls. Their next call brings them back, with the same bits."""
+        ...
+
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
         """Free the memory of models and versions."""
         ...
@@ -86,6 +90,11 @@ class Trainer(Protocol):
         """Sample a completion of the prompt [tokens] for each seed. Raises UserError if the engine refuses it."""
         ...
 
-    async def score(self, version: str | None, prompt: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the log-probs of a prompt's tokens at temperature 1: float32 [tokens], NaN for the first one."""
+    async def score(
+        self, version: str | None, prompt: NDArray[np.int32], num_top_tokens: int
+    ) -> tuple[NDArray[np.float32], TopTokens]:
+        """Return a prompt's log-probs at temperature 1, float32 [tokens], and the most likely tokens at each position.
+
+        The first log-prob is NaN. The first row of the most likely tokens [tokens, num_top_tokens] is empty.
+        """
         ...

@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.service.refusals import MalformedError, UserError
-from megarl.types import ConfigError
+from megarl.types import ConfigError, TopTokens
 
 SDK_VERSION = "0.38"
 """Minor version of the SDK with these messages."""
 PROTOBUF = "application/x-protobuf"
 """Content type of protobuf bodies."""
+# SDK 0.38 takes a cell with this log-prob and id 0 as one without a token.
+_EMPTY_LOGPROB = -99999.0
 _LITTLE_ENDIAN = {"float32": "<f4", "int64": "<i8", "int32": "<i4"}
 
 
@@ -57,11 +59,15 @@ class Datum(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sampled sequence: tokens and log-probs [tokens], and whether it ended at a stop (else at its length)."""
+    """A sampled sequence: tokens and log-probs [tokens], and whether it ended at a stop (else at its length).
+
+    `top` has the most likely tokens at each position; None: not requested.
+    """
 
     token_ids: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     is_stopped: bool
+    top: TopTokens | None = None
 
 
 def parse_training_call(raw: bytes) -> Any:
@@ -158,8 +164,13 @@ def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str
     return reply.SerializeToString()
 
 
-def sampling_reply(samples: Sequence[Sample], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
-    """Return the reply to an asample request. `prompt_logprobs` [prompt] are NaN where there is none."""
+def sampling_reply(
+    samples: Sequence[Sample], prompt_logprobs: NDArray[np.float32] | None, prompt_top: TopTokens | None
+) -> bytes:
+    """Return the reply to an asample request.
+
+    `prompt_logprobs` [prompt] are NaN where there is none. `prompt_top` has the most likely tokens at each position.
+    """
     module = messages()
     reply = module.SampleResponse()
     for sample in samples:
@@ -167,6 +178,17 @@ def sampling_reply(samples: Sequence[Sample], prompt_logprobs: NDArray[np.float3
         sequence.stop_reason = module.STOP_REASON_STOP if sample.is_stopped else module.STOP_REASON_LENGTH
         sequence.tokens = sample.token_ids.astype("<i4").tobytes()
         sequence.logprobs = sample.logprobs.astype("<f4").tobytes()
+        if sample.top is not None:
+            _write_top_tokens(sequence.topk_sampled_logprobs, sample.top)
     if prompt_logprobs is not None:
         reply.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    if prompt_top is not None:
+        _write_top_tokens(reply.topk_prompt_logprobs, prompt_top)
     return reply.SerializeToString()
+
+
+def _write_top_tokens(message: Any, top: TopTokens) -> None:
+    is_empty = np.isneginf(top.logprobs)
+    message.length, message.k = top.logprobs.shape
+    message.token_ids = np.where(is_empty, 0, top.token_ids).astype("<i4").tobytes()
+    message.logprobs = np.where(is_empty, _EMPTY_LOGPROB, top.logprobs).astype("<f4").tobytes()

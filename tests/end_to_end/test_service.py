@@ -15,7 +15,7 @@ from typing import IO
 import numpy as np
 import pytest
 
-from tests.service.served import run_program
+from tests.service.served import check_sampling, run_program
 
 pytestmark = pytest.mark.end_to_end
 
@@ -69,5 +69,7 @@ def test_a_program_trains_saves_samples_and_resumes(
     # Log-probs of the engine's weights, of the trainer, and of a model resumed from its checkpoint.
     assert np.allclose(results["scores"][1:], results["forward"][0], atol=1e-4)
     assert results["forward"][0] == results["forward"][1]
+    folder = str(tiny_model())
+    check_sampling(asyncio.run(run_program(url, "sampling", folder, SDK_TOKENIZER=folder)))
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 75

@@ -14,7 +14,7 @@ from megarl.service.refusals import UserError
 from megarl.service.requests import AdamSettings
 from megarl.service.trainer import ServedModel
 from megarl.service.wire import Sample
-from megarl.types import SamplingSettings
+from megarl.types import SamplingSettings, TopTokens
 
 VOCABULARY = 32
 
@@ -80,6 +80,9 @@ class FakeTrainer:
     async def publish_folder(self, folder: Path, version: str) -> None:
         self.versions[version] = np.load(folder / "logits.npy")
 
+    async def move_to_disk(self, models: Sequence[str]) -> None:
+        self.calls += [("to disk", name) for name in models]
+
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
         for name in models:
             del self.logits[name], self.gradients[name]
@@ -97,13 +100,23 @@ class FakeTrainer:
             tokens = np.random.default_rng(seed).choice(VOCABULARY, settings.max_new_tokens, p=np.exp(logprobs))
             stops = np.flatnonzero(np.isin(tokens, settings.stop_token_ids))
             end = stops[0] + 1 if len(stops) else len(tokens)
-            samples.append(Sample(tokens[:end], logprobs[tokens[:end]].astype(np.float32), bool(len(stops))))
+            top = _top(logprobs, end, settings.num_top_tokens) if settings.num_top_tokens else None
+            samples.append(Sample(tokens[:end], logprobs[tokens[:end]].astype(np.float32), bool(len(stops)), top))
         return samples
 
-    async def score(self, version: str | None, prompt: NDArray[np.int32]) -> NDArray[np.float32]:
-        scores = _log_softmax(self.versions[version])[prompt].astype(np.float32)
-        scores[0] = np.nan
-        return scores
+    async def score(
+        self, version: str | None, prompt: NDArray[np.int32], num_top_tokens: int
+    ) -> tuple[NDArray[np.float32], TopTokens]:
+        logprobs = _log_softmax(self.versions[version])
+        scores, top = logprobs[prompt].astype(np.float32), _top(logprobs, len(prompt), num_top_tokens)
+        scores[0], top.logprobs[0] = np.nan, -np.inf
+        return scores, top
+
+
+def _top(logprobs: NDArray[np.float64], count: int, k: int) -> TopTokens:
+    """The k most likely tokens, the same at each of `count` positions."""
+    best = np.argsort(-logprobs)[:k]
+    return TopTokens(np.tile(best, (count, 1)).astype(np.int32), np.tile(logprobs[best], (count, 1)).astype(np.float32))
 
 
 def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+import urllib.request
 from typing import Any
 
 import tinker
@@ -63,40 +65,54 @@ def supervised(url: str, name: str) -> dict[str, Any]:
 
 
 def reinforce(url: str, name: str) -> dict[str, Any]:
-    """The cookbook's loop for reinforcement learning: sample groups, train on advantages, with two losses."""
-    _, training = client(url, name)
-    prompt = types.ModelInput.from_ints(TEXT[:3])
-    rewards = []
+    """The cookbook's loop for reinforcement learning, call by call, with two losses.
+
+    A step saves weights, makes a sampling client, submits a group for each prompt, then trains on what it sampled.
+    Half of the steps save under a name, as the cookbook does, and half of them without.
+    """
+    service, training = client(url, name)
+    prompts = [types.ModelInput.from_ints(TEXT[start : start + 3]) for start in range(3)]
+    rewards, gaps = [], []
     for step in range(int(os.environ.get("SDK_STEPS", "6"))):
-        sampling = training.save_weights_and_get_sampling_client()
-        params = types.SamplingParams(max_tokens=8, seed=100 + step, temperature=1.0)
-        sequences = sampling.sample(prompt=prompt, num_samples=24, sampling_params=params).result().sequences
-        scores = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in sequences]
-        mean = sum(scores) / len(scores)
-        rewards.append(mean)
-        datums = []
-        for one, score in zip(sequences, scores, strict=True):
-            ahead = prompt.length - 1
-            tokens, logprobs = [int(token) for token in one.tokens], [float(number) for number in one.logprobs]
-            datums.append(
-                types.Datum(
-                    model_input=prompt.append(types.EncodedTextChunk(tokens=tokens[:-1])),
-                    loss_fn_inputs={
-                        "target_tokens": [0] * ahead + tokens,
-                        "logprobs": [0.0] * ahead + logprobs,
-                        "advantages": [0.0] * ahead + [score - mean] * len(tokens),
-                    },
+        if step % 2:
+            sampling = training.save_weights_and_get_sampling_client().result()
+        else:
+            path = training.save_weights_for_sampler(f"{step:06d}").result().path
+            sampling = service.create_sampling_client(model_path=path)
+        # All groups are submitted before the first is read.
+        params = types.SamplingParams(max_tokens=8, seed=100 * step, temperature=1.0)
+        groups = [sampling.sample(prompt=prompt, num_samples=8, sampling_params=params) for prompt in prompts]
+        datums, sampled_logprobs, step_rewards = [], [], []
+        for prompt, group in zip(prompts, groups, strict=True):
+            sequences = group.result().sequences
+            scores = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in sequences]
+            mean = sum(scores) / len(scores)
+            step_rewards += scores
+            for one, score in zip(sequences, scores, strict=True):
+                ahead = prompt.length - 1
+                tokens, logprobs = [int(token) for token in one.tokens], [float(number) for number in one.logprobs]
+                sampled_logprobs.append(logprobs)
+                datums.append(
+                    types.Datum(
+                        model_input=prompt.append(types.EncodedTextChunk(tokens=tokens[:-1])),
+                        loss_fn_inputs={
+                            "target_tokens": [0] * ahead + tokens,
+                            "logprobs": [0.0] * ahead + logprobs,
+                            "advantages": [0.0] * ahead + [score - mean] * len(tokens),
+                        },
+                    )
                 )
-            )
-        loss = ("importance_sampling", "cispo")[step % 2]
-        forward = training.forward_backward(datums, loss_fn=loss)
-        training.optim_step(types.AdamParams(learning_rate=float(os.environ.get("SDK_RATE", "0.1")))).result()
+        rewards.append(sum(step_rewards) / len(step_rewards))
+        # Both are submitted before a result is read.
+        forward = training.forward_backward(datums, loss_fn=("importance_sampling", "cispo")[step % 2])
+        update = training.optim_step(types.AdamParams(learning_rate=float(os.environ.get("SDK_RATE", "0.1"))))
         outputs = forward.result().loss_fn_outputs
-    gaps = [
-        abs(float(trained) - float(sampled))
-        for output, one in zip(outputs, sequences, strict=True)
-        for trained, sampled in zip(list(output["logprobs"].data)[prompt.length - 1 :], one.logprobs, strict=True)
-    ]
+        update.result()
+        gaps += [
+            abs(float(trained) - sampled)
+            for output, logprobs in zip(outputs, sampled_logprobs, strict=True)
+            for trained, sampled in zip(list(output["logprobs"].data)[-len(logprobs) :], logprobs, strict=True)
+        ]
     return {"rewards": rewards, "gap": max(gaps)}
 
 
@@ -135,8 +151,153 @@ def chunks(url: str, name: str) -> dict[str, Any]:
     return {"loss": forward.result().metrics["loss:sum"], "metrics": step.result().metrics}
 
 
+def sampling(url: str, name: str) -> dict[str, Any]:
+    """All forms of a sampling request: log-probs of the most likely tokens, stops, seeds, and refused values."""
+    service = tinker.ServiceClient(base_url=url, api_key="tml-one")
+    sampler = service.create_sampling_client(base_model=name)
+    prompt = types.ModelInput.from_ints(TEXT)
+
+    def sample(num_samples: int = 1, sampler: Any = sampler, prompt: Any = prompt, **values: Any) -> Any:
+        names = ("include_prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_logprobs_last_n",
+                 "prompt_alt_tokens_k", "target_prompt_logprobs")  # fmt: skip
+        further = {key: values.pop(key) for key in names if key in values}
+        params = types.SamplingParams(**({"max_tokens": 6, "seed": 3} | values))
+        return sampler.sample(prompt=prompt, num_samples=num_samples, sampling_params=params, **further).result()
+
+    def tokens(reply: Any) -> list[list[int]]:
+        return [[int(token) for token in one.tokens] for one in reply.sequences]
+
+    full = sample(
+        2, include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=4, prompt_logprobs_last_n=5
+    )
+    one = full.sequences[0]
+    [plain] = tokens(sample())
+    stops: dict[str, Any] = {"token": [plain[2]], "nothing": [], "other": [plain[2] + 1, plain[2]]}
+    if folder := os.environ.get("SDK_TOKENIZER"):
+        from transformers import AutoTokenizer
+
+        stops["text"] = ["never sampled", AutoTokenizer.from_pretrained(folder).decode(plain[2:3])]
+    stopped = {label: sample(stop=stop).sequences[0] for label, stop in stops.items()}
+    refused: dict[str, Any] = {
+        "temperature": {"temperature": 3.0}, "cold": {"temperature": 0.001}, "empty stop": {"stop": [""]},
+        "foreign stop": {"stop": [10**6]}, "top": {"topk_sample_logprobs": 21},
+        "prompt top": {"topk_prompt_logprobs": 129}, "alternatives": {"prompt_alt_tokens_k": 2},
+        "last": {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 8},
+        "samples": {"num_samples": 0}, "length": {"prompt": types.ModelInput.from_ints([1] * 4000)},
+    }  # fmt: skip
+    errors: dict[str, str] = {}
+    start = time.monotonic()
+    for label, values in refused.items():
+        try:
+            sample(**values)
+        except Exception as error:
+            errors[label] = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    # A session that ends while its calls wait must not take the service with it.
+    _, training = client(url, name)
+    waiting = [training.forward([datum(TEXT)], "cross_entropy") for _ in range(3)]
+    waiting += [
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True) for _ in range(3)
+    ]
+    address = f"{url}/api/v1/sessions/{training.model_id.split(':')[0]}/finish"
+    headers = {"X-API-Key": "tml-one"}
+    urllib.request.urlopen(urllib.request.Request(address, b"{}", headers, method="POST")).read()
+    [plain_after] = tokens(sample())
+    return {
+        "plain after": plain_after,
+        "refused": sorted(refused),
+        "errors": errors,
+        "seconds": seconds,
+        "plain": plain,
+        "seeds": [tokens(full), tokens(sample(2)), tokens(sample(2, seed=4))],
+        "stopped": {label: [[int(token) for token in end.tokens], end.stop_reason] for label, end in stopped.items()},
+        "prompt_logprobs": full.prompt_logprobs,
+        "topk_prompt_logprobs": full.topk_prompt_logprobs,
+        "topk": one.topk_logprobs,
+        "logprobs": [float(number) for number in one.logprobs],
+        "tokens": [int(token) for token in one.tokens],
+    }
+
+
+def moving(url: str, name: str) -> dict[str, Any]:
+    """A sampling client whose weights move with the model, next to one with fixed weights."""
+    _, training = client(url, name)
+    prompt = types.ModelInput.from_ints(TEXT)
+    clients = {kind: training.save_weights_and_get_sampling_client(kind=kind) for kind in ("inflight", "snapshot")}
+
+    def scores() -> dict[str, list[float]]:
+        return {kind: one.compute_logprobs(prompt).result()[1:] for kind, one in clients.items()}
+
+    before = scores()
+    training.forward_backward([datum(TEXT)], "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    trained = scores()
+    # A request while a save is under way runs on the weights before or after it.
+    saving = training.save_weights_and_get_sampling_client(kind="inflight")
+    meanwhile = [clients["inflight"].compute_logprobs(prompt) for _ in range(8)]
+    newest = saving.result().compute_logprobs(prompt).result()[1:]
+    return {
+        "before": before, "trained": trained, "saved": scores(), "newest": newest,
+        "meanwhile": [one.result()[1:] for one in meanwhile],
+    }  # fmt: skip
+
+
+def listing(url: str, name: str) -> dict[str, Any]:
+    """The SDK's RestClient: what a key has, lifetimes, deletion, and refusals. SDK_OTHER is another key."""
+    service, training = client(url, name)
+    state = training.save_state("first", user_metadata={"note": "x"}).result().path
+    sampler_path = training.save_weights_for_sampler("second", ttl_seconds=7200).result().path
+    rest = service.create_rest_client()
+    run = training.model_id
+    texts: dict[str, Any] = {
+        "runs": rest.list_training_runs().result().model_dump(mode="json"),
+        "run": rest.get_training_run(run).result().model_dump(mode="json"),
+        "by path": rest.get_training_run_by_tinker_path(state).result().training_run_id,
+        "of run": rest.list_checkpoints(run).result().model_dump(mode="json"),
+        "page": rest.list_user_checkpoints(limit=1, offset=1).result().model_dump(mode="json"),
+        "sessions": rest.list_sessions().result().sessions,
+        "info": rest.get_weights_info_by_tinker_path(state).result().lora_rank,
+    }
+    texts["session"] = rest.get_session(texts["sessions"][0]).result().model_dump(mode="json")
+    other = tinker.ServiceClient(base_url=url, api_key=os.environ["SDK_OTHER"]).create_rest_client()
+    texts["foreign"] = [
+        other.list_training_runs().result().training_runs, other.list_user_checkpoints().result().checkpoints
+    ]  # fmt: skip
+    calls = {
+        "foreign run": lambda: other.get_training_run(run),
+        "foreign checkpoints": lambda: other.list_checkpoints(run),
+        "foreign session": lambda: other.get_session(texts["sessions"][0]),
+        "foreign delete": lambda: other.delete_checkpoint_from_tinker_path(state),
+        "foreign ttl": lambda: other.set_checkpoint_ttl_from_tinker_path(state, 7200),
+        "publish": lambda: rest.publish_checkpoint_from_tinker_path(state),
+        "unpublish": lambda: rest.unpublish_checkpoint_from_tinker_path(state),
+        "copy": lambda: rest.copy_weights(state, destination_project_id="p"),
+        "download": lambda: rest.get_external_weights_urls(state.replace("/weights/", "/external_weights/")),
+        "project": lambda: rest.list_training_runs(project_id="p"),
+        "ttl": lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 5),
+        "external": lambda: training.save_weights_external("exported"),
+    }
+    errors: dict[str, str] = {}
+    for label, call in calls.items():
+        try:
+            call().result()
+        except Exception as error:
+            errors[label] = f"{type(error).__name__}: {error}"
+    # A refused numbered call has used its number, so the next one runs.
+    training.forward([datum(TEXT)], "cross_entropy").result()
+    rest.set_checkpoint_ttl_from_tinker_path(sampler_path, None).result()
+    rest.set_checkpoint_ttl_from_tinker_path(state, 3600).result()
+    texts["lifetimes"] = [one.expires_at is None for one in rest.list_checkpoints(run).result().checkpoints]
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    texts["left"] = [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
+    return texts | {"errors": errors, "paths": [state, sampler_path], "run id": run}
+
+
 if __name__ == "__main__":
-    programs = {"supervised": supervised, "reinforce": reinforce, "errors": errors, "chunks": chunks}
+    programs = {
+        "supervised": supervised, "reinforce": reinforce, "errors": errors, "chunks": chunks, "sampling": sampling,
+        "moving": moving, "listing": listing,
+    }  # fmt: skip
     print(json.dumps(programs[sys.argv[2]](sys.argv[1], sys.argv[3])), flush=True)
     # The SDK's threads would wait for their heartbeat.
     os._exit(0)

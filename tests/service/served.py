@@ -44,3 +44,34 @@ async def run_program(url: str, name: str, base: str = "Qwen/Qwen3-8B", **enviro
     output, log = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 0, log.decode()[-3000:]
     return json.loads(output.decode().splitlines()[-1])
+
+
+def check_sampling(results: dict[str, Any]) -> None:
+    """Check what the program `sampling` printed."""
+    plain, stopped = results["plain"], results["stopped"]
+    assert results["plain after"] == plain
+    first, again, other = results["seeds"]
+    assert first == again != other and first[0] == plain
+    # A stop ends the first time that it occurs, and stays in the completion.
+    length = plain.index(plain[2]) + 1
+    assert stopped["token"] == [plain[:length], "stop"]
+    # Another token of these stops, or the text inside of an earlier token, may come first.
+    for label in stopped.keys() - {"nothing", "token"}:
+        sampled, reason = stopped[label]
+        assert reason == "stop" and sampled == plain[: len(sampled)] and len(sampled) <= length, label
+    assert stopped["nothing"] == [plain, "length"]
+    # The chosen tokens have the same log-prob where they are among the most likely ones.
+    pairs = zip(results["tokens"], results["logprobs"], results["topk"], strict=True)
+    for token, logprob, most_likely in pairs:
+        numbers = [value for _, value in most_likely]
+        assert len(most_likely) == 4 and numbers == sorted(numbers, reverse=True)
+        assert abs(dict(most_likely).get(token, logprob) - logprob) < 1e-5
+        assert logprob <= numbers[0] + 1e-5
+    scores, most_likely = results["prompt_logprobs"], results["topk_prompt_logprobs"]
+    assert scores[:3] == most_likely[:3] == [None] * 3 and len(scores) == len(most_likely) == 8
+    for score, row in zip(scores[3:], most_likely[3:], strict=True):
+        assert len(row) == 3 and score <= row[0][1] + 1e-5
+    assert sorted(results["errors"]) == results["refused"]
+    assert all("refused" not in text and "Error" in text for text in results["errors"].values()), results["errors"]
+    # The SDK would repeat a request with a status of the server's faults for five minutes.
+    assert results["seconds"] < 60, results["errors"]

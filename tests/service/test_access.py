@@ -11,7 +11,9 @@ import pytest
 from aiohttp import ClientSession
 
 from megarl.service.accounts import Accounts, read_accounts
-from megarl.service.desk import MOST_MODELS
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.desk import MOST_MODELS, Desk
+from megarl.service.requests import CreateModel, CreateSession, LoraSettings
 from megarl.types import ConfigError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -172,6 +174,70 @@ def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> N
             replies = await asyncio.gather(*requests)
             assert sum("model_id" in reply for reply in replies) == MOST_MODELS
             assert sum(reply.get("category") == "user" for reply in replies) == 3
+
+    asyncio.run(run())
+
+
+def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        now, trainer = [0.0], FakeTrainer()
+        desk = Desk(trainer, Checkpoints(tmp_path), report=print, clock=lambda: now[0], idle_seconds=60.0)
+        session_id = desk.open_session(CreateSession(), "ann")
+        lora = LoraSettings(rank=8)
+        body = CreateModel(session_id=session_id, model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=lora)
+        promise = desk.create_model(body, "ann")
+        await promise.done.wait()
+        for seconds in (50, 70, 130, 190):
+            now[0] = seconds
+            desk.touch_session(session_id, "ann")
+            await desk.expire()
+        moved = ("to disk", promise.model_id)
+        assert trainer.calls.count(moved) == 1
+        step = desk.optim_step({"model_id": promise.model_id, "seq_id": 1, "adam_params": {}}, "ann")
+        await step.done.wait()
+        now[0] += 61
+        await desk.expire()
+        assert trainer.calls.count(moved) == 2
+        await desk.close()
+
+    asyncio.run(run())
+
+
+def test_copies_to_sample_from_are_limited_and_those_of_checkpoints_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.service.published.MOST_PUBLISHED", 2)
+
+    async def run() -> None:
+        trainer = FakeTrainer()
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            session_id, model_id = await make_model(client)
+            saved = await client.result("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "kept"})
+            address = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+            _, sampler = await client.post("create_sampling_session", address)
+            samplers = [sampler["sampling_session_id"]]
+            for number in range(2, 6):
+                body = {"model_id": model_id, "seq_id": number, "sampling_session_seq_id": number}
+                samplers.append((await client.result("save_weights_for_sampler", body))["sampling_session_id"])
+
+            async def sample(sampler_id: str, number: int) -> bytes:
+                asked = {
+                    "sampling_session_id": sampler_id, "seq_id": number, "sampling_params": {"max_tokens": 2},
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+                }  # fmt: skip
+                _, promise = await client.post("asample", asked)
+                headers = {"X-API-Key": "tml-a"}
+                poll = {"request_id": promise["request_id"]}
+                async with http.post(f"{url}/api/v1/retrieve_future", json=poll, headers=headers) as reply:
+                    return await reply.read()
+
+            for number in range(2):
+                for sampler_id in (samplers[0], *samplers[-1:]):
+                    assert b"error" not in await sample(sampler_id, number)
+            assert b"newer ones" in await sample(samplers[1], 0)
+            # The base model, and two copies.
+            assert len(trainer.versions) == 3
 
     asyncio.run(run())
 

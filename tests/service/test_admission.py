@@ -40,7 +40,7 @@ def test_the_number_that_others_wait_for_is_always_accepted() -> None:
     async def run() -> None:
         now = 0.0
         ledger = Ledger(report=pytest.fail, clock=lambda: now, limits=QueueLimits(tokens=100, tokens_per_key=100))
-        ledger.open_model("m", "owner")
+        ledger.open_model("m", "owner", print)
         # The SDK sends the first chunk of a call after it has the promises of the others.
         promises = [ledger.submit("m", number, b"", work, tokens=50) for number in (2, 3, 4, 1)]
         with pytest.raises(BusyError):

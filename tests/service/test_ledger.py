@@ -37,7 +37,7 @@ def test_every_request_runs_once_in_order(order: list[int], repeats: list[tuple[
 
     async def run() -> None:
         ledger = Ledger(report=lambda text: pytest.fail(text))
-        ledger.open_model("m", "owner")
+        ledger.open_model("m", "owner", print)
         runs: list[int] = []
         promises: dict[int, str] = {}
         for place, number in enumerate(arrivals):
@@ -60,7 +60,7 @@ def test_only_the_missing_number_is_waited_for() -> None:
 
     async def run() -> None:
         ledger, runs = Ledger(report=print), []
-        ledger.open_model("m", "owner")
+        ledger.open_model("m", "owner", print)
         second = ledger.submit("m", 2, b"", note(runs, 2))
         assert await ledger.wait_for(second, 0.01) is None and runs == []
         first = ledger.submit("m", 1, b"", note(runs, 1))
@@ -75,7 +75,7 @@ def test_only_the_missing_number_is_waited_for() -> None:
 def test_a_number_that_cannot_be_used_fails_its_promise_only(number: int) -> None:
     async def run() -> None:
         ledger, runs = Ledger(report=print), []
-        ledger.open_model("m", "owner")
+        ledger.open_model("m", "owner", print)
         first = ledger.submit("m", 1, b"body", note(runs, 1))
         wrong = ledger.submit("m", number, b"another body", note(runs, 99))
         reply = await ledger.wait_for(wrong, 5.0)
@@ -113,7 +113,7 @@ def test_errors_are_sorted_by_who_can_mend_them() -> None:
 def test_the_end_of_a_session_is_the_reason_for_its_running_request() -> None:
     async def run() -> None:
         ledger = Ledger(report=print)
-        ledger.open_model("m", "owner")
+        ledger.open_model("m", "owner", print)
         promise = ledger.submit("m", 1, b"", asyncio.Event().wait)  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         ledger.close_model("m")
@@ -129,7 +129,7 @@ def test_results_stay_until_long_after_they_were_read() -> None:
     async def run() -> None:
         now = [0.0]
         ledger, runs = Ledger(report=print, clock=lambda: now[0]), []
-        ledger.open_model("m", "owner")
+        ledger.open_model("m", "owner", print)
         read = ledger.submit("m", 1, b"", note(runs, 1))
         unread = ledger.submit("m", 2, b"", note(runs, 2))
         await ledger.wait_for(read, 5.0)

@@ -68,9 +68,12 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
             if number and place == 4:
                 # Between two calls of a model another one is sampled, saved and loaded.
                 adapters.publish(str(model), "version")
+                # Those without pending gradients go to disk, and their next calls bring them back.
+                adapters.move_to_disk([str(other) for other in calls], folder)
+                assert bool(adapters._on_disk) == (len(calls) > 1)
                 adapters.show("version")
-                adapters.save(str(model), folder)
-                adapters.load("loaded", folder, True)
+                adapters.save(str(model), folder / "saved")
+                adapters.load("loaded", folder / "saved", True)
         # Each exchange holds the state of the model before.
         adapters.show(None)
         states.append({model: adapters._held.pop(str(model)) for model in calls})
@@ -117,9 +120,8 @@ def test_models_that_take_turns_are_bit_equal_to_each_alone(
     parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
     models = sorted(set(together))
     orders = [*([model] * 6 for model in models), together]
-    target = tmp_path / "saved"
-    target.mkdir()
-    for *each_alone, both in ranks.run(train, recipe, parallel, orders, target, world_size=parallel.world_size):
+    (tmp_path / "saved").mkdir()
+    for *each_alone, both in ranks.run(train, recipe, parallel, orders, tmp_path, world_size=parallel.world_size):
         for model, states in zip(models, each_alone, strict=True):
             alone = states[model]
             assert len(alone) == len(both[model]) and sum(values.numel() for values in alone) > 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.service.fake_trainer import FakeTrainer
-from tests.service.served import run_program, serving
+from tests.service.served import check_sampling, run_program, serving
 
 
 def test_a_supervised_loop_trains_saves_samples_and_resumes(tmp_path: Path) -> None:
@@ -48,6 +48,29 @@ def test_refused_calls_raise_at_once_and_the_client_goes_on(tmp_path: Path) -> N
             assert errors[label].startswith("RequestFailedError") and text in errors[label]
         assert "does not exist" in errors["path"]
         assert found["step"]["grad_norm:mean"] > 0
+
+    asyncio.run(run())
+
+
+def test_sampling_requests_are_honoured_or_refused_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url:
+            check_sampling(await run_program(url, "sampling"))
+
+    asyncio.run(run())
+
+
+def test_a_moving_sampling_client_follows_the_saves_of_its_model(tmp_path: Path) -> None:
+    async def run() -> None:
+        trainer = FakeTrainer()
+        async with serving(trainer, tmp_path) as url:
+            found = await run_program(url, "moving")
+            # Each kind has one copy: weights that were replaced are forgotten.
+            assert len(trainer.versions) == 3
+        before, trained, saved = found["before"], found["trained"], found["saved"]
+        assert before == trained and before["inflight"] == before["snapshot"] == saved["snapshot"]
+        assert saved["inflight"] == found["newest"] != before["inflight"]
+        assert all(scores in (before["inflight"], found["newest"]) for scores in found["meanwhile"])
 
     asyncio.run(run())
 

@@ -93,7 +93,8 @@ async def run_tenant(trainer: RankTrainer, number: int, name: str, options: argp
         logprobs.append(await trainer.forward_backward(name, batch, "importance_sampling", {}, is_forward_only=False))
         adam = AdamSettings(learning_rate=1e-3, grad_clip_norm=1.0)
         norms.append((await trainer.optim_step(name, adam))["grad_norm:mean"])
-    scores = await trainer.score(version, np.concatenate([prompt, samples[0].token_ids.astype(np.int32)]))
+    tokens = np.concatenate([prompt, samples[0].token_ids.astype(np.int32)])
+    scores, _ = await trainer.score(version, tokens, num_top_tokens=0)
     gap = float(np.abs(scores[len(prompt) :] - samples[0].logprobs).max())
     await trainer.forget(models=[name], versions=versions_used)
     return Outcome(logprobs, norms, gap)
@@ -106,7 +107,7 @@ async def measure(service: Service, options: argparse.Namespace, log_folder: Pat
     try:
         ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
         await construct_workers(ranks, service)
-        trainer = make_trainer(ranks, service)
+        trainer = make_trainer(ranks, service, log_folder)
         await trainer.start()
         ratios: list[float] = []
         seconds: dict[str, list[float]] = {"together": [], "one after the other": []}

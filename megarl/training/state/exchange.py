@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,19 @@ def restore_state(engine: TrainingEngine, state: HeldState) -> None:
             if step is not None:
                 group["step"] = step
     engine.pending_reduction = state.reduction
+
+
+def write_state(state: HeldState, file: Path) -> None:
+    """Write a state to a file. Raises ValueError for gradients with a due reduction: a file cannot hold that."""
+    if state.reduction is not None:
+        raise ValueError("the state has gradients whose reduction is due; keep it in memory")
+    torch.save({"tensors": state.tensors, "moments": state.moments, "steps": state.steps}, file)
+
+
+def read_state(file: Path) -> HeldState:
+    """Return a state that `write_state` wrote."""
+    values = torch.load(file, map_location="cpu", weights_only=True)
+    return HeldState(values["tensors"], values["moments"], values["steps"], None)
 
 
 def drop_moments(engine: TrainingEngine) -> None:

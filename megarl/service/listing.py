@@ -1,0 +1,115 @@
+"""Pages of the SDK's RestClient: an account's training runs, checkpoints and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from megarl.service.checkpoints import Checkpoints, Stored
+from megarl.service.refusals import NotFoundError
+from megarl.service.requests import Page
+from megarl.service.trainer import ServedModel
+
+_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+"""The SDK's types of checkpoints, by their kind."""
+
+
+class RunState(NamedTuple):
+    """A model in memory: its account, when it was last used (seconds since 1970), and the client's metadata."""
+
+    run: str
+    owner: str
+    used_at: float
+    metadata: Mapping[str, str] | None
+
+
+class Listing:
+    """Descriptions of what an account has, as the SDK reads them."""
+
+    def __init__(self, served: ServedModel, checkpoints: Checkpoints) -> None:
+        self._served, self._checkpoints = served, checkpoints
+
+    def list_checkpoints(self, owner: str, page: Page) -> dict[str, Any]:
+        """Return one page of an account's checkpoints, newest first."""
+        stored = self._checkpoints.list_stored(owner)
+        shown, cursor = _cut(stored, page)
+        return {"checkpoints": [_describe_checkpoint(one) for one in shown], "cursor": cursor}
+
+    def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
+        """Return the checkpoints of a run, newest first. Raises NotFoundError for an unknown run."""
+        stored = self._checkpoints.list_stored(owner, run)
+        if not stored and all(state.run != run for state in in_memory):
+            raise _unknown_run(run)
+        return {"checkpoints": [_describe_checkpoint(one) for one in stored]}
+
+    def list_runs(self, owner: str, page: Page, in_memory: Sequence[RunState]) -> dict[str, Any]:
+        """Return one page of an account's runs in memory or with checkpoints, most recently used first."""
+        shown, cursor = _cut(self._runs(owner, in_memory), page)
+        return {"training_runs": shown, "cursor": cursor}
+
+    def describe_run(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
+        for described in self._runs(owner, in_memory):
+            if described["training_run_id"] == run:
+                return described
+        raise _unknown_run(run)
+
+    def _runs(self, owner: str, in_memory: Sequence[RunState]) -> list[dict[str, Any]]:
+        by_run: dict[str, list[Stored]] = {state.run: [] for state in in_memory}
+        for stored in self._checkpoints.list_stored(owner):
+            by_run.setdefault(stored.run, []).append(stored)
+        states = {state.run: state for state in in_memory}
+        described = [
+            self._describe_run(states.get(run) or _past_run(checkpoints), checkpoints)
+            for run, checkpoints in by_run.items()
+        ]
+        return sorted(described, key=lambda run: str(run["last_request_time"]), reverse=True)
+
+    def _describe_run(self, state: RunState, checkpoints: Sequence[Stored]) -> dict[str, Any]:
+        values = {
+            "training_run_id": state.run,
+            "base_model": checkpoints[0].record["base_model"] if checkpoints else self._served.name,
+            "model_owner": state.owner,
+            "is_lora": True,
+            "lora_rank": checkpoints[0].record["rank"] if checkpoints else self._served.rank,
+            "last_request_time": _time(state.used_at),
+            "user_metadata": state.metadata,
+        }
+        for name, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
+            newest = next((stored for stored in checkpoints if stored.kind == kind), None)
+            values[name] = None if newest is None else _describe_checkpoint(newest)
+        return values
+
+
+def _past_run(checkpoints: Sequence[Stored]) -> RunState:
+    """Return the state of a run that has ended, from its checkpoints, newest first."""
+    newest = checkpoints[0]
+    return RunState(newest.run, newest.record["owner"], newest.record["time"], newest.record.get("run_metadata"))
+
+
+def _describe_checkpoint(stored: Stored) -> dict[str, Any]:
+    expires = stored.record.get("expires")
+    return {
+        "checkpoint_id": f"{stored.kind}/{stored.name}",
+        "checkpoint_type": _TYPES[stored.kind],
+        "time": _time(stored.record["time"]),
+        "tinker_path": stored.path,
+        "size_bytes": stored.record["size_bytes"],
+        "public": False,
+        "user_metadata": stored.record.get("user_metadata"),
+        "expires_at": None if expires is None else _time(expires),
+    }
+
+
+def _cut(items: Sequence[Any], page: Page) -> tuple[Sequence[Any], dict[str, int]]:
+    """Return the items of a page, and the SDK's cursor."""
+    cursor = {"offset": page.offset, "limit": page.limit, "total_count": len(items)}
+    return items[page.offset : page.offset + page.limit], cursor
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _unknown_run(run: str) -> NotFoundError:
+    return NotFoundError(f"training_run_id = {run:.100}: does not exist")

@@ -1,0 +1,121 @@
+"""Weights to sample from: copies in the trainer's memory, at most a number of them for each account."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.refusals import UserError
+from megarl.service.trainer import Trainer
+
+# A loop that samples from each step's weights makes one copy a step, and never says that it has done with one. A copy
+# of rank-32 adapters of a 14B model has about 220 MB.
+MOST_PUBLISHED = 32
+"""Maximum copies of one account in memory. The least recently used one makes room."""
+
+
+@dataclass(eq=False, slots=True)
+class Weights:
+    """Weights of one or more sampling sessions.
+
+    `version` is their name in the trainer: None for the base model, and for a checkpoint that is not in memory.
+    `folder` is the checkpoint. Copies of a model have none, so they end when they leave the memory.
+    """
+
+    owner: str
+    session_id: str
+    version: str | None = None
+    folder: Path | None = None
+    num_users: int = 0
+    """Requests that use them now."""
+    is_ended: bool = False
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class PublishedWeights:
+    """The copies in memory, least recently used first."""
+
+    def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
+        self._trainer, self._checkpoints = trainer, checkpoints
+        self._published: list[Weights] = []
+
+    async def copy_model(self, model_id: str, owner: str, session_id: str) -> Weights:
+        """Copy a model's present weights."""
+        version = secrets.token_hex(8)
+        await self._trainer.publish(model_id, version)
+        weights = Weights(owner, session_id, version)
+        self._published.append(weights)
+        await self._make_room(owner)
+        return weights
+
+    @asynccontextmanager
+    async def used(self, weights: Weights) -> AsyncIterator[str | None]:
+        """Context of a request that samples from these weights, with their version. Raises UserError if they ended."""
+        # Counted before the first await: weights in use never leave the memory.
+        weights.num_users += 1
+        try:
+            yield await self._version(weights)
+        finally:
+            weights.num_users -= 1
+            if weights.is_ended and not weights.num_users:
+                await self._forget([weights])
+
+    async def end(self, weights: Weights) -> None:
+        """End weights without a later request. Running requests go on."""
+        weights.is_ended = True
+        if not weights.num_users:
+            await self._forget([weights])
+
+    def end_session(self, session_id: str) -> list[str]:
+        """End a session's weights, and return the versions that the trainer must forget."""
+        ended = [weights for weights in self._published if weights.session_id == session_id]
+        self._published = [weights for weights in self._published if weights not in ended]
+        versions = [weights.version for weights in ended if weights.version is not None]
+        for weights in ended:
+            weights.is_ended, weights.version = True, None
+        return versions
+
+    async def _version(self, weights: Weights) -> str | None:
+        if weights.is_ended:
+            raise UserError(
+                f"sampling_session_id: its weights were replaced after {MOST_PUBLISHED} newer ones of this key; use "
+                "newer ones, or save weights with a name"
+            )
+        if weights in self._published:
+            self._published.remove(weights)
+        elif weights.folder is not None:
+            # Parallel requests for these weights wait for one copy.
+            async with weights.loading:
+                if weights.version is None:
+                    version = secrets.token_hex(8)
+                    with self._checkpoints.reading(weights.folder):
+                        await self._trainer.publish_folder(weights.folder, version)
+                    weights.version = version
+            if weights in self._published:
+                return weights.version
+        else:
+            return None
+        self._published.append(weights)
+        await self._make_room(weights.owner)
+        return weights.version
+
+    async def _make_room(self, owner: str) -> None:
+        """Remove an account's least recently used copies beyond the limit."""
+        owned = [weights for weights in self._published if weights.owner == owner]
+        surplus = [weights for weights in owned[:-1] if not weights.num_users][: max(0, len(owned) - MOST_PUBLISHED)]
+        for weights in surplus:
+            weights.is_ended = weights.folder is None
+        await self._forget(surplus)
+
+    async def _forget(self, ended: list[Weights]) -> None:
+        versions = [weights.version for weights in ended if weights.version is not None]
+        self._published = [weights for weights in self._published if weights not in ended]
+        for weights in ended:
+            weights.version = None
+        if versions:
+            await self._trainer.forget(models=[], versions=versions)
