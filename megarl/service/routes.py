@@ -126,6 +126,7 @@ class _Routes:
             if not self.server.admit(request):
                 return _error(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
             try:
+                _refuse_compressed(request)
                 return await handler(request, owner)
             except NotFoundError as error:
                 return _error(str(error), 404)
@@ -149,7 +150,7 @@ class _Routes:
         return handle
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
-        # `_read` refuses compressed bodies, so clients must not compress them.
+        # `_checked` refuses compressed bodies, so clients must not compress them.
         # The SDK's defaults hold for everything else.
         return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
 
@@ -187,7 +188,7 @@ class _Routes:
         return _promise(self._desk.load_weights(read_fields(LoadWeights, await _json(request)), owner))
 
     async def _forward_backward(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.forward_backward(await _read(request), owner))
+        return _promise(self._desk.forward_backward(await read_bytes(request), owner))
 
     async def _create_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(CreateSampler, await _json(request))
@@ -219,13 +220,7 @@ async def _healthz(request: web.Request) -> web.StreamResponse:
     return web.json_response({"status": "ok"})
 
 
-async def _read(request: web.Request) -> bytes:
-    _refuse_compressed(request)
-    return await read_bytes(request)
-
-
 async def _json(request: web.Request) -> dict[str, Any]:
-    _refuse_compressed(request)
     return dict(await read_json(request))
 
 
