@@ -118,6 +118,10 @@ async def on_policy_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
     """Enter the sampling of an on-policy loop. At the end, groups in flight are cancelled."""
     recipe, sources = run.recipe, run.data.sources
     with closing(_open_journal(run)) if _has_agents(run) else nullcontext() as journal:
+        if journal is not None:
+            for source in sources:
+                if source.sampler.expect_programs is not None:
+                    source.sampler.expect_programs(journal.expected_keys)
         state, policy = RLState(recipe.algorithm), BufferPolicy.from_recipe(recipe)
         buffer = GroupBuffer(recipe, sources, state, policy, journal)
         async with aclosing(buffer):

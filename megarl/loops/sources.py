@@ -222,6 +222,7 @@ async def make_source(
         is_abandoned=is_abandoned,
         notify_once=screen.notice_once,
         agent=agent.attempt if agent is not None else None,
+        expect_programs=agent.expect if agent is not None else None,
         environment_pool=environments,
         answers=Answers(judges, given.name, screen.notice_once, had_ended),
     )

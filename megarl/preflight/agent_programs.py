@@ -68,6 +68,27 @@ def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@checks("rollout")
+def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of programs that outlive the driver, and could not go on with the next one."""
+    rollout = recipe.rollout
+    where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
+    if rollout.agent.outlive_seconds is None:
+        return
+    if rollout.endpoint.port == 0:
+        yield f"{where}: programs look for the next driver at the same port; set rollout.endpoint.port to a free one"
+    if rollout.agent.sandbox != "process" and rollout.agent.reach == "host":
+        yield (
+            f"{where}: with rollout.agent.network = host nothing holds the connections of programs while the driver is "
+            "away; set rollout.agent.network=endpoint, or leave out outlive_seconds"
+        )
+    if recipe.rollout.stragglers == "park":
+        yield (
+            f"{where}: rollout.stragglers = park pauses completions, and a program cannot go on with a paused one; set "
+            "rollout.stragglers=wait, or leave out outlive_seconds"
+        )
+
+
 @checks("rollout", Cost.FILES)
 def containers(recipe: Recipe) -> Iterator[str]:
     """Yield errors of the container: missing folders, or a machine unable to start one."""
@@ -145,6 +166,7 @@ def _harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
 def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
     """Yield errors of a task not fitting the recipe's containers."""
     where = f"{task['folder']}/{TASK_FILE}"
+    yield from _limit_faults(task, agent, where)
     is_known = task["image"] is not None and agent.sandbox != "sandbox"
     if agent.image is None and not is_known and (task["has_dockerfile"] or task["image"]):
         yield (
@@ -155,4 +177,31 @@ def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
         yield (
             f"{where}: environment.network_mode = public: the container reaches the endpoint only; set "
             "rollout.agent.network=host, or the task's network_mode to no-network"
+        )
+
+
+def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
+    """Yield errors of limits that a task needs and the recipe's containers do not give."""
+    caps = (
+        ("agent.timeout_sec", task["agent_seconds"], 1, "rollout.agent.timeout_seconds", agent.timeout_seconds),
+        ("environment.memory_mb", task["memory_bytes"], 1 << 20, "rollout.agent.memory_gib", agent.memory_gib),
+        ("environment.storage_mb", task["storage_bytes"], 1 << 20, "rollout.agent.disk_gib", agent.disk_gib),
+    )
+    for name, needed, unit, cap, value in caps:
+        # Seconds have one unit; memory and files have bytes in the task and GiB in the recipe.
+        most = None if value is None else value * (1 if unit == 1 else 1 << 30)
+        if needed is not None and most is not None and needed > most:
+            yield (
+                f"{where}: {name} = {needed / unit:g}: is more than {cap} = {value:g}; raise that, or lower the task's"
+            )
+    if task["storage_bytes"] is not None and agent.sandbox != "sandbox":
+        yield (
+            f"{where}: environment.storage_mb: {agent.sandbox} has no limit of new files; set "
+            "rollout.agent.sandbox=sandbox, or remove it from the task"
+        )
+    num_cpus = len(os.sched_getaffinity(0))
+    # Other nodes may have more than the driver's machine. A container that cannot start there says so.
+    if task["cpus"] is not None and agent.nodes == "driver" and task["cpus"] > num_cpus:
+        yield (
+            f"{where}: environment.cpus = {task['cpus']:g}: this machine has {num_cpus}; lower it, or remove the task"
         )

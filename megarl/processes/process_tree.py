@@ -87,6 +87,12 @@ def send_signal(pid: int, number: signal.Signals) -> None:
     os.kill(pid, number)
 
 
+def kill_by_descriptor(pidfd: int) -> None:
+    """Kill the process of a pidfd (pidfd_open(2)). Does nothing after its end."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process forked by `fork_child`, its descendants and its process group."""
     for process in [*descendants(pid), pid]:

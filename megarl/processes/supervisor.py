@@ -30,15 +30,17 @@ _PART_BYTES = 64 << 10
 def supervise(settings: Mapping[str, Any]) -> NoReturn:
     """Run the program `settings["command"]`, and report its end on the socket `control`. Never returns.
 
-    When the driver closes `control`, all processes are killed. `connection` is a descriptor passed to the program, or
-    None. With `log_file` all output goes there. Otherwise the ends of standard output and of standard error are part of
-    the report, a JSON object: `exit_code` (128 + signal if killed, null if the driver ended it), `stdout`, `stderr`,
-    and `refused`, the reason why the program cannot be started.
+    When the driver closes `control`, all processes are killed. With `control` None the program outlives the driver.
+    `connection` is a descriptor passed to the program, or None. With `log_file` all output goes there. Otherwise the
+    ends of standard output and of standard error are part of the report, a JSON object: `exit_code` (128 + signal if
+    killed, null if the driver ended it), `stdout`, `stderr`, and `refused`, the reason why the program cannot be
+    started.
     """
     # Before the fork, so that no descendant can escape.
     adopt_orphans()
-    control = socket.socket(fileno=settings["control"])
-    control.set_inheritable(False)
+    control = None if settings["control"] is None else socket.socket(fileno=settings["control"])
+    if control is not None:
+        control.set_inheritable(False)
     log = settings["log_file"]
     sinks: dict[int, _Sink] = {}
     ends: list[int] = []
@@ -67,7 +69,8 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     }
     # The driver may have ended.
     with suppress(OSError):
-        control.sendall(json.dumps(report).encode())
+        if control is not None:
+            control.sendall(json.dumps(report).encode())
     os._exit(0)
 
 
@@ -85,7 +88,7 @@ def become_program(command: list[str], stdout: int, stderr: int, refuse: int) ->
         os._exit(127)
 
 
-def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> int | None:
+def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink]) -> int | None:
     """Copy output and reap orphans until the child ends or the driver closes `control`.
 
     Returns the child's exit code; None if the driver closed `control`.
@@ -97,7 +100,8 @@ def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> in
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     poll = select.poll()
-    for descriptor in (control.fileno(), woken, *sinks):
+    controls = set() if control is None else {control.fileno()}
+    for descriptor in (*controls, woken, *sinks):
         poll.register(descriptor, select.POLLIN)
     while True:
         # Also before the first poll(): the child may have ended before the SIGCHLD handler was installed.
@@ -112,7 +116,7 @@ def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> in
             sinks[output].add(part)
             if not part:
                 poll.unregister(output)
-        if control.fileno() in ready:
+        if controls & ready:
             # The child may have ended at the same moment.
             return reap(child)
 

@@ -41,7 +41,9 @@ class AttemptEngine:
     ) -> None:
         self.log = log
         self._pool, self._calls, self._purpose = pool, [] if calls is None else calls, COUNTED_FOR.get()
-        self._to_repeat = list(self._calls)
+        # A program that outlived the driver has its answers, so only a completion begun for it may be continued.
+        is_reopened = log is not None and log.reopened is not None
+        self._to_repeat = [call for call in self._calls if not (is_reopened and call.is_done)]
         self._is_closed = False
         self._num_awaited = 0
         self._began = self._paused_before = 0.0
@@ -55,6 +57,14 @@ class AttemptEngine:
     def close(self) -> None:
         """Fail all further requests: the attempt may ignore its cancellation."""
         self._is_closed = True
+
+    def begin_again(self) -> None:
+        """Begin the attempt again, with the recorded completions: its program is lost."""
+        self.is_restarted = True
+        if self.log is not None:
+            self.log.begin_again()
+        self._to_repeat = [call for call in self._calls if call.is_done]
+        self._calls[:] = self._to_repeat
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         """Return a recorded completion of this prompt, or sample one; see `EnginePool.generate`."""
@@ -73,7 +83,7 @@ class AttemptEngine:
             call.parts[:] = [completion]
             call.is_done = True
         if self.log is not None:
-            await self.log.write_call(call, is_repeated=is_repeated)
+            await self.log.write_call(call, is_repeated=is_repeated, request_id=request.request_id)
         return call.parts[0]
 
     def forget(self, affinity: str) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -62,6 +62,9 @@ METRICS = (
     MetricRow(
         "environment/leaked_containers", "count", "containers of an attempt that could not be ended", PER_ATTEMPT
     ),
+    MetricRow(
+        "environment/outlived_driver", "fraction", "programs that went on after a driver was killed", PER_ATTEMPT
+    ),
 )
 
 Result = TypeVar("Result")
@@ -94,6 +97,22 @@ Pauses of the engines extend the limit, so a single long wait would end too earl
 """
 
 
+_MAX_LOSSES = 2
+"""Lost containers after which an attempt ends with an error. Its program may be what ends them."""
+_LOSSES = ("ContainerLost: ", "PeerLostError: ")
+"""Beginnings of the failures of an attempt whose container, or its node's agent, has ended."""
+_LABEL = "agent"
+"""Label of the agent's program among the programs of its container."""
+
+
+class _LostError(Exception):
+    """Raised if the container of an attempt is lost, with the trajectory up to then."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__(trajectory.failure)
+        self.trajectory = trajectory
+
+
 class _ProgramError(Exception):
     """Raised to end an agent's attempt with an error. Its text has the form `KIND: reason`."""
 
@@ -119,11 +138,30 @@ class AgentProgram:
     places: asyncio.Semaphore
     make_agent: Callable[[], Agent] | None = None
 
+    def expect(self, keys: Sequence[str]) -> None:
+        """Let requests wait whose programs may have outlived the last driver, until their attempts go on."""
+        self.sessions.expect(keys)
+        self.endpoint.accept()
+
     async def attempt(self, task: Task, budget: Budget, engine: AttemptEngine) -> Trajectory:
         """Run the agent for one attempt with completions from `engine`. Returns the trajectory that its session
         recorded.
+
+        A program that outlived the last driver goes on. If a container is lost, the attempt begins again.
         """
+        self.endpoint.accept()
         began = time.monotonic()
+        for is_last in (*(False,) * _MAX_LOSSES, True):
+            try:
+                return await self._attempt_once(task, budget, engine, began)
+            except _LostError as error:
+                if is_last:
+                    return error.trajectory
+                engine.begin_again()
+        raise AssertionError("the last loss returns")
+
+    async def _attempt_once(self, task: Task, budget: Budget, engine: AttemptEngine, began: float) -> Trajectory:
+        """Run the agent once. Raises _LostError if its container is lost."""
         harbor = HarborTask.of(task.problem)
         verifier_seconds = 0.0
         async with AsyncExitStack() as stack:
@@ -132,14 +170,18 @@ class AgentProgram:
             try:
                 if self.make_agent is None:
                     # Ahead of the attempt's turn.
-                    opening = self.containers.container(task.name, None if harbor is None else self._image(harbor))
-                    container = await stack.enter_async_context(opening)
+                    container = await stack.enter_async_context(self._living_or_new(task, harbor, engine))
             except ContainerError as error:
                 start_failure = str(error)
             # The semaphore limits the programs running at once (rollout.agent.max_processes).
             await stack.enter_async_context(self.places)
-            limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
-            session = self.sessions.open(task.name, task.key, task.sampling, limits, engine)
+            limits = Limits(
+                budget.context_tokens,
+                budget.max_turns,
+                idle_seconds=self.config.timeout_seconds,
+                sampled_tokens=self.config.sampled_tokens,
+            )
+            session = await self._open_session(task, limits, engine, container)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
@@ -176,6 +218,7 @@ class AgentProgram:
                 "verifier_seconds": verifier_seconds,
                 "live_containers": float(num_living),
                 "leaked_containers": float(container.is_leaked),
+                "outlived_driver": float(container.seconds_running is not None),
             }
         trajectory = _trajectory(
             task,
@@ -188,6 +231,8 @@ class AgentProgram:
             environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
         )
         if failure is not None:
+            if failure.startswith(_LOSSES):
+                raise _LostError(trajectory)
             return trajectory
         # A posted reward has priority over a printed one, and a verifier over both.
         if harbor is None and session.reward is not None:
@@ -215,8 +260,42 @@ class AgentProgram:
             raise _ProgramError(f"{type(error).__name__}: {error}") from error
         return None if reward is None else _check_reward(reward)
 
-    def _image(self, harbor: HarborTask) -> str | None:
-        return task_image(harbor.fields, self.config.image, is_unpacked=self.config.sandbox == "sandbox")
+    @asynccontextmanager
+    async def _living_or_new(
+        self, task: Task, harbor: HarborTask | None, engine: AttemptEngine
+    ) -> AsyncIterator[AttemptContainer]:
+        """Go on with the container of the last driver if it lives, else start one. Raises ContainerError."""
+        async with AsyncExitStack() as stack:
+            container: AttemptContainer | None = None
+            earlier = None if engine.log is None else engine.log.reopened
+            if earlier is not None:
+                try:
+                    container = await stack.enter_async_context(
+                        self.containers.adopted(earlier.node, earlier.container)
+                    )
+                except ContainerError:
+                    self.sessions.cease_to_expect(earlier.key)
+                    engine.begin_again()
+            yield container or await stack.enter_async_context(self._container(task, harbor))
+
+    async def _open_session(
+        self, task: Task, limits: Limits, engine: AttemptEngine, container: AttemptContainer | None
+    ) -> Session:
+        """Open the session of an attempt, with the answers of a program that outlived the last driver."""
+        log = engine.log
+        session = self.sessions.open(task.name, task.key, task.sampling, limits, engine, log)
+        if log is not None and log.reopened is not None:
+            await self.sessions.reopen(session, log.reopened)
+        elif log is not None and container is not None and self.config.outlive_seconds is not None:
+            log.open_session(session.name, session.secret, container.node.name, container.name)
+        return session
+
+    def _container(self, task: Task, harbor: HarborTask | None) -> AbstractAsyncContextManager[AttemptContainer]:
+        """Return the container of an attempt, with the image and the limits of its task if it has one."""
+        if harbor is None:
+            return self.containers.container(task.name)
+        image = task_image(harbor.fields, self.config.image, is_unpacked=self.config.sandbox == "sandbox")
+        return self.containers.container(task.name, image, harbor.container_limits)
 
     async def _run(
         self,
@@ -230,12 +309,17 @@ class AgentProgram:
         program, limit = self.config.command[0], self.config.timeout_seconds
         if harbor is not None:
             limit = harbor.limit_seconds(limit)
-        running = container.execute(
-            self.config.command,
-            self._variables(session, container),
-            stdin=json.dumps(_task_input(task)).encode() + b"\n",
-            folder=None if harbor is None else harbor.workdir,
-        )
+        if container.seconds_running is not None:
+            running = container.join(_LABEL)
+            limit -= container.seconds_running
+        else:
+            running = container.execute(
+                self.config.command,
+                self._variables(session, container),
+                stdin=json.dumps(_task_input(task)).encode() + b"\n",
+                folder=None if harbor is None else harbor.workdir,
+                label=_LABEL,
+            )
         try:
             ended = await self._wait_within_limit(running, engine, session, limit)
         except TimeoutError:
@@ -274,7 +358,7 @@ class AgentProgram:
         """Wait for `work` and return its result.
 
         Raises TimeoutError after `seconds`, not counting time in which the engines are paused.
-        Raises _ProgramError if the endpoint refuses too many calls of the session.
+        Raises _ProgramError if the endpoint refuses too many calls of the session, or one beyond its limit of tokens.
         """
         # Seconds in which the engines were paused before the start must not extend the limit.
         ends = time.monotonic() - engine.seconds_paused + seconds
@@ -284,6 +368,8 @@ class AgentProgram:
                 seconds_left = ends - time.monotonic() + engine.seconds_paused
                 if seconds_left <= 0:
                     raise TimeoutError
+                if session.outcome is not None:
+                    raise _ProgramError(session.outcome)
                 if session.counts["refused_calls"] > _MAX_REFUSED_CALLS:
                     raise _ProgramError(
                         f"RefusedCalls: the program went on after {_MAX_REFUSED_CALLS} calls had been refused"
@@ -293,6 +379,9 @@ class AgentProgram:
             ending.cancel()
             # A user's agent may ignore its cancellation, and the attempt must end anyway.
             await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
+        # A program may also end by itself after such a refusal.
+        if session.outcome is not None:
+            raise _ProgramError(session.outcome)
         return ending.result()
 
 
@@ -324,10 +413,17 @@ async def agent_program(
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
     sessions = Sessions(codec)
     containers: Containers | None = None
-    endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, notice=notify, load=pool.load)
+    config = recipe.rollout.agent
+    endpoint = Endpoint(
+        sessions,
+        recipe.rollout.endpoint,
+        model=recipe.name,
+        notice=notify,
+        load=pool.load,
+        is_held=config.outlive_seconds is not None,
+    )
     try:
         await endpoint.start()
-        config = recipe.rollout.agent
         containers = Containers(config, endpoint.address, agents=agents, notify=notify)
         await containers.start()
         make_agent = None

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -69,40 +69,60 @@ class Node:
 class AttemptContainer:
     """A running container of one attempt."""
 
-    def __init__(self, node: Node, name: str, url: str, seconds_to_start: float) -> None:
-        self.node, self._name = node, name
+    def __init__(
+        self, node: Node, name: str, url: str, seconds_to_start: float, seconds_running: float | None = None
+    ) -> None:
+        self.node, self.name = node, name
         self.url, self.seconds_to_start = url, seconds_to_start
+        self.seconds_running = seconds_running
+        """Seconds since the start of the program of an adopted container; None: it is new."""
         self.is_leaked = False
         """Whether the container could not be ended. It ends with its lease then."""
 
     async def execute(
-        self, command: Sequence[str], environment: Mapping[str, str], *, stdin: bytes = b"", folder: str | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: bytes = b"",
+        folder: str | None = None,
+        label: str = "",
     ) -> Executed:
-        """Run a program to its end, and kill all others then. Raises ContainerError. Cancelling it kills it too."""
+        """Run a program to its end, and kill all others then. Raises ContainerError. Cancelling it kills it too.
+
+        A later driver can `join` it by its label.
+        """
+        return await self._await_end(
+            "execute",
+            command=list(command),
+            environment=dict(environment),
+            stdin=base64.b64encode(stdin).decode(),
+            folder=folder,
+            label=label,
+        )
+
+    async def join(self, label: str) -> Executed:
+        """Wait for the end of a program that an earlier driver started in the container. See `execute`."""
+        return await self._await_end("join", label=label)
+
+    async def _await_end(self, verb: str, **fields: Any) -> Executed:
         try:
-            answer = await self.node.ask(
-                "execute",
-                name=self._name,
-                command=list(command),
-                environment=dict(environment),
-                stdin=base64.b64encode(stdin).decode(),
-                folder=folder,
-            )
+            answer = await self.node.ask(verb, name=self.name, **fields)
         except asyncio.CancelledError:
             # An agent on another node does not see the cancellation of this call.
             with suppress(ContainerError):
-                await self.node.ask("cancel", name=self._name)
+                await self.node.ask("cancel", name=self.name)
             raise
         return Executed(**answer)
 
     async def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
         """Replace a folder by one with these files: relative path to mode and content. Raises ContainerError."""
         encoded = {path: (mode, base64.b64encode(content).decode()) for path, (mode, content) in files.items()}
-        await self.node.ask("put", name=self._name, folder=folder, files=encoded)
+        await self.node.ask("put", name=self.name, folder=folder, files=encoded)
 
     async def get(self, path: str, max_bytes: int) -> bytes:
         """Return the content of a file. Raises ContainerError if there is no such file, or a longer one."""
-        answer = await self.node.ask("get", name=self._name, path=path, max_bytes=max_bytes)
+        answer = await self.node.ask("get", name=self.name, path=path, max_bytes=max_bytes)
         return base64.b64decode(answer["content"])
 
 
@@ -122,7 +142,8 @@ class Containers:
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._config, self._address = config, address
-        self._agents, self._notify, self._lease_seconds = agents, notify, lease_seconds
+        self._agents, self._notify = agents, notify
+        self._lease_seconds = config.outlive_seconds or lease_seconds
         self._host = ContainerHost()
         host, port = address
         self._driver = Node("driver", self._host.request, (_LOOPBACK.get(host, host), port))
@@ -161,20 +182,24 @@ class Containers:
         return sum(len(node.names) for node in (self._driver, *self._nodes.values()))
 
     @asynccontextmanager
-    async def container(self, attempt: str, image: str | None = None) -> AsyncIterator[AttemptContainer]:
+    async def container(
+        self, attempt: str, image: str | None = None, limits: Mapping[str, float] | None = None
+    ) -> AsyncIterator[AttemptContainer]:
         """Start a container for an attempt, and end it afterwards. Raises ContainerError.
 
-        `image` replaces the recipe's.
+        `image` replaces the recipe's. `limits` are fields of `Limits` that replace those of the recipe.
         """
         async with self._startable:
-            node, name, answer = await self._start(attempt, image or self._config.image)
+            node, name, answer = await self._start(attempt, image or self._config.image, limits or {})
             container = AttemptContainer(node, name, answer["url"], answer["seconds"])
             try:
                 yield container
             finally:
                 container.is_leaked = not await self._stop(node, name)
 
-    async def _start(self, attempt: str, image: str | None) -> tuple[Node, str, Mapping[str, Any]]:
+    async def _start(
+        self, attempt: str, image: str | None, limits: Mapping[str, Any]
+    ) -> tuple[Node, str, Mapping[str, Any]]:
         """Start a container on the node with the most free memory. Returns node, name and answer."""
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
         tried: set[Node] = set()
@@ -191,7 +216,7 @@ class Containers:
             node.names.add(name)
             began = time.monotonic()
             try:
-                answer = await node.ask("start", settings=self._settings(name, node, image))
+                answer = await node.ask("start", settings=self._settings(name, node, image, limits))
             except ContainerError as error:
                 node.names.discard(name)
                 failure = error
@@ -205,7 +230,22 @@ class Containers:
             return node, name, answer
         raise failure
 
-    def _settings(self, name: str, node: Node, image: str | None) -> dict[str, Any]:
+    @asynccontextmanager
+    async def adopted(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
+        """Go on with a container of an earlier driver, and end it afterwards. Raises ContainerError if it has ended."""
+        async with self._startable:
+            node = next((node for node in self.nodes if node.name == node_name), None)
+            if node is None:
+                raise ContainerError(f"ContainerLost: the run has no node {node_name}")
+            answer = await node.ask("adopt", settings=self._settings(name, node, self._config.image, {}))
+            node.names.add(name)
+            container = AttemptContainer(node, name, answer["url"], 0.0, answer["seconds_running"])
+            try:
+                yield container
+            finally:
+                container.is_leaked = not await self._stop(node, name)
+
+    def _settings(self, name: str, node: Node, image: str | None, task_limits: Mapping[str, Any]) -> dict[str, Any]:
         config = self._config
         limits = Limits(
             processes=config.processes,
@@ -220,8 +260,9 @@ class Containers:
             image=image,
             folders=config.folders,
             network=config.reach,
-            limits=limits,
+            limits=replace(limits, **task_limits),
             lease_seconds=self._lease_seconds,
+            outlives_host=config.outlive_seconds is not None,
         )
         return asdict(settings)
 

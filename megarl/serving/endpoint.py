@@ -65,8 +65,13 @@ class Endpoint:
         model: str,
         notice: Callable[[str], object] = lambda text: None,
         load: Callable[[], PoolLoad | None] = lambda: None,
+        is_held: bool = False,
     ) -> None:
-        """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics)."""
+        """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics).
+
+        `is_held`: programs of an earlier driver may call at once, so clients wait until `accept` is called.
+        """
+        self._is_held = is_held
         self._sessions, self._config, self._model = sessions, config, model
         self._metrics = EndpointMetrics(lambda: sessions.num_open, load) if config.metrics else None
         self._notices = FirstOfEachKind(notice)
@@ -102,7 +107,12 @@ class Endpoint:
             lingering_time=_LINGERING_SECONDS,
             shutdown_timeout=_SHUTDOWN_SECONDS,
         )
-        self.base_url = await self._server.start(self._config.host, self._config.port)
+        self.base_url = await self._server.start(self._config.host, self._config.port, is_held=self._is_held)
+
+    def accept(self) -> None:
+        """Begin to accept connections, unless this has begun."""
+        if self._server is not None:
+            self._server.accept()
 
     async def close(self) -> None:
         """End all sessions, then stop the server."""
@@ -136,6 +146,7 @@ class Endpoint:
         """Return the answer to a request, also if handling it raises an error."""
         try:
             self._admit(request)
+            await self._sessions.wait_for(_secret(request), self._config.hold_seconds)
             return await handler(request)
         except RequestError as error:
             response = _error_response(request, error)
@@ -157,7 +168,8 @@ class Endpoint:
         Connections without a known key are not counted here; the handlers refuse their requests.
         """
         secret = _secret(request)
-        if self._sessions.find(secret) is None and not self._is_token(secret):
+        is_known = self._sessions.find(secret) is not None or self._sessions.is_expected(secret)
+        if not is_known and not self._is_token(secret):
             return
         assert self._server is not None, "requests come after the start"
         if not self._server.admit(request):
@@ -219,6 +231,8 @@ class Endpoint:
         if reward is None:
             raise RequestError(f"reward = {body.get('reward')!r:.40}: give a finite number", param="reward")
         session.turn_rewards = body.get("turn_rewards")
+        # The reward is not in the journal, and a program posts it once.
+        await session.close_journal()
         await self._sessions.end(session, reward)
         return web.json_response({"id": session.secret, "reward": session.reward})
 

@@ -44,8 +44,14 @@ class HarborTask:
         return self.fields["workdir"]
 
     def limit_seconds(self, seconds: float) -> float:
-        """Return the time limit of the agent: the shorter one of recipe and task."""
+        """Return the time limit of the agent: the task's, else `seconds`. The dry run refuses a task with more."""
         return min(seconds, self.fields["agent_seconds"] or seconds)
+
+    @property
+    def container_limits(self) -> dict[str, float]:
+        """The task's limits that replace those of the recipe, by fields of the container's `Limits`."""
+        limits = {"cpus": "cpus", "memory_bytes": "memory_bytes", "disk_bytes": "storage_bytes"}
+        return {name: self.fields[field] for name, field in limits.items() if self.fields[field] is not None}
 
     async def verify(self, container: AttemptContainer) -> float:
         """Run the verifier after the agent has ended, and return its reward. Raises VerifierError.

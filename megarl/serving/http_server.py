@@ -74,10 +74,11 @@ class HttpServer:
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
 
-    async def start(self, host: str, port: int) -> str:
+    async def start(self, host: str, port: int, *, is_held: bool = False) -> str:
         """Listen at an address, and return the base URL. Port 0 takes any free port.
 
-        Raises ConfigError with the port's field if the address is not available; the server is closed then.
+        `is_held`: clients wait in the kernel until `accept` is called. Raises ConfigError with the port's field if the
+        address is not available; the server is closed then.
         """
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -93,8 +94,14 @@ class HttpServer:
             await self.close()
             reason = error.strerror or str(error)
             raise ConfigError(f"{self._section}.port = {port}: {taken_text(host, port, reason)}") from error
-        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
+        if not is_held:
+            self.accept()
         return f"http://{in_url(host)}:{self._listeners[0].getsockname()[1]}"
+
+    def accept(self) -> None:
+        """Begin to accept connections, unless this has begun."""
+        if not self._accepting:
+            self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""

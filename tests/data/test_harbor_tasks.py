@@ -32,7 +32,7 @@ def task(tmp_path: Path) -> Callable[..., Path]:
 
 def test_a_folder_of_tasks_is_a_data_set(task: Callable[..., Path], tmp_path: Path) -> None:
     settings = '[agent]\ntimeout_sec = 9\nuser = "root"\n[verifier]\ntimeout_sec = 5.5\n'
-    settings += '[environment]\nworkdir = "/app"\ncpus = 2\n'
+    settings += '[environment]\nworkdir = "/app"\ncpus = 2\nmemory_mb = 64\nstorage_mb = 1.5\n'
     task("second", settings)
     task("first")
     first, second = read_records(tmp_path)
@@ -40,6 +40,8 @@ def test_a_folder_of_tasks_is_a_data_set(task: Callable[..., Path], tmp_path: Pa
     assert first.answer() == "first" and first.fields["harbor"]["verifier_seconds"] == 600.0
     fields = second.fields["harbor"]
     assert (fields["agent_seconds"], fields["verifier_seconds"], fields["workdir"]) == (9.0, 5.5, "/app")
+    assert (fields["cpus"], fields["memory_bytes"], fields["storage_bytes"]) == (2.0, 64 << 20, 3 << 19)
+    assert first.fields["harbor"]["memory_bytes"] is None
     assert fields["folder"] == str(tmp_path / "second")
     # One task is a source too.
     assert len(list(read_records(tmp_path / "first"))) == 1
@@ -61,6 +63,10 @@ def test_a_folder_of_tasks_is_a_data_set(task: Callable[..., Path], tmp_path: Pa
         ("task.toml", '[verifier]\nenvironment_mode = "separate"', "verifier.environment_mode = 'separate'"),
         ("task.toml", '[environment]\nnetwork_mode = "allowlist"', "environment.network_mode = allowlist"),
         ("task.toml", "[environment]\nworkdir = 3", "environment.workdir = 3"),
+        ("task.toml", "[environment]\ncpus = true", "cpus = True"),
+        ("task.toml", "[environment]\nmemory_mb = 0", "memory_mb = 0"),
+        ("task.toml", '[environment]\nmemory = "2G"', "environment.memory = '2G': is not supported; write memory_mb"),
+        ("task.toml", "[environment]\ngpus = 1", "environment.gpus = 1"),
         ("task.toml", '[agent]\nuser = "nobody"', "agent.user = 'nobody'"),
         ("task.toml", '[verifier.env]\nKEY = "1"', "verifier.env = {'KEY': '1'}"),
         ("task.toml", '[environment.healthcheck]\ncommand = "x"', "environment.healthcheck"),

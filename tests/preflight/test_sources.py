@@ -121,3 +121,28 @@ def test_a_container_that_cannot_work_is_refused(
         check(recipe(rollout={"environment": "command", "agent": agent}, cluster=cluster))
     [line] = [line for line in str(error.value).splitlines() if "rollout.agent" in line]
     assert place in line and facts in line, error.value
+
+
+@pytest.mark.parametrize(
+    ("toml", "agent", "facts"),
+    [
+        ("[agent]\ntimeout_sec = 900", {}, ["agent.timeout_sec = 900", "rollout.agent.timeout_seconds = 600; raise"]),
+        ("[environment]\nmemory_mb = 4096", {"memory_gib": 2}, ["memory_mb = 4096", "rollout.agent.memory_gib = 2;"]),
+        ("[environment]\nstorage_mb = 9000", {"disk_gib": 5}, ["storage_mb = 9000", "rollout.agent.disk_gib = 5;"]),
+        ("[environment]\nstorage_mb = 9000", {"sandbox": "docker", "image": "i"}, ["storage_mb", "sandbox=sandbox"]),
+        ("[environment]\ncpus = 9000", {}, ["environment.cpus = 9000", "lower it"]),
+    ],
+    ids=["time", "memory", "files", "files of docker", "CPUs"],
+)
+def test_a_task_that_needs_more_than_the_recipe_gives_is_refused(
+    recipe: Callable[..., Recipe], tmp_path: Path, toml: str, agent: dict[str, Any], facts: list[str]
+) -> None:
+    (tmp_path / "task/tests").mkdir(parents=True)
+    (tmp_path / "task/tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    (tmp_path / "task/instruction.md").write_text("Add.")
+    (tmp_path / "task/task.toml").write_text(toml)
+    agent = {"command": ["true"], "sandbox": "sandbox"} | agent
+    with pytest.raises(ConfigError) as error:
+        check(recipe(data={"train": str(tmp_path)}, rollout={"environment": "command", "agent": agent}))
+    [line] = [line for line in str(error.value).splitlines() if "task.toml" in line]
+    assert all(fact in line for fact in facts), error.value

@@ -63,7 +63,7 @@ def test_a_container_of_docker_is_driven_by_its_command_line(
         address=endpoint,
         image="debian:12",
         folders=("/usr/share",),
-        limits=Limits(processes=9, memory_bytes=1 << 30, output_bytes=10_000),
+        limits=Limits(processes=9, memory_bytes=1 << 30, output_bytes=10_000, cpus=1.5),
     )
 
     async def drive() -> None:
@@ -96,7 +96,7 @@ def test_a_container_of_docker_is_driven_by_its_command_line(
     assert label == "run --rm --interactive --pull=never --name megarl-1-0.0-1"
     assert run.endswith(
         " --cap-drop=ALL --security-opt=no-new-privileges --network=none --pids-limit=9 --memory=1073741824 "
-        "--memory-swap=1073741824 --volume /usr/share:/usr/share:ro --entrypoint cat debian:12"
+        "--memory-swap=1073741824 --cpus=1.5 --volume /usr/share:/usr/share:ro --entrypoint cat debian:12"
     )
     assert any(
         call.startswith("exec --interactive --env OPENAI_API_KEY --workdir /usr megarl-1-0.0-1 ") for call in calls
@@ -111,7 +111,7 @@ def test_the_network_of_the_machine_is_a_choice() -> None:
         "network": "host",
         "folders": [],
         "image": "debian",
-        "limits": {"processes": None, "memory_bytes": None},
+        "limits": {"processes": None, "memory_bytes": None, "cpus": None},
     }
     assert run_arguments(settings, 7) == [
         "run", "--rm", "--interactive", "--pull=never", "--name", "a", "--label", "megarl=7", "--cap-drop=ALL",

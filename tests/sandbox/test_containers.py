@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import pytest
 
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
+from megarl.sandbox.containers.outliving import connect_to
+from megarl.sandbox.containers.relay import Relay
 from megarl.sandbox.containers.requests import Limits
 from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
@@ -271,3 +274,84 @@ def test_nothing_is_left_of_a_holder_that_is_killed_or_stopped(kind: str, number
             os.kill(holder.pid, signal.SIGKILL)
     # Tests in other workers may mount small disks in their folders meanwhile.
     assert not {mount for mount in list_mounts() - mounts if "popen-gw" not in mount}
+
+
+def commands() -> Iterator[str]:
+    """Yield the commands of all processes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_host_goes_on_with_a_container(
+    kind: str, settings: Callable[..., ContainerSettings], tmp_path: Path
+) -> None:
+    """The first host ends while a program runs, the second one while another program does."""
+    name = f"megarl-test-{tmp_path.name}-{os.getpid()}"
+
+    def is_left() -> bool:
+        return any(name in command for command in commands())
+
+    async def drive() -> None:
+        of_container = settings(kind, name=name, outlives_host=True, lease_seconds=30.0)
+        with pytest.raises(ContainerError, match="ContainerLost"):
+            await Container(of_container).adopt()
+        first = Container(of_container)
+        await first.start()
+        slow = ["sh", "-c", "echo begun; sleep 2; echo done"]
+        running = asyncio.create_task(first.execute(slow, VARIABLES, label="agent"))
+        await asyncio.sleep(0.5)
+        await first.leave()
+        with pytest.raises(ContainerError, match="ContainerLost"):
+            await running
+        second = Container(of_container)
+        await second.adopt()
+        assert second.running == "agent" and 0 < second.seconds_running < 30 and second.url == first.url
+        ran = await second.join("agent")
+        assert (ran.stdout, ran.exit_code, ran.outcome) == ("begun\ndone\n", 0, "")
+        with pytest.raises(ContainerError, match="ContainerLost: the container has no such program"):
+            await second.join("other")
+        verifying = asyncio.create_task(second.execute(["sleep", "600"], VARIABLES))
+        await asyncio.sleep(0.5)
+        await second.leave()
+        await asyncio.wait({verifying})
+        assert isinstance(verifying.exception(), ContainerError)
+        third = Container(of_container)
+        await third.adopt()
+        # The end of the agent is still known, and the program that ran is killed.
+        assert await third.join("agent") == ran
+        assert is_left()
+        await third.stop()
+        assert not is_left()
+        # Nobody comes back to this one.
+        lost = Container(settings(kind, name=name, outlives_host=True, lease_seconds=1.0))
+        await lost.start()
+        await lost.leave()
+        # Who only looks for it does not renew the lease.
+        while is_left():
+            with suppress(OSError):
+                connect_to(name).close()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(drive(), 120))
+
+
+def test_a_connection_waits_for_an_endpoint_that_is_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = probe.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as entrance:
+        Relay(entrance.dup(), address, 30.0)
+        with socket.create_connection(entrance.getsockname()) as client:
+            client.sendall(b"x")
+            client.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+            with socket.create_server(address) as server:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(b"got " + connection.recv(1))
+                client.settimeout(30)
+                assert client.recv(10) == b"got x"

@@ -1,6 +1,7 @@
-"""A driver of agents' attempts with a real endpoint, buffer and journal, which a test kills at any moment.
+"""A driver of agents' attempts with a real endpoint, buffer, journal and containers on two nodes, which a test kills.
 
-`python -m tests.serving.killed_driver FOLDER STEPS` continues from the newest checkpoint in the folder.
+Each line `[FOLDER, STEPS, PORT]` of standard input starts a driver, which continues from the newest checkpoint in the
+folder. SIGUSR1 ends and restarts its endpoint. The programs outlive the driver.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import shutil
+import signal
 import sys
-from collections.abc import Mapping
+import traceback
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.config.sections.rollout import AgentConfig
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.buffer import GroupBuffer
@@ -31,9 +31,21 @@ from megarl.rollout.source import Source
 from megarl.rollout.state import RLState, flatten, problem_lookup
 from megarl.serving.agents import AgentProgram
 from megarl.serving.containers import Containers
+from megarl.serving.endpoint import Endpoint
 from megarl.types import Completion, Problem, Request, Reward
+from tests.cluster.spawned import spawned_nodes
 from tests.serving.scripted_pool import CONTEXT_TOKENS, ScriptedPool, scripted_endpoint
 
+HARNESS = Path(__file__).with_name("harness.py")
+OUTLIVE_SECONDS = 90.0
+"""More than the start of the next driver takes on a machine with other work."""
+AGENT: dict[str, Any] = {
+    "command": [sys.executable, "-S", "-E", str(HARNESS)],
+    "sandbox": "sandbox",
+    "nodes": "all",
+    "max_processes": 20,
+    "outlive_seconds": OUTLIVE_SECONDS,
+}
 PROMPTS, SAMPLES = 5, 2
 PROBLEMS = [Problem(n, ({"role": "user", "content": f"Add {n}."},), (5, 6), "7", source="command") for n in range(40)]
 
@@ -56,52 +68,24 @@ def name_of(logprobs: Any) -> str:
     return hashlib.sha256(logprobs.tobytes()).hexdigest()
 
 
-class Harness:
-    """An agent of a random dialect, with sub-agents, summaries and rewound histories. One in ten dies in a call."""
-
-    async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
-        draw = random.Random()
-        dialect = draw.choice(("chat/completions", "messages", "responses"))
-        dies_after = draw.choice([draw.randrange(8), *[99] * 9])
-        num_calls = 0
-        async with aiohttp.ClientSession() as http:
-
-            async def ask(messages: list[Any], added: str, agent: str = "") -> list[Any]:
-                nonlocal num_calls
-                num_calls += 1
-                if num_calls > dies_after:
-                    raise RuntimeError("killed")
-                messages = [*messages, {"role": "user", "content": added}]
-                field = "input" if dialect == "responses" else "messages"
-                body = {field: messages, "max_tokens": 100, "stream": False}
-                if dialect == "responses":
-                    body = {"input": messages, "store": False}
-                headers = {"x-megarl-agent": agent, "x-megarl-parent": "main"} if agent else {}
-                async with http.post(f"{base_url}/{dialect}", json=body, headers=headers) as response:
-                    answer = await response.json()
-                if dialect == "messages":
-                    return [*messages, {"role": "assistant", "content": answer["content"]}]
-                if dialect == "responses":
-                    return [*messages, *answer["output"]]
-                return [*messages, answer["choices"][0]["message"]]
-
-            main = await ask([], problem["messages"][0]["content"])
-            if draw.random() < 0.5:
-                await asyncio.gather(*(ask([], "Check it.", f"a{n}") for n in range(2)))
-            await ask(main, f"Look at {draw.random()}.")
-            main = await ask(main, "Go on.")
-            if draw.random() < 0.5:
-                main = await ask([], "So far: nothing.")
-            await ask(main, "End.")
-        return draw.random()
+async def restart_endpoint(endpoint: Endpoint) -> None:
+    """End the endpoint's server with all its connections, and start it again at its port."""
+    assert endpoint._server is not None
+    await endpoint._server.close()
+    await endpoint.start()
+    endpoint.accept()
 
 
-async def drive(folder: Path, steps: int) -> None:
+async def drive(folder: Path, steps: int, port: int) -> None:
     """Train steps without a trainer: take groups, settle them in the journal, save the state."""
     recipe = Recipe.model_validate(
         {
             "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"},
-            "rollout": {"environment": "command", "agent": {"command": ["sh"]}},
+            "rollout": {
+                "environment": "command",
+                "agent": AGENT | {"folders": [str(folder), str(HARNESS.parent)]},
+                "endpoint": {"port": port},
+            },
             "train": {"steps": steps, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
         }
     )  # fmt: skip
@@ -116,12 +100,25 @@ async def drive(folder: Path, steps: int) -> None:
     async def score(sample: Sample) -> Scored:
         return Scored(Reward(0.0, True, None))
 
-    async with scripted_endpoint(Pool(folder)) as s:
+    async with (
+        spawned_nodes(2, 1, folder) as nodes,
+        scripted_endpoint(Pool(folder), is_held=True, port=port) as s,
+        AsyncExitStack() as stack,
+    ):
         pool: Any = s.pool
         unused: Any = None
-        config = AgentConfig()
-        containers = Containers(config, s.endpoint.address)
-        program = AgentProgram(config, s.endpoint, s.sessions, score, containers, asyncio.Semaphore(20), Harness)
+        config = recipe.rollout.agent
+        containers = Containers(config, s.endpoint.address, agents=lambda: nodes.agents)
+        await containers.start()
+        stack.push_async_callback(containers.close)
+        program = AgentProgram(config, s.endpoint, s.sessions, score, containers, asyncio.Semaphore(20))
+        program.expect(journal.expected_keys)
+        restarts: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, lambda: restarts.add(asyncio.create_task(restart_endpoint(s.endpoint))))
+        # The test kills only a driver that can be signalled.
+        (folder / "agents").write_text(json.dumps([process.pid for process in nodes.processes]))
+        (folder / "ready").touch()
         sampler = GroupSampler(
             pool, unused, score, "command", None, CONTEXT_TOKENS - 2000, max_turns=50, agent=program.attempt
         )
@@ -132,6 +129,12 @@ async def drive(folder: Path, steps: int) -> None:
             done = flatten(await buffer.take(PROMPTS, step))
             counts = [(t.journaled_as, t.num_sampled if t.reward is not None else 0) for t in done]
             journal.settle(step, counts, state.journaled_names)
+            with (folder / "attempts").open("a") as file:
+                for t in done:
+                    failure = None if t.failure is None else t.failure[:200]
+                    outlived = t.metrics.get("outlived_driver", 0.0)
+                    facts = {"step": step, "restarts": t.restarts, "failure": failure, "outlived": outlived}
+                    file.write(json.dumps(facts) + "\n")
             for t in done:
                 logprobs = [
                     s.rollout_logprobs[s.turns == turn] for s in t.segments for turn in range(s.turns.max() + 1)
@@ -148,5 +151,22 @@ async def drive(folder: Path, steps: int) -> None:
     journal.close()
 
 
+def start_drivers() -> None:
+    """Fork a driver for each line of input, so that the imports are made once. Print its process, and its exit code."""
+    for line in sys.stdin:
+        folder, steps, port = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.setsid()
+            try:
+                asyncio.run(drive(Path(folder), steps, port))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    asyncio.run(drive(Path(sys.argv[1]), int(sys.argv[2])))
+    start_drivers()

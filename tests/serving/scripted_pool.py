@@ -49,12 +49,13 @@ class ScriptedPool:
         finally:
             self._running.remove(request.request_id)
         draw = random.Random(request.seed)
-        token_ids = np.array(draw.choice(self._texts)[: request.sampling.max_new_tokens], np.int64)
+        text = draw.choice(self._texts)
+        token_ids = np.array(text[: request.sampling.max_new_tokens], np.int64)
         completion = Completion(
             request.request_id,
             token_ids,
             np.array([-draw.random() for _ in token_ids], np.float32),
-            "stop",
+            "stop" if len(token_ids) == len(text) else "length",
             np.full(len(token_ids), self.version, np.int32),
         )
         self.completions.append(completion)
@@ -80,11 +81,13 @@ class Scripted:
 
 
 @asynccontextmanager
-async def scripted_endpoint(pool: ScriptedPool | None = None, **config: Any) -> AsyncIterator[Scripted]:
+async def scripted_endpoint(
+    pool: ScriptedPool | None = None, *, is_held: bool = False, **config: Any
+) -> AsyncIterator[Scripted]:
     pool = pool or ScriptedPool()
     codec = Codec(pool.tokenizer, CONTEXT_TOKENS)
     sessions = Sessions(codec)
-    endpoint = Endpoint(sessions, EndpointConfig(**config), model="policy")
+    endpoint = Endpoint(sessions, EndpointConfig(**config), model="policy", is_held=is_held)
     await endpoint.start()
     try:
         yield Scripted(pool, endpoint, sessions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -249,6 +250,23 @@ while True:
 """
 
 
+@pytest.mark.parametrize("after", ["print(1.0)", "import time\ntime.sleep(600)"], ids=["it ends", "it goes on"])
+def test_an_attempt_ends_at_its_limit_of_sampled_tokens(attempt: Callable[..., Trajectory], after: str) -> None:
+    refused = """
+import urllib.error
+try:
+    while True:
+        ask(told["messages"])
+except urllib.error.HTTPError as error:
+    assert (error.code, json.load(error)["error"]["code"]) == (400, "sampled_tokens")
+"""
+    found = attempt(sys.executable, "-c", ASKING + refused + after, sampled_tokens=3)
+    assert found.failure is not None and found.failure.startswith("TokenLimit: this session has sampled 3 tokens")
+    assert found.reward is None and found.ended == "error" and found.metrics["refused_calls"] == 1
+    # The last answer is cut at the limit.
+    assert found.num_sampled == 3
+
+
 def test_a_program_that_repeats_refused_calls_is_ended(attempt: Callable[..., Trajectory]) -> None:
     found = attempt(sys.executable, "-c", ASKING + REPEATING)
     assert found.failure == "RefusedCalls: the program went on after 100 calls had been refused"
@@ -316,6 +334,28 @@ def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
     assert found.metrics["verifier_seconds"] > 0 and found.num_sampled > 0
 
 
+LIMITED_GRADER = """
+nproc > /logs/verifier/reward.txt
+df --output=size -B 1 /workspace | tail -n 1 > /workspace/size
+[ "$(cat /workspace/size)" -eq 8388608 ] || rm /logs/verifier/reward.txt
+"""
+
+
+def test_the_limits_of_a_task_hold_in_its_container(
+    attempt: Callable[..., Trajectory], harbor_task: Callable[..., dict[str, Any]]
+) -> None:
+    record = harbor_task(LIMITED_GRADER, "[environment]\ncpus = 0.5\nmemory_mb = 100\nstorage_mb = 8\n")
+    limits: dict[str, Any] = {"record": record, "sandbox": "sandbox", "memory_gib": 9, "disk_gib": 2}
+    found = attempt(sys.executable, "-c", ASKING, **limits)
+    assert found.failure is None and found.reward is not None and found.reward.score == 1.0
+    large = attempt(sys.executable, "-c", ASKING + "import time\nfull = b'1' * (200 << 20)\ntime.sleep(600)", **limits)
+    assert large.failure is not None and large.failure.startswith("MemoryLimit: ") and "100 are" in large.failure
+    # The limit of time is the task's too.
+    record = harbor_task("", "[agent]\ntimeout_sec = 2\n")
+    late = attempt("sleep", "600", record=record, sandbox="sandbox")
+    assert late.failure == "TimeoutError: the program did not end within 2 s"
+
+
 TASK_AGENT = """
 open("answer.txt", "w").write(answer)
 """
@@ -350,3 +390,60 @@ def test_tasks_with_verifiers_train_in_sandboxes(tool_model: Path, tmp_path: Pat
         assert step["rollout/ended/error"] == 0 and step["environment/leaked_containers"] == 0
         assert step["environment/verifier_seconds"] > 0 and step["environment/live_containers"] > 0
         assert step["logprob_gap/max"] < 1e-4 and step["reward/mean"] > 1
+
+
+WAITING_AGENT = """
+import json, os, sys, time
+from pathlib import Path
+from openai import OpenAI
+told, client = json.loads(sys.stdin.readline()), OpenAI()
+messages = told["messages"]
+def ask():
+    message = client.chat.completions.create(model="any", messages=messages).choices[0].message
+    messages.extend([message.model_dump(exclude_none=True), {"role": "user", "content": "Go on."}])
+ask()
+(Path(sys.argv[1]) / f"begun-{told['index']}-{told['number']}-{os.getpid()}").touch()
+while not (Path(sys.argv[1]) / "go").exists():
+    time.sleep(0.1)
+ask()
+print(1.0)
+"""
+
+
+@pytest.mark.end_to_end
+@pytest.mark.long
+def test_programs_go_on_with_the_resumed_run(tool_model: Path, tmp_path: Path) -> None:
+    """The driver is killed between two calls of OpenAI's client. The second ones wait until the run is resumed."""
+    problem = {"messages": [{"role": "user", "content": "Add."}], "gt_answer": "7"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(problem) + "\n")
+    (tmp_path / "agent.py").write_text(WAITING_AGENT)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    recipe = RECIPE.format(
+        model=json.dumps({"path": str(tool_model), "dtype": "float32"}),
+        data=json.dumps({"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 200}),
+        command=json.dumps([sys.executable, str(tmp_path / "agent.py"), str(tmp_path)]),
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    fields = (
+        "train.steps=1", "train.prompts_per_step=1", "train.samples_per_prompt=3", f"rollout.endpoint.port={port}",
+        "rollout.agent.outlive_seconds=600", "--resume",
+    )  # fmt: skip
+    # Not `MEGARL`: the kill must reach the driver itself.
+    command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", *fields]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, cwd=tmp_path, stderr=log, stdout=log) as driver:
+        wait_until(lambda: driver.poll() is not None or len(list(tmp_path.glob("begun-*"))) == 3, seconds=900)
+        assert driver.poll() is None, (tmp_path / "log").read_text()[-3000:]
+        driver.kill()
+    (tmp_path / "go").touch()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run] = (tmp_path / "runs").iterdir()
+    [step] = [step for step in logged_steps(run) if "rollout/turns/mean" in step]
+    assert step["environment/outlived_driver"] == 1.0 and step["environment/model_calls"] == 2.0
+    assert step["environment/forks"] == 0 and step["rollout/ended/error"] == 0 and step["logprob_gap/max"] < 1e-4
+    # No program began twice.
+    assert len(list(tmp_path.glob("begun-*"))) == 3
+    account = account_tokens(run)
+    assert account is not None and account.faults == []
+    assert account.sampled == account.num_trained + account.num_untrained and not account.lost + account.waiting

@@ -108,12 +108,20 @@ class AgentConfig(Section):
     nodes: Annotated[Literal["driver", "all"], OnlyIf(COMMAND)] = "driver"
     """Machines that run the programs. driver (default): the driver's. all: every node of the job, by free memory; then
     rollout.endpoint.host must be an address that they reach, 0.0.0.0 for example."""
+    outlive_seconds: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
+    """Seconds for which programs live on after a driver that was killed. A run that is resumed within them goes on with
+    the living ones. It needs a fixed rollout.endpoint.port. Default: programs end with the driver. See
+    megarl/sandbox/containers/README.md."""
     processes: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
     """Maximum number of processes and threads of an attempt. A program with more ends with ProcessLimit. Default:
     none."""
     memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
     """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
     MemoryLimit. Default: none."""
+    sampled_tokens: PositiveInt | None = None
+    """Maximum number of tokens sampled for all calls of an attempt together. The call after it is refused, and the
+    attempt ends with TokenLimit. Parallel calls may exceed it by their own lengths. Default: limited only by
+    rollout.max_turns and the room for an attempt's tokens."""
     disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, NAMESPACES)] = None
     """Maximum size of an attempt's new files in GiB. They are held in memory. A program that fills it ends with
     DiskLimit. Default: 4."""

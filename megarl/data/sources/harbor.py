@@ -20,8 +20,11 @@ _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compos
 _UNSUPPORTED = {
     "agent": ("user",),
     "verifier": ("user", "env"),
-    "environment": ("env", "healthcheck", "mcp_servers"),
+    # `memory` and `storage` are older names, with units.
+    "environment": ("env", "healthcheck", "mcp_servers", "gpus", "memory", "storage"),
 }
+_INSTEAD = {"memory": "write memory_mb", "storage": "write storage_mb"}
+"""Remedies other than removing a setting."""
 """Settings without effect here, by section. A task needing one would be graded in another state."""
 _VERIFIER_SECONDS = 600.0
 """Harbor's default."""
@@ -60,15 +63,19 @@ def read_task(path: Path) -> dict[str, Any]:
         for name in names:
             # Programs run as the container's root anyway.
             if (value := _section(path, settings, section).get(name)) and value != "root":
-                raise DataError(f"{path}: {section}.{name} = {value!r}: is not supported; remove it, or the task")
+                remedy = _INSTEAD.get(name, "remove it, or the task")
+                raise DataError(f"{path}: {section}.{name} = {value!r}: is not supported; {remedy}")
     task = {
         "folder": str(folder.resolve()),
         "image": _text(path, environment, "docker_image"),
         "workdir": _text(path, environment, "workdir"),
         "has_dockerfile": (folder / "environment/Dockerfile").is_file(),
         "needs_network": environment.get("network_mode", "no-network") == "public",
-        "agent_seconds": _seconds(path, _section(path, settings, "agent"), None),
-        "verifier_seconds": _seconds(path, verifier, _VERIFIER_SECONDS),
+        "agent_seconds": _positive(path, _section(path, settings, "agent"), "timeout_sec", None),
+        "verifier_seconds": _positive(path, verifier, "timeout_sec", _VERIFIER_SECONDS),
+        "cpus": _positive(path, environment, "cpus", None),
+        "memory_bytes": _mebibytes(path, environment, "memory_mb"),
+        "storage_bytes": _mebibytes(path, environment, "storage_mb"),
     }
     return {"prompt": prompt, "gt_answer": folder.name, FIELD: task}
 
@@ -97,11 +104,16 @@ def _text(path: Path, section: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _seconds(path: Path, section: Mapping[str, Any], default: float | None) -> float | None:
-    value = section.get("timeout_sec", default)
+def _positive(path: Path, section: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    value = section.get(name, default)
     if value is None:
         return None
     # Python counts true as the integer 1.
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise DataError(f"{path}: timeout_sec = {value!r}: must be a number of seconds above 0")
+        raise DataError(f"{path}: {name} = {value!r}: must be a number above 0")
     return float(value)
+
+
+def _mebibytes(path: Path, section: Mapping[str, Any], name: str) -> int | None:
+    number = _positive(path, section, name, None)
+    return None if number is None else int(number * (1 << 20))

@@ -5,10 +5,12 @@ The life of a try, as its records show it:
     began --> sampled (one record per answer) --> ended --> step: trained with a step
       |          |                                  +-----> dropped: stale, filtered or aborted
       |          |                                  +-----> void: its weights are gone after a resume
+      |          +--> reopened: its program outlived the driver, and goes on
       +----------+--> a later try began: its answers are repeated there while the prompts are equal; the others are lost
 
-A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are, unfinished ones begin a
-new try. Answers sampled after the checkpoint's weights are lost, and steps after it are undone.
+A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are. Unfinished ones begin a
+new try, unless their program lives on (rollout.agent.outlive_seconds). Then the journal has their requests too. Answers
+sampled after the checkpoint's weights are lost, and steps after it are undone.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import secrets
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,23 @@ class AttemptJournal:
         if earlier is not None:
             self._unused.discard(earlier.name)
             if (trajectory := self._trajectory(earlier)) is not None:
-                return AttemptLog(self, earlier.name, ended=trajectory)
+                return AttemptLog(self, earlier, ended=trajectory)
+            if earlier.can_go_on:
+                self.append({"kind": "reopened", "try": earlier.name})
+                return AttemptLog(self, earlier, is_reopened=True)
+        return AttemptLog(self, self.begin_try(attempt, settings), earlier=earlier)
+
+    def begin_try(self, attempt: str, settings: str) -> JournaledTry:
+        """Begin a try of an attempt, which replaces all earlier ones."""
         # Random, because a try of this attempt may have been removed from the journal.
         name = f"{attempt}/{secrets.token_hex(4)}"
         self.append({"kind": "began", "try": name, "attempt": attempt, "settings": settings})
-        return AttemptLog(self, name, earlier=earlier)
+        return self._state.tries[name]
+
+    @property
+    def expected_keys(self) -> list[str]:
+        """Keys of the programs that may have outlived the last driver."""
+        return [t.opened["key"] for t in self._state.tries.values() if t.opened is not None and t.can_go_on]
 
     def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
         """Write the attempts of a step with their trained tokens, and those no longer used.
@@ -135,14 +149,32 @@ class AttemptJournal:
         self._pending.append(encode_line(values))
         self._num_appended += 1
 
-    async def write_answer(self, name: str, call: RecordedCall, origin: tuple[str, int] | None) -> None:
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Append a record, and pass it to the kernel soon, without waiting for the disk.
+
+        It survives a kill of this process. Only a crash of the machine can lose it.
+        """
+        self.append(values)
+        content = self._take_pending()
+        # The thread of `_flush` writes this too, so records keep their order in the file.
+        self._thread.submit(self._write, content, is_flushed=False).add_done_callback(self._note_failure)
+
+    def _note_failure(self, writing: Future[None]) -> None:
+        if (error := writing.exception()) is not None and isinstance(error, Exception):
+            self._failure = error
+
+    async def write_answer(
+        self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, request_id: str
+    ) -> None:
         """Write an answer of a try, and wait until it is on the disk. Raises StorageError.
 
         `origin`: the earlier try and the number of a repeated answer.
         """
         attempt = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
-        await self.write(sampled_record(attempt, attempt.num_begun, call, origin, is_repeatable=is_repeatable))
+        await self.write(
+            sampled_record(attempt, attempt.num_begun, call, origin, is_repeatable=is_repeatable, request=request_id)
+        )
 
     def close(self) -> None:
         """Write pending records, and end the thread."""
@@ -176,40 +208,85 @@ class AttemptJournal:
         content, self._pending = b"".join(self._pending), []
         return content
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, content: bytes, *, is_flushed: bool = True) -> None:
         with storage_faults_named(self._file):
             # `os.write` may write only a part of its bytes.
             rest = memoryview(content)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-            os.fdatasync(self._descriptor)
+            if is_flushed:
+                os.fdatasync(self._descriptor)
 
 
 class AttemptLog:
     """The journal of one attempt. `ended` is its trajectory if it ended before the run's start.
 
-    `calls` are the answers of its earlier try. It may get them again.
+    `calls` are the answers of its earlier try. It may get them again. `reopened` is the session of a program that may
+    have outlived the driver; its answers are `calls`, and the program has them already.
     """
 
     def __init__(
         self,
         journal: AttemptJournal,
-        name: str,
+        attempt: JournaledTry,
         *,
         ended: Trajectory | None = None,
         earlier: JournaledTry | None = None,
+        is_reopened: bool = False,
     ) -> None:
-        self.name, self.ended = name, ended
+        self.ended = ended
+        self.reopened: ReopenedSession | None = ReopenedSession.of(attempt) if is_reopened else None
         self.calls: list[RecordedCall] = []
-        self._journal, self._is_dropped = journal, False
+        self._journal, self._attempt, self._is_dropped = journal, attempt, False
         self._origins: defaultdict[tuple[str, bytes], list[tuple[str, int]]] = defaultdict(list)
-        if earlier is None:
-            return
+        if is_reopened:
+            self.calls = [answer.call for answer in attempt.answers.values() if answer.call is not None]
+        elif earlier is not None:
+            self._repeat(earlier)
+
+    @property
+    def name(self) -> str:
+        """Name of the try."""
+        return self._attempt.name
+
+    def _repeat(self, earlier: JournaledTry) -> None:
+        """Let this try get the answers of an earlier one again."""
+        self.calls = []
+        self._origins.clear()
         for number, answer in earlier.answers.items():
             if answer.call is not None:
                 self._origins[_digest(answer.call)].append((earlier.name, number))
                 if answer.is_repeatable:
                     self.calls.append(answer.call)
+
+    def begin_again(self) -> None:
+        """Begin another try of this attempt, which may get the answers of this one again."""
+        if self._is_dropped:
+            raise asyncio.CancelledError
+        earlier, self.reopened = self._attempt, None
+        self._attempt = self._journal.begin_try(earlier.attempt, earlier.settings)
+        self._repeat(earlier)
+
+    def open_session(self, session: str, key: str, node: str, container: str) -> None:
+        """Record how a later driver reaches the attempt's program. A flush of its first answer writes it."""
+        if not self._is_dropped:
+            facts = {"session": session, "key": key, "node": node, "container": container}
+            self._journal.append({"kind": "opened", "try": self.name, **facts})
+
+    def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
+        """Record a request. A flush of its answer writes it."""
+        if not self._is_dropped and self._attempt.opened is not None:
+            self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
+
+    def note_received(self, request_id: str, clients: int) -> None:
+        """Record that one client more, or one less (-1), has read an answer."""
+        if not self._is_dropped and self._attempt.opened is not None:
+            self._journal.note({"kind": "received", "try": self.name, "request": request_id, "clients": clients})
+
+    async def close_session(self) -> None:
+        """Record that a later driver cannot go on with the attempt's program."""
+        if not self._is_dropped and self._attempt.opened is not None:
+            await self._journal.write({"kind": "closed", "try": self.name})
 
     def merge_into(self, calls: list[RecordedCall]) -> None:
         """Add the answers of the earlier try to the model calls of a checkpoint, each once."""
@@ -226,7 +303,7 @@ class AttemptLog:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
-    async def write_call(self, call: RecordedCall, *, is_repeated: bool) -> None:
+    async def write_call(self, call: RecordedCall, *, is_repeated: bool, request_id: str = "") -> None:
         """Write an answer. Its agent may read it afterwards. Raises StorageError.
 
         `is_repeated`: it was sampled for an earlier try.
@@ -237,7 +314,8 @@ class AttemptLog:
         # A refused request has no tokens, and is refused again.
         if call.parts[0].finish_reason != "error":
             origins = self._origins[_digest(call)] if is_repeated else []
-            await self._journal.write_answer(self.name, call, origins.pop(0) if origins else None)
+            origin = origins.pop(0) if origins else None
+            await self._journal.write_answer(self.name, call, origin, request_id=request_id)
 
     async def end(self, trajectory: Trajectory) -> Trajectory:
         """Write the end of the attempt with its trajectory, and return this with the attempt's name."""
@@ -246,6 +324,34 @@ class AttemptLog:
         trajectory = replace(trajectory, journaled_as=self.name)
         await self._journal.write({"kind": "ended", "try": self.name, **trajectory_values(trajectory)})
         return trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class ReopenedSession:
+    """A program that may have outlived the driver: its session, and its calls in the order of their answers.
+
+    A call has its tokens, the facts of its request, and whether a client has read its answer. `num_started` is the
+    greatest number of a call, with those that have no answer.
+    """
+
+    name: str
+    key: str
+    node: str
+    container: str
+    calls: tuple[tuple[RecordedCall, Mapping[str, Any], bool], ...]
+    num_started: int
+
+    @classmethod
+    def of(cls, attempt: JournaledTry) -> ReopenedSession:
+        assert attempt.opened is not None, "only tries that can go on are reopened"
+        calls = tuple(
+            (answer.call, attempt.asked[answer.request], attempt.received[answer.request] > 0)
+            for answer in attempt.answers.values()
+            if answer.call is not None
+        )
+        names = ("session", "key", "node", "container")
+        num_started = max((asked["number"] for asked in attempt.asked.values()), default=0)
+        return cls(*(attempt.opened[name] for name in names), calls=calls, num_started=num_started)
 
 
 def _digest(call: RecordedCall) -> tuple[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,12 +34,14 @@ class JournaledAnswer:
     """An answer of a try. `call` has its tokens; None: only their number and newest weight version are known.
 
     `is_repeatable`: a later try may get it again. Routed experts stay on their rank, and are gone after a kill.
+    `request` is the id of its request.
     """
 
     num_tokens: int
     newest_version: int
     call: RecordedCall | None
     is_repeatable: bool
+    request: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,8 @@ class JournaledTry:
     """A try of an attempt. `answers` are by their numbers, `ended` has its trajectory as JSON values.
 
     `num_begun` counts its answers, also answers repeated by a later try. `is_open`: its agent may still make calls.
+    `opened` says how to reach its program after a kill; None: it has none that outlives the driver. `asked` are its
+    requests by their ids, and `received` the numbers of clients that have read their answers.
     """
 
     name: str
@@ -59,25 +64,36 @@ class JournaledTry:
     num_trained: int = 0
     is_open: bool = True
     is_replaced: bool = False
+    opened: Mapping[str, Any] | None = None
+    asked: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    received: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_sampled(self) -> int:
         """Number of tokens of its answers."""
         return sum(answer.num_tokens for answer in self.answers.values())
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its program can go on from its last complete request, if it lives."""
+        has_all = all(a.call is not None and a.is_repeatable and a.request in self.asked for a in self.answers.values())
+        is_unfinished = self.ended is None and self.step is None and not self.is_replaced
+        return self.opened is not None and is_unfinished and has_all
+
     def forget_after(self, version: int) -> int:
         """Remove the answers with tokens of later weights. Returns their number of tokens."""
         stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
         if stale:
-            # Its trajectory has their tokens.
-            self.ended = None
+            # Its trajectory has their tokens, and its program has read them.
+            self.ended = self.opened = None
         return sum(self.answers.pop(number).num_tokens for number in stale)
 
     def forget_tokens(self) -> None:
         """Free the tokens of a try after its last use."""
         # An empty mapping still shows that the try ended, which `_apply_step` checks.
         self.ended = self.ended and {}
-        self.chains = []
+        self.chains, self.opened = [], None
+        self.asked.clear()
         for answer in self.answers.values():
             answer.call = None
 
@@ -97,12 +113,16 @@ class JournaledTry:
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of this try, in the order of reading."""
         yield {"kind": "began", "try": self.name, "attempt": self.attempt, "settings": self.settings}
+        if self.can_go_on:
+            yield from (dict(record) for record in (self.opened, *self.asked.values()) if record is not None)
         # A fresh try, because `base` of a record may refer only to answers written before it.
         again = JournaledTry(self.name, self.attempt, self.settings)
         for number, answer in sorted(self.answers.items()):
             assert answer.call is not None, "tries without tokens are settled"
-            yield sampled_record(again, number, answer.call, is_repeatable=answer.is_repeatable)
+            yield sampled_record(again, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request)
             again.add(number, answer)
+            if self.received[answer.request] > 0 and self.can_go_on:
+                yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
         if self.ended is not None:
             yield dict(self.ended)
 
@@ -114,8 +134,11 @@ def sampled_record(
     origin: tuple[str, int] | None = None,
     *,
     is_repeatable: bool,
+    request: str = "",
 ) -> dict[str, Any]:
-    """Return the record of an answer of a try. `origin`: the earlier try and number of a repeated answer."""
+    """Return the record of an answer of a try. `origin`: the earlier try and number of a repeated answer. `request` is
+    the id of its request.
+    """
     base, num_shared = attempt.place(call.prompt_token_ids)
     return {
         "kind": "sampled",
@@ -123,6 +146,7 @@ def sampled_record(
         "call": number,
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
+        "request": request,
         "base": base,
         "prompt": prompt_digest(call.prompt_token_ids),
         "new": encode_tokens(call.prompt_token_ids[num_shared:]),
@@ -192,7 +216,12 @@ class JournalState:
             "totals": self._apply_totals,
             "start": lambda record: self.start(_count(record["version"])),
             "began": self._apply_began,
+            "opened": self._apply_opened,
+            "asked": self._apply_asked,
             "sampled": self._apply_sampled,
+            "received": self._apply_received,
+            "closed": self._apply_closed,
+            "reopened": self._apply_reopened,
             "ended": self._apply_ended,
             "dropped": self._apply_dropped,
             "lost": self._apply_lost,
@@ -292,7 +321,10 @@ class JournalState:
         completion = read_completion(f"{attempt.name}.{number}", values)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
         call = None if self._used_from is None else RecordedCall(_prompt(attempt, values), [completion], is_done=True)
-        answer = JournaledAnswer(num_tokens, int(versions.max(initial=0)), call, values["repeatable"] is True)
+        newest = int(versions.max(initial=0))
+        # Journals of earlier versions have no ids of requests.
+        request = str(values.get("request", ""))
+        answer = JournaledAnswer(num_tokens, newest, call, values["repeatable"] is True, request)
         attempt.add(number, answer)
         if values["from"] is None:
             self._settled.sampled += num_tokens
@@ -301,6 +333,35 @@ class JournalState:
         name, origin = values["from"]
         if self.tries[name].answers.pop(_count(origin)).num_tokens != num_tokens:
             raise ValueError("an answer that is repeated differs from the first")
+
+    def _apply_opened(self, values: Mapping[str, Any]) -> None:
+        attempt = self.tries[values["try"]]
+        if not all(isinstance(values[name], str) for name in ("session", "key", "node", "container")):
+            raise TypeError("the facts of a session are not texts")
+        # An account needs numbers only.
+        attempt.opened = None if self._used_from is None else values
+
+    def _apply_asked(self, values: Mapping[str, Any]) -> None:
+        attempt = self.tries[values["try"]]
+        if _count(values["number"]) < 1 or not all(isinstance(message, dict) for message in values["messages"]):
+            raise ValueError("a request has no number, or a message that is not an object")
+        if self._used_from is not None and attempt.opened is not None:
+            attempt.asked[str(values["request"])] = values
+
+    def _apply_received(self, values: Mapping[str, Any]) -> None:
+        # A client may be found to have read nothing, which takes its number back.
+        if values["clients"] not in (1, -1):
+            raise ValueError("a number of clients is neither one more nor one less")
+        self.tries[values["try"]].received[str(values["request"])] += values["clients"]
+
+    def _apply_closed(self, values: Mapping[str, Any]) -> None:
+        self.tries[values["try"]].opened = None
+
+    def _apply_reopened(self, values: Mapping[str, Any]) -> None:
+        attempt = self.tries[values["try"]]
+        if attempt.is_open or attempt.is_replaced or attempt.ended is not None or attempt.step is not None:
+            raise ValueError("a try that is not interrupted is opened again")
+        attempt.is_open = True
 
     def _apply_ended(self, values: Mapping[str, Any]) -> None:
         attempt = self.tries[values["try"]]

@@ -47,6 +47,8 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     if limits["memory_bytes"] is not None:
         # Equal limits mean no swap.
         arguments += [f"--memory={limits['memory_bytes']}", f"--memory-swap={limits['memory_bytes']}"]
+    if limits["cpus"] is not None:
+        arguments.append(f"--cpus={limits['cpus']:g}")
     for folder in settings["folders"]:
         arguments += ["--volume", f"{folder}:{folder}:ro"]
     # `cat` ends when its input does. The image's own entrypoint might not.

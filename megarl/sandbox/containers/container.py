@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +16,10 @@ from typing import Any
 
 from megarl.files.shipped import PACKAGE
 from megarl.processes.frames import HEADER_BYTES, FrameError, decode, encode, payload_size, receive, within
+from megarl.processes.launcher import LaunchedProgram
+from megarl.processes.process_tree import kill_by_descriptor
 from megarl.processes.supervised_process import SupervisedProcess
+from megarl.sandbox.containers.outliving import connect_to, launch_outliving, remove_socket
 from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
 # Six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do not end a container.
@@ -54,6 +58,8 @@ class ContainerSettings:
     network: str = "endpoint"
     limits: Limits = field(default_factory=Limits)
     lease_seconds: float = LEASE_SECONDS
+    outlives_host: bool = False
+    """Whether it lives on after its host, until its lease ends. A later host can go on with it (`adopt`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +75,20 @@ class Executed:
 
 
 class Container:
-    """One container of this node. Call `start` first, and `stop` at the end."""
+    """One container of this node. Call `start` or `adopt` first, and `stop` at the end."""
 
     def __init__(self, settings: ContainerSettings) -> None:
         self.settings = settings
         self.url = ""
         """Base URL of the endpoint, as the container's programs reach it."""
         self.seconds_to_start = 0.0
+        self.running = ""
+        """Label of the program that ran when the container was adopted."""
+        self.seconds_running = 0.0
+        """Seconds since that program began."""
+        self._launched: LaunchedProgram | None = None
+        self._supervisor: int | None = None
+        """Process that ends last, as a pidfd. Only of a container that outlives its host."""
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: SupervisedProcess | None = None
@@ -86,38 +99,72 @@ class Container:
         """Start the container. Raises ContainerError."""
         began = time.monotonic()
         try:
-            self._process = start_keeper(self.settings)
+            if self.settings.outlives_host:
+                self._launched = launch_outliving(self.settings.name, *_keeper(self.settings))
+                connection = connect_to(self.settings.name)
+            else:
+                self._process = start_keeper(self.settings)
+                # A duplicate: the process closes its own end when it is stopped.
+                connection = self._process.connection.dup()
         except OSError as error:
-            raise ContainerError(f"OSError: {error.strerror}") from error
-        # A duplicate: the process closes its own end when it is stopped.
-        reader, self._writer = await asyncio.open_connection(sock=self._process.connection.dup())
+            raise ContainerError(f"OSError: {error.strerror or error}") from error
         try:
-            first = await _read_frame(reader)
+            await self._meet(connection)
         except (EOFError, OSError, FrameError) as error:
-            ended = await self._process.stop()
-            raise ContainerError(f"ContainerError: it does not start: {ended.stderr_tail() or ended}") from error
-        if "refused" in first:
-            await self._process.stop()
-            raise ContainerError(f"ContainerError: it does not start: {first['refused']}")
-        self.url = first["url"]
-        self._reading = asyncio.create_task(self._read(reader))
+            ended = None if self._process is None else await self._process.stop()
+            reason = "its keeper ended" if ended is None else ended.stderr_tail() or ended
+            raise ContainerError(f"ContainerError: it does not start: {reason}") from error
         self.seconds_to_start = time.monotonic() - began
 
+    async def adopt(self) -> None:
+        """Go on with the container of an earlier host, by its name. Raises ContainerError if it has ended."""
+        try:
+            await self._meet(connect_to(self.settings.name))
+            self.renew()
+        except (EOFError, OSError, FrameError) as error:
+            raise ContainerError("ContainerLost: the container has ended") from error
+
+    async def _meet(self, connection: socket.socket) -> None:
+        """Read the first message of the keeper. Raises ContainerError if the keeper refuses."""
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        first = await _read_frame(reader)
+        if "refused" in first:
+            if self._process is not None:
+                await self._process.stop()
+            raise ContainerError(f"ContainerError: it does not start: {first['refused']}")
+        self.url, self.running, self.seconds_running = first["url"], first["running"], first["seconds"]
+        if self.settings.outlives_host:
+            self._supervisor = os.pidfd_open(first["supervisor"])
+        self._reading = asyncio.create_task(self._read(reader))
+
     async def execute(
-        self, command: list[str], environment: Mapping[str, str], *, stdin: str = "", folder: str | None = None
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: str = "",
+        folder: str | None = None,
+        label: str = "",
     ) -> Executed:
         """Run a program to its end, and kill all other programs of the container then. Raises ContainerError.
 
-        `stdin` is its standard input, in base64. Cancelling the call kills them too.
+        `stdin` is its standard input, in base64. A later host can `join` it by its `label`. Cancelling the call kills
+        them too.
         """
+        return await self._await_end(
+            "exec", command=command, environment=dict(environment), stdin=stdin, folder=folder, label=label
+        )
+
+    async def join(self, label: str) -> Executed:
+        """Wait for the end of a program that an earlier host started. Raises ContainerError if there is none.
+
+        Another program that runs is killed. Cancelling the call kills all.
+        """
+        return await self._await_end("join", label=label)
+
+    async def _await_end(self, do: str, **fields: Any) -> Executed:
         try:
-            answer = await self._request(
-                "exec",
-                command=command,
-                environment=dict(environment),
-                stdin=stdin,
-                folder=folder,
-            )
+            answer = await self._request(do, **fields)
         except asyncio.CancelledError:
             # The message needs no number, because a container runs one program at a time.
             self._send({"do": "cancel"})
@@ -138,8 +185,23 @@ class Container:
         """Renew the lease."""
         self._send({"do": "renew"})
 
+    async def leave(self) -> None:
+        """Close the connection. A container that outlives its host lives on."""
+        if not self.settings.outlives_host:
+            await self.stop()
+            return
+        if self._writer is not None:
+            self._writer.close()
+        if self._reading is not None:
+            await self._reading
+        if self._supervisor is not None:
+            os.close(self._supervisor)
+            self._supervisor = None
+
     async def stop(self) -> None:
         """End the container with all its programs and files."""
+        if self.settings.outlives_host:
+            await self._stop_outliving()
         if self._process is not None:
             if self._writer is not None and self.settings.kind in COMMAND_LINES:
                 # The end of the connection lets the keeper remove the container; a killed one leaves that to a daemon.
@@ -152,6 +214,23 @@ class Container:
             self._writer.close()
         if self._reading is not None:
             await self._reading
+
+    async def _stop_outliving(self) -> None:
+        """Ask the keeper to end, and wait for its supervisor. Kill that if it does not end."""
+        if self._writer is not None:
+            self._send({"do": "stop"})
+            self._writer.write_eof()
+        elif self._launched is not None:
+            # The start was cancelled before the keeper could be asked.
+            self._launched.kill()
+        if self._supervisor is not None:
+            if not await _is_readable(self._supervisor, _REMOVAL_SECONDS):
+                kill_by_descriptor(self._supervisor)
+            os.close(self._supervisor)
+            self._supervisor = None
+        if self._launched is not None:
+            await self._launched.wait_for_end()
+        remove_socket(self.settings.name)
 
     async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
         assert self._reading is not None, "requests come after the start"
@@ -167,7 +246,7 @@ class Container:
             self._answers.pop(number, None)
         del answer["id"]
         if "error" in answer:
-            raise ContainerError(f"OSError: {answer['error']}")
+            raise ContainerError(f"{answer.get('kind', 'OSError')}: {answer['error']}")
         return answer
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -198,13 +277,30 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
     """Start the keeper of a container. Its first message says whether it is ready. Raises OSError."""
+    command, environment = _keeper(settings)
+    return SupervisedProcess(command, environment=environment, has_connection=True)
+
+
+def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a container's keeper, without the descriptor of its connection, and its environment."""
     # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]
-    return SupervisedProcess(
-        [*command, json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})],
-        environment={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
-        has_connection=True,
-    )
+    values = json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})
+    return [*command, values], {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
+
+
+async def _is_readable(descriptor: int, seconds: float) -> bool:
+    """Wait up to `seconds` until a descriptor is readable. Returns whether it is."""
+    loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, is_ready.set)
+    try:
+        async with asyncio.timeout(seconds):
+            await is_ready.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+    return True
 
 
 def start_fault(settings: ContainerSettings) -> str | None:

@@ -6,12 +6,12 @@ It runs in the driver, or in the agent of a node. Requests and answers are JSON 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings
+from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.requests import Limits
 
 
@@ -31,14 +31,12 @@ class ContainerHost:
             return {"error": str(error)}
 
     async def close(self) -> None:
-        """End all containers."""
-        await asyncio.gather(*(self._stop(name) for name in list(self._containers)))
+        """End all containers, except those that outlive their host."""
+        containers, self._containers = self._containers, {}
+        await asyncio.gather(*(container.leave() for container in containers.values()))
 
     async def _start(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        limits = Limits(**settings["limits"])
-        address = settings["address"][0], settings["address"][1]
-        arguments = {**settings, "limits": limits, "folders": tuple(settings["folders"]), "address": address}
-        container = Container(ContainerSettings(**arguments))
+        container = Container(_read_settings(settings))
         try:
             await container.start()
         # A cancelled start leaves a keeper that is not in `_containers` yet, so `close` would miss it.
@@ -48,8 +46,21 @@ class ContainerHost:
         self._containers[container.settings.name] = container
         return {"url": container.url, "seconds": container.seconds_to_start}
 
+    async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on with a container of an earlier host. Returns the seconds since its program began."""
+        container = Container(_read_settings(settings))
+        await container.adopt()
+        self._containers[container.settings.name] = container
+        return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
+
     async def _execute(self, name: str, **fields: Any) -> dict[str, Any]:
-        running = asyncio.create_task(self._find(name).execute(**fields))
+        return await self._await_end(name, self._find(name).execute(**fields))
+
+    async def _join(self, name: str, label: str) -> dict[str, Any]:
+        return await self._await_end(name, self._find(name).join(label))
+
+    async def _await_end(self, name: str, ending: Coroutine[Any, Any, Executed]) -> dict[str, Any]:
+        running = asyncio.create_task(ending)
         self._running[name] = running
         try:
             # `wait` does not raise the task's cancellation, so `_cancel` differs from a cancelled request.
@@ -90,6 +101,13 @@ class ContainerHost:
         if name not in self._containers:
             raise ContainerError(f"ContainerLost: this node has no container {name}")
         return self._containers[name]
+
+
+def _read_settings(settings: Mapping[str, Any]) -> ContainerSettings:
+    limits = Limits(**settings["limits"])
+    address = settings["address"][0], settings["address"][1]
+    arguments = {**settings, "limits": limits, "folders": tuple(settings["folders"]), "address": address}
+    return ContainerSettings(**arguments)
 
 
 def free_memory_bytes() -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import select
 import socket
 import sys
@@ -35,43 +37,68 @@ DEFAULT_DISK_BYTES = 4 << 30
 
 
 def main() -> NoReturn:
-    """Main function of the keeper. Arguments: settings as JSON, and the descriptor of its connection."""
+    """Main function of the keeper. Arguments: settings as JSON, and the descriptor of its connection.
+
+    If it outlives its host, the descriptor is a listening socket, to which the hosts connect one after another.
+    """
     settings, connection = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    listener: socket.socket | None = None
+    if settings["outlives_host"]:
+        listener, (connection, _) = connection, connection.accept()
+        listener.set_inheritable(False)
     # A program that inherited it could answer the host, and would hold it open after the keeper.
     connection.set_inheritable(False)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel kills programs before the training.
         file.write("1000")
     try:
-        _HOLD[settings["kind"]](settings, connection)
+        _HOLD[settings["kind"]](settings, connection, listener)
     except OSError as error:
         send(connection, {"refused": error.strerror or str(error)})
     os._exit(0)
 
 
-def _hold_programs(settings: dict[str, Any], connection: socket.socket) -> None:
-    _serve(settings, connection, MachinePlace(), _url(settings["address"]))
+def _hold_programs(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
+    url, address = _url(settings["address"]), tuple(settings["address"])
+    if listener is not None:
+        # The relay holds connections while there is no driver.
+        entrance = socket.create_server(("127.0.0.1", 0), backlog=256)
+        Relay(entrance, address, settings["lease_seconds"])
+        url = _url(entrance.getsockname())
+    _serve(settings, connection, listener, MachinePlace(), url, os.getppid())
 
 
-def _hold_command_line(settings: dict[str, Any], connection: socket.socket) -> None:
+def _hold_command_line(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
     place = CommandLinePlace(settings)
     try:
         url = _url(settings["address"])
         if settings["network"] == "endpoint":
-            Relay(place.listen(), tuple(settings["address"]))
+            Relay(place.listen(), tuple(settings["address"]), _patience(settings))
             url = f"http://127.0.0.1:{RELAY_PORT}"
-        _serve(settings, connection, place, url)
+        _serve(settings, connection, listener, place, url, os.getppid())
     finally:
         place.close()
 
 
-def _serve(settings: dict[str, Any], connection: socket.socket, place: Place, url: str) -> None:
-    loop = RequestLoop(connection, place, Limits(**settings["limits"]), settings["lease_seconds"])
-    send(connection, {"ready": True, "url": url})
-    loop.run()
+def _serve(
+    settings: dict[str, Any],
+    connection: socket.socket,
+    listener: socket.socket | None,
+    place: Place,
+    url: str,
+    supervisor: int,
+) -> None:
+    facts = {"url": url, "supervisor": supervisor}
+    limits = Limits(**settings["limits"])
+    RequestLoop(connection, place, limits, settings["lease_seconds"], facts=facts, listener=listener).run()
 
 
-def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> None:
+def _patience(settings: dict[str, Any]) -> float:
+    """Return the seconds for which connections wait for an endpoint that is away."""
+    return settings["lease_seconds"] if settings["outlives_host"] else 0.0
+
+
+def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
     """Create the namespaces of a container, and relay its connections until its first process ends."""
     parent, is_root = os.getppid(), os.geteuid() == 0
     root = RootFolder(
@@ -105,10 +132,12 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> Non
             if not is_root:
                 root.build()
             finish_root()
+            if (cpus := settings["limits"]["cpus"]) is not None:
+                _use_cpus(math.ceil(cpus))
             # A socket stays in the network in which it was opened, whoever accepts on it.
             if is_alone:
-                with open_loopback() as listener:
-                    socket.send_fds(theirs, [b"listening"], [listener.fileno()])
+                with open_loopback() as entrance:
+                    socket.send_fds(theirs, [b"listening"], [entrance.fileno()])
             theirs.close()
             drop_rights()
         except OSError as error:
@@ -117,8 +146,10 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> Non
         _serve(
             settings,
             connection,
+            listener,
             NamespacePlace(),
             f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"]),
+            parent,
         )
 
     first = fork_child(begin, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
@@ -127,9 +158,12 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket) -> Non
     theirs.close()
     # The host reads the end of the container only if no other process holds its end of the connection.
     connection.close()
+    if listener is not None:
+        listener.close()
     # Without a listener the container has the machine's network, or did not start.
     _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
-    relay = Relay(socket.socket(fileno=listeners[0]), tuple(settings["address"])) if listeners else None
+    address = tuple(settings["address"])
+    relay = Relay(socket.socket(fileno=listeners[0]), address, _patience(settings)) if listeners else None
     # The relay's threads do the rest.
     select.select([os.pidfd_open(first)], [], [])
     del relay
@@ -154,6 +188,15 @@ def unprivileged_user(proc: int) -> int:
         if any(first <= user < first + length for first, _, length in ranges):
             return user
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")
+
+
+def _use_cpus(number: int) -> None:
+    """Let this process and its children run on `number` CPUs only. Raises OSError if the machine has fewer."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if number > len(cpus):
+        raise OSError(f"the task needs {number} CPUs, and this machine has {len(cpus)}")
+    # Drawn, so that the containers of a node share its CPUs evenly.
+    os.sched_setaffinity(0, random.sample(cpus, number))
 
 
 def _url(address: tuple[str, int]) -> str:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 
 _PART_BYTES = 64 << 10
 # Each connection takes two threads of the keeper, and a program may open connections without end.
 _MAX_CONNECTIONS = 64
 """Connections of one container at once. Further ones wait."""
+_RETRY_SECONDS = 0.25
+"""Interval of the attempts to reach an endpoint that is away."""
 
 
 class Relay:
-    """Accepts connections on `listener`, in the network of a container, and passes their bytes to `address`."""
+    """Accepts connections on `listener`, in the network of a container, and passes their bytes to `address`.
 
-    def __init__(self, listener: socket.socket, address: tuple[str, int]) -> None:
-        self._listener, self._address = listener, address
+    A connection waits `patience` seconds for an endpoint that does not listen.
+    """
+
+    def __init__(self, listener: socket.socket, address: tuple[str, int], patience: float = 0.0) -> None:
+        self._listener, self._address, self._patience = listener, address, patience
         self._places = threading.Semaphore(_MAX_CONNECTIONS)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -33,7 +39,7 @@ class Relay:
     def _connect(self, client: socket.socket) -> None:
         """Pass bytes in both directions until both have ended."""
         try:
-            with client, suppress(OSError), socket.create_connection(self._address) as server:
+            with client, suppress(OSError), self._reach_endpoint() as server:
                 sending = threading.Thread(target=_copy, args=(client, server), daemon=True)
                 sending.start()
                 _copy(server, client)
@@ -43,6 +49,17 @@ class Relay:
                 sending.join()
         finally:
             self._places.release()
+
+    def _reach_endpoint(self) -> socket.socket:
+        """Return a connection to the endpoint. Raises OSError if it is still away after `patience` seconds."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return socket.create_connection(self._address)
+            except ConnectionRefusedError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_SECONDS)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

@@ -46,6 +46,8 @@ class Limits:
     """Bytes of new files."""
     output_bytes: int | None = None
     """Bytes printed by one program."""
+    cpus: float | None = None
+    """CPUs used at once. Namespaces have no quota, so there it is the whole number of CPUs that programs may run on."""
 
 
 class Place(Protocol):
@@ -84,19 +86,42 @@ class LeaseEndedError(Exception):
 
 
 class RequestLoop:
-    """Executes the requests of a host, one at a time, as long as it renews the lease."""
+    """Executes the requests of a host, one at a time, as long as it renews the lease.
 
-    def __init__(self, connection: socket.socket, place: Place, limits: Limits, lease_seconds: float) -> None:
-        self._connection, self._place, self._limits = connection, place, limits
+    With a `listener` it outlives the host: a later host connects there, and joins the running program.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        place: Place,
+        limits: Limits,
+        lease_seconds: float,
+        *,
+        facts: Mapping[str, Any],
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Create the loop. `facts` are sent to each host in its first message."""
+        self._connection: socket.socket | None = connection
+        self._place, self._limits, self._facts, self._listener = place, limits, facts, listener
         self._lease_seconds = lease_seconds
         self._lease_ends = time.monotonic() + lease_seconds
+        self._label, self._began, self._answered_id = "", 0.0, 0
+        """Label, start and request of the running program."""
+        self._results: dict[str, dict[str, Any]] = {}
+        """Ends of programs by their labels. The host that started one may have ended before it."""
+        self._deferred: dict[str, Any] | None = None
+        """Request that had to wait for the end of a program."""
 
     def run(self) -> None:
         """Execute requests until the host closes the connection or the lease ends."""
         try:
+            self._greet()
             while True:
+                request, self._deferred = self._deferred, None
+                request = request or self._next_request(None)
                 # A program may end before the host's message that cancels it arrives.
-                if (request := self._next_request(None)) is not None and request["do"] != "cancel":
+                if request is not None and request["do"] != "cancel":
                     self._answer(request)
         except LeaseEndedError:
             return
@@ -105,10 +130,16 @@ class RequestLoop:
             self._place.kill_all()
 
     def _answer(self, request: Mapping[str, Any]) -> None:
+        self._answered_id = request["id"]
         try:
             match request["do"]:
                 case "exec":
-                    answer = self._execute(request)
+                    self._results[request["label"]] = answer = self._execute(request)
+                case "join" if request["label"] in self._results:
+                    answer = self._results[request["label"]]
+                case "join":
+                    # The earlier host ended before it could start the program.
+                    answer = {"error": "the container has no such program", "kind": "ContainerLost"}
                 case "put":
                     self._place.put(request["folder"], _decoded_files(request["files"]))
                     answer = {}
@@ -119,7 +150,26 @@ class RequestLoop:
                     answer = {"error": f"unknown request {other!r}"}
         except OSError as error:
             answer = {"error": error.strerror or str(error)}
-        send(self._connection, {"id": request["id"], **answer})
+        self._send({"id": self._answered_id, **answer})
+
+    def _greet(self) -> None:
+        """Send the first message to a host. `running` is the label of the running program."""
+        self._send({"ready": True, **self._facts, "running": self._label, "seconds": time.monotonic() - self._began})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            if self._connection is not None:
+                send(self._connection, message)
+        except OSError:
+            self._lose_host()
+
+    def _lose_host(self) -> None:
+        """Wait for another host from now on. Raises LeaseEndedError if the container does not outlive its host."""
+        if self._listener is None:
+            raise LeaseEndedError
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
     def _next_request(self, seconds: float | None) -> dict[str, Any] | None:
         """Return the next request other than a renewal; None: there is none within `seconds`, or it was a renewal.
@@ -128,12 +178,23 @@ class RequestLoop:
         """
         seconds_left = self._lease_ends - time.monotonic()
         wait = seconds_left if seconds is None else min(seconds_left, seconds)
-        if select.select([self._connection], [], [], max(wait, 0.0))[0]:
+        source = self._connection or self._listener
+        assert source is not None, "without a host and a listener the lease has ended"
+        if select.select([source], [], [], max(wait, 0.0))[0]:
             try:
+                if self._connection is None:
+                    # Not a renewal: a host that looks for ended containers connects too.
+                    self._connection, _ = source.accept()
+                    self._connection.set_inheritable(False)
+                    self._greet()
+                    return None
                 request = receive(self._connection, MAX_MESSAGE_BYTES, within(_MESSAGE_SECONDS))
-            except (EOFError, OSError, FrameError) as error:
+            except (EOFError, OSError, FrameError):
                 # After a broken frame the start of the next one is unknown, so the connection is useless.
-                raise LeaseEndedError from error
+                self._lose_host()
+                return None
+            if request["do"] == "stop":
+                raise LeaseEndedError
             if request["do"] != "renew":
                 return request
             self._lease_ends = time.monotonic() + self._lease_seconds
@@ -147,9 +208,11 @@ class RequestLoop:
         # Elsewhere the kernel would also count the user's other processes, such as the training's.
         max_tasks = self._limits.processes if self._place.has_own_users else None
         program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
+        self._label, self._began = request["label"], time.monotonic()
         try:
             outcome = self._watch(program)
         finally:
+            self._label = ""
             # First all writers of the pipes; a child in the background would hold them open.
             self._place.kill_all()
         program.drain()
@@ -159,7 +222,12 @@ class RequestLoop:
     def _watch(self, program: _Program) -> str:
         """Wait for the end of a program. Returns the exceeded limit, as `KIND: text`; empty: none."""
         while not program.has_ended(_TICK_SECONDS):
-            if (request := self._next_request(0.0)) is not None and request["do"] == "cancel":
+            request = self._next_request(0.0)
+            if request is not None and request["do"] == "join" and request["label"] == self._label:
+                self._answered_id = request["id"]
+            elif request is not None:
+                # A later host goes on from the end of an earlier program.
+                self._deferred = None if request["do"] == "cancel" else request
                 return "Cancelled: the host ended the program"
             if excess := self._excess(program):
                 return excess

@@ -1,0 +1,97 @@
+"""Containers that outlive their host: how they are started, and how a later host finds them.
+
+Such a container listens on a Unix socket of this machine. It is supervised as any other, but by a process without a
+parent. Its lease ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from megarl.files.shipped import PACKAGE
+from megarl.processes.launcher import DEVNULL, LaunchedProgram
+
+# Not TMPDIR: an agent of a node has a folder of its own there, which ends with it.
+_FOLDER = "/tmp/megarl-containers-{user}"
+_SUPERVISOR = """
+import json, sys
+sys.path.append(sys.argv[1])
+from megarl.processes.supervisor import supervise
+supervise(json.loads(sys.argv[2]))
+"""
+
+
+def launch_outliving(name: str, command: Sequence[str], environment: Mapping[str, str]) -> LaunchedProgram:
+    """Start the keeper of a container under a supervisor that outlives this process. Raises OSError."""
+    folder = _folder()
+    _remove_ended(folder)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(folder / _file_name(name)))
+        listener.listen()
+        number = listener.fileno()
+        settings = {"command": [*command, str(number)], "control": None, "connection": number, "log_file": None}
+        return LaunchedProgram(
+            [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, str(PACKAGE.parent), json.dumps(settings)],
+            environment=environment,
+            stdout=DEVNULL,
+            stderr=DEVNULL,
+            descriptors=[number],
+        )
+
+
+def connect_to(name: str) -> socket.socket:
+    """Connect to a container of this machine. Raises OSError if there is none with this name."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(os.fspath(_folder() / _file_name(name)))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def remove_socket(name: str) -> None:
+    """Remove the file of an ended container's socket."""
+    with suppress(OSError):
+        (_folder() / _file_name(name)).unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    """Return the folder of the sockets, which only this user can read. Raises OSError."""
+    folder = Path(_FOLDER.format(user=os.geteuid()))
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    # Any user may create it first, and would then reach the containers.
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise PermissionError(f"{folder} belongs to another user, or others can read it; remove it")
+    return folder
+
+
+@cache
+def _remove_ended(folder: Path) -> None:
+    """Remove the sockets of containers that ended without a host. A process looks once."""
+    for file in folder.iterdir():
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                # A living keeper may have a full queue, and a blocking call would then wait.
+                probe.setblocking(False)
+                probe.connect(os.fspath(file))
+            except ConnectionRefusedError:
+                file.unlink(missing_ok=True)
+            except OSError:
+                pass
+
+
+def _file_name(name: str) -> str:
+    # A socket's path has at most 107 bytes (unix(7)).
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
