@@ -188,6 +188,11 @@ class Recipe(Section):
         return config.get("model") or None
 
     @property
+    def trains_drafter(self) -> bool:
+        """Return whether the engines' EAGLE-3 drafter is trained with the policy."""
+        return self.drafter is not None and self.trainer.drafter_learning_rate is not None
+
+    @property
     def sends_adapter(self) -> bool:
         """Return whether the engines keep the base weights and receive a LoRA adapter in each reshard.
 

@@ -1,20 +1,22 @@
 """Published EAGLE-3 drafters (arXiv 2503.01840): one layer that drafts tokens from hidden states of three layers.
 
-vLLM 0.30 reads such a drafter from its own files. It is frozen: no reshard writes it.
+vLLM 0.30 reads such a drafter from its own files. It is frozen, or trained with the policy (`DrafterShape`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
+from megarl.families.config_json.rotary import Rotary, read_rotary
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
-from megarl.files.model_folder import read_object, read_safetensors_header, weight_files
+from megarl.files.model_folder import read_object, read_safetensors_header, stored_names, weight_files
 from megarl.types import DataError
 
 METHOD = "eagle3"
@@ -24,6 +26,7 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 WITHOUT_EAGLE3 = ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "seed_oss")
 """Families whose models in vLLM 0.30 return no hidden states to a drafter."""
 _NUM_STATES = 3
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = "midlayer.", "layers.0."
 """Names of the drafter's layer in published files."""
 _LAYER = (
@@ -31,6 +34,97 @@ _LAYER = (
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
 """Modules of that layer. Each has a weight."""
+OFFSETS, IS_DRAFTED = "d2t", "t2d"
+"""Maps of a smaller draft vocabulary, int64 [drafted tokens] and bool [vocabulary]: each drafted token's id less its
+own number, and whether the policy's token is drafted. No training changes them."""
+_OTHER_FORMS = {
+    "attention_bias": False, "mlp_bias": False, "norm_output": False, "fc_norm": False, "norm_before_fc": False,
+    "logit_scale": 1.0, "hidden_act": "silu",
+}  # fmt: skip
+"""Fields of config.json that change what vLLM 0.30 computes, with the one value that the trainer computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """Sizes and options of a trained EAGLE-3 drafter. It reads the policy's embedding."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Number of drafted tokens, at most the policy's vocabulary."""
+    norm_epsilon: float
+    rotary: Rotary
+    aux_layers: tuple[int, ...]
+    """The policy's layers, from 0, whose inputs the drafter reads."""
+    adds_normed_state: bool = False
+    """Whether the residual of the layer is the state after `hidden_norm` instead of before it."""
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the trained tensors, by their names in published files."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes = (
+            (queries, 2 * hidden), (keys, 2 * hidden), (keys, 2 * hidden), (hidden, queries), (hidden,), (hidden,),
+            (hidden,), (inner, hidden), (inner, hidden), (hidden, inner),
+        )  # fmt: skip
+        layer = {f"{_MIDDLE[0]}{name}.weight": shape for name, shape in zip(_LAYER, shapes, strict=True)}
+        return {
+            "fc.weight": (hidden, _NUM_STATES * hidden),
+            **layer,
+            "norm.weight": (hidden,),
+            "lm_head.weight": (self.vocab_size, hidden),
+        }
+
+
+def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
+    """Return the shape of a drafter without `drafter_faults`. Raises DataError if the trainer cannot compute it."""
+    config = read_object(Path(folder) / "config.json")
+    eagle = config.get("eagle_config") or {}
+    options = {**config, **eagle}
+    for name, value in _OTHER_FORMS.items():
+        if options.get(name) not in (None, value):
+            raise DataError(f"{name} in its config.json is {options[name]}; only {value} can be trained")
+    if options.get("use_aux_hidden_state") is False:
+        raise DataError("use_aux_hidden_state in its config.json is false; only states of three layers are trained")
+    names = {published_name(name) for name in stored_names(folder)}
+    if "embed_tokens.weight" in names:
+        raise DataError("it has an embedding of its own, embed_tokens.weight; it must have none to be trained")
+    if "lm_head.weight" not in names:
+        raise DataError("it has no head of its own, lm_head.weight; it must have one to be trained")
+    rotary = read_rotary(config)
+    if rotary.fraction != 1:
+        raise DataError(f"it rotates {rotary.fraction} of a head's channels; only all of them are trained")
+    layers = tuple(eagle.get(_LAYER_IDS) or default_layers(policy))
+    if max(layers) >= policy.num_layers:
+        raise DataError(f"it reads the output of layer {max(layers)}; only inputs of layers can be trained from")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return DrafterShape(
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocab_size=config.get("draft_vocab_size") or policy.vocab_size,
+        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        rotary=rotary,
+        aux_layers=layers,
+        adds_normed_state=bool(config.get("norm_before_residual")),
+    )
+
+
+def published_name(name: str) -> str:
+    """Return a drafter's tensor name in its usual form, from one of the forms in published files."""
+    name = name.removeprefix("model.")
+    return name.replace(_MIDDLE[1], _MIDDLE[0], 1) if name.startswith(_MIDDLE[1]) else name
+
+
+def default_layers(policy: ModelShape) -> tuple[int, int, int]:
+    """Return vLLM 0.30's layers for a drafter that names none: it reads the hidden states before each of them."""
+    return 2, policy.num_layers // 2, policy.num_layers - 3
 
 
 def drafter_folder(speculative_config: object) -> str | None:
@@ -59,9 +153,7 @@ def drafter_faults(folder: str, policy: ModelShape) -> Iterator[str]:
         yield "it is not proved with linear or latent attention of the policy"
         return
     yield from _size_faults(config, policy)
-    given = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    # vLLM 0.30's layers by default: hidden states before each of them.
-    layers = given or (2, policy.num_layers // 2, policy.num_layers - 3)
+    layers = (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
     if len(set(layers)) != _NUM_STATES or not 0 <= min(layers) <= max(layers) <= policy.num_layers:
         yield f"it reads the hidden states at the layers {list(layers)} of a policy of {policy.num_layers} layers"
     shapes: dict[str, tuple[int, ...]] = {}

@@ -111,6 +111,8 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return None
     if (setting := recipe.trainer.draft_layers_setting) and model.name == "policy":
         return f"{setting}: a shared token has a different token after the next one in each sample"
+    if recipe.trains_drafter and model.name == "policy":
+        return "trainer.drafter_learning_rate: a shared token has a different next token in each sample"
     if recipe.lora.dropout and model.name == "policy":
         return f"lora.dropout = {recipe.lora.dropout}: each sample has dropout of its own"
     # Noise and dropped tokens belong to a token's place in one sequence.

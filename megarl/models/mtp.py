@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import checkpoint, scatter_to_sequence_parallel_region
@@ -33,9 +32,10 @@ from megarl.families.shape import ModelShape
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.distillation.divergence import vocab_parallel_divergence
+from megarl.models.embeddings import embed_tokens
 from megarl.models.latent_attention import share_rotary
 from megarl.models.layer_specs import final_norm, layer_spec
-from megarl.models.logprobs import all_reduce, vocab_parallel_logprobs
+from megarl.models.logprobs import vocab_parallel_logprobs
 from megarl.models.policy import PolicyModel
 
 
@@ -184,22 +184,6 @@ def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None
     spec.module = MtpLayer
     specs: Any = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * shape.num_draft_layers)
     return MultiTokenPredictionBlock(config, specs, vp_stage=vp_stage)
-
-
-@torch.no_grad()
-def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_token_id: int, group: Any) -> Tensor:
-    """Return the embeddings of these tokens without gradient: [tokens, 1, hidden_size], zero at position 0.
-
-    Shapes: tokens and positions [tokens] (None: no embedding is zero); table [local vocabulary, hidden_size], rows from
-    `first_token_id` on. The vocabulary is split over `group`.
-    """
-    local = tokens - first_token_id
-    is_here = (local >= 0) & (local < len(table))
-    embeddings = F.embedding(local.clamp(0, len(table) - 1), table) * is_here[:, None]
-    all_reduce(embeddings, group, torch.distributed.ReduceOp.SUM)
-    if positions is not None:
-        embeddings = embeddings.masked_fill_(positions[:, None] == 0, 0.0)
-    return embeddings[:, None]
 
 
 @torch.no_grad()

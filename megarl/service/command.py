@@ -161,6 +161,8 @@ def _unfit_fields(recipe: Recipe) -> Iterator[str]:
         yield "trainer.overlap_grad_reduce = true: gradients of several calls add up before one reduction; leave it out"
     if setting := recipe.trainer.draft_layers_setting:
         yield f"{setting}: no client sends this loss; leave it out"
+    if (rate := recipe.trainer.drafter_learning_rate) is not None:
+        yield f"trainer.drafter_learning_rate = {rate}: no client sends this loss; leave it out"
 
 
 def _for_service(recipe: Recipe) -> Recipe:

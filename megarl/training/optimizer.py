@@ -26,14 +26,14 @@ from megarl.training.host_optimizer import set_host_fraction
 
 
 class UpdateRule(Protocol):
-    """A rule by which some parameters are updated in Adam's place."""
+    """A rule by which some parameters are updated in Adam's place, or with another learning rate."""
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
         """Return Megatron's overrides that put these parameters into groups of their own."""
         ...
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
-        """Put an optimizer with this rule in the place of Adam, which Megatron built."""
+        """Put an optimizer with this rule in the place of Adam, which Megatron built, if it needs another one."""
         ...
 
 
@@ -52,7 +52,8 @@ def build_optimizer(
     else from torch. For the `host_fraction` of the parameters it is torch's, in host memory.
     """
     settings = MegatronOptimizerConfig(
-        optimizer="adam" if rule else config.name,
+        # Muon takes the place of Adam for some parameters.
+        optimizer="adam" if config.name == "muon" else config.name,
         sgd_momentum=0.0,
         lr=config.learning_rate,
         min_lr=config.min_learning_rate,

@@ -41,6 +41,7 @@ def build_engine(
             keep_experts=replayed_experts[0].stored.keep if replayed_experts else None,
             adapter=recipe.lora if recipe.sends_adapter else None,
             num_slots=num_slots,
+            trains_drafter=recipe.trains_drafter,
             exact_blocks=recipe.exact_blocks,
         ),
         stall_seconds=recipe.cluster.verb_timeout_seconds,

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.checkpoint import peft, safetensors
+from megarl.checkpoint.drafter_files import drafter_layout, export_drafter
 from megarl.files.atomic import disk_full_named
+from megarl.files.model_folder import find_folder
+from megarl.models.drafter import PREFIX
 from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.training.parts.drafter import DrafterPart
 from megarl.training.parts.lora import LoraPart
 from megarl.training.training_engine import TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
@@ -16,7 +20,7 @@ from megarl.worker.model_builder import ModelBuilder
 def export_model(
     builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, texts_by_file: Mapping[str, str]
 ) -> None:
-    """Export a trained model to a Hugging Face folder. LoRA adapters, if any, go to a folder next to it.
+    """Export a trained model to a Hugging Face folder. LoRA adapters or a drafter go to a folder next to it.
 
     `source` is the model's original folder. `texts_by_file` holds the texts of further files, which rank 0 writes.
     Raises DiskFullError.
@@ -41,6 +45,19 @@ def export_model(
                 other_texts=texts_by_file,
                 override=recipe.override_of(source),
             )
+        drafter = trained.find_part(DrafterPart)
+        if drafter is not None and recipe.drafter is not None:
+            with disk_full_named(folder, num_bytes):
+                export_drafter(
+                    folder.with_name("drafter" + folder.name.removeprefix("hf")),
+                    find_folder(recipe.drafter),
+                    drafter.shape,
+                    [drafter_layout(drafter.shape, PREFIX)] * builder.parallel.world_size,
+                    builder.rank,
+                    trained.parameters,
+                    dtype=trained.dtype,
+                    bucket_bytes=bucket_bytes,
+                )
         lora = recipe.lora
         if trained.find_part(LoraPart) is None or not lora.export_adapter:
             return

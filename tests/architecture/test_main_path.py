@@ -43,7 +43,7 @@ MAIN_PATH = [
 ]
 FEATURES = re.compile(
     r"trees?|prefix(es)?|routes?|replay\w*|mtp|distil\w*|teachers?|fp8|quantis\w*|lora|adapters?|delta|exact\w*"
-    r"|fingerprints?|checksums?|canary"
+    r"|fingerprints?|checksums?|canary|drafters?|eagle\d?"
 )
 """Words that name an optional feature."""
 OTHER_MEANINGS = re.compile(r"chunk_prefix|sharded_state_dict\(.*prefix|removeprefix|prefix[_ ]cach\w*")

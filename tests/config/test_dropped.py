@@ -452,6 +452,9 @@ SWITCHES = {
         ["algorithm.state_weight=0"],
     ),
     "drafts": ("loop: sft\ntrainer: {mtp_loss_coefficient: 0.1}", ["trainer.mtp_loss_coefficient=null"]),
+    "trained drafter": (
+        "loop: rl\ntrainer: {drafter_learning_rate: 1e-4}", ["trainer.drafter_learning_rate=null"]
+    ),
     "turns": (
         "loop: rl\nrollout: {environment: calculator, max_turns: 4}",
         ["rollout.environment=single_turn", "rollout.environment=verifiers", "rollout.max_turns=1",

@@ -15,6 +15,7 @@ from megarl.families.eagle3 import WITHOUT_EAGLE3, read_stored_bytes
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import read_model_shape
 from megarl.preflight import check
+from megarl.preflight.model.trained_drafter import drafter_fit
 from megarl.preflight.vllm_limits import HOST_DRAFTERS, _drafter
 from megarl.types import ConfigError
 from tests.eagle3 import make_eagle3
@@ -210,6 +211,63 @@ def test_a_drafter_that_would_draft_at_random_is_refused(
     )
     (text,) = eagle_faults(early)
     assert "[2, 2, 3] of a policy of 8 layers" in text
+
+
+@pytest.fixture
+def training_faults(policy: Path, recipe: Callable[..., Recipe]) -> Callable[..., list[str]]:
+    """The faults of a recipe for that policy that trains an EAGLE-3 drafter in a folder."""
+
+    def found(folder: Path | None, trainer: Any = None, **sections: Any) -> list[str]:
+        drafter = {} if folder is None else {"speculative_config": EAGLE3 | {"model": str(folder)}}
+        changed = recipe(
+            model={"path": str(policy)},
+            rollout={"vllm": drafter},
+            trainer={"drafter_learning_rate": 1e-4} | (trainer or {}),
+            **sections,
+        )
+        return list(drafter_fit(changed, read_model_shape(policy)))
+
+    return found
+
+
+def test_a_drafter_can_be_trained_as_published(
+    training_faults: Callable[..., list[str]], policy: Path, tmp_path: Path
+) -> None:
+    assert training_faults(make_eagle3(tmp_path / "drafter", policy)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "fact"),
+    [
+        ({"trainer": {"pp": 2}}, "set trainer.pp=1"),
+        ({"lora": {"rank": 4}}, "with lora.rank = 4 only adapters are trained"),
+        ({"optimizer": {"name": "muon"}}, "set optimizer.name=adam"),
+        ({"trainer": {"optimizer_offload_fraction": 0.5}}, "trainer.optimizer_offload_fraction = 0.5"),
+        ({"trainer": {"fp8": "blockwise"}}, "set trainer.fp8=none"),
+    ],
+)
+def test_what_a_trained_drafter_does_not_fit_is_one_error(
+    training_faults: Callable[..., list[str]], policy: Path, tmp_path: Path, sections: dict[str, Any], fact: str
+) -> None:
+    (text,) = training_faults(make_eagle3(tmp_path / "drafter", policy), **sections)
+    assert text.startswith("trainer.drafter_learning_rate = 0.0001: ") and fact in text
+
+
+def test_forms_of_a_drafter_that_the_trainer_does_not_compute_are_refused(
+    training_faults: Callable[..., list[str]], policy: Path, tmp_path: Path
+) -> None:
+    """vLLM computes them, so such a drafter may be frozen."""
+    (text,) = training_faults(None)
+    assert "set rollout.vllm.speculative_config with method eagle3" in text
+    values = {
+        "attention_bias": True, "norm_output": True, "fc_norm": True, "norm_before_fc": True, "logit_scale": 2.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]},
+    }  # fmt: skip
+    for name, value in values.items():
+        (text,) = training_faults(make_eagle3(tmp_path / name, policy, config={name: value}))
+        assert ("layer 8" if name == "eagle_config" else name) in text and "leave it out, so that it is frozen" in text
+    (text,) = training_faults(make_eagle3(tmp_path / "own", policy, own_embedding=True))
+    assert "embed_tokens.weight" in text
 
 
 def test_families_without_hidden_states_are_those_of_vllm() -> None:

@@ -25,6 +25,7 @@ CASES = {
     "trainer.fp8": ("blockwise", {"trainer": {"fp8": "blockwise"}}),
     "trainer.moe_dispatcher": ("flex", {"trainer": {"moe_dispatcher": "flex"}}),
     "trainer.optimizer_offload_fraction": ("0.5", {"trainer": {"optimizer_offload_fraction": 0.5}}),
+    "trainer.drafter_learning_rate": ("0.0001", {"trainer": {"drafter_learning_rate": 1e-4}}),
     "weights.overlap": ("true", {**ASYNCHRONOUS, "rollout": PLACED, "weights": {"overlap": True}}),
     "rollout.recompute_kv": ("false", {**ASYNCHRONOUS, "rollout": {**PLACED, "recompute_kv": False}}),
     "train.record": ("all", {"train": {"record": "all"}}),

@@ -24,6 +24,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
 from tests.checkpoint.model_folders import assert_equal_bits, tensors_of
+from tests.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches, weighed
 
@@ -275,6 +276,31 @@ def test_a_checkpoint_is_read_at_any_layout(
         for step in range(2):
             found = values(merge(rank["metrics"][step] for rank in loaded))
             assert found == pytest.approx(expected[step], rel=1e-5), other
+
+
+def test_a_trained_drafter_goes_on_at_any_layout(
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Bit-equal at the same layout, with its weights, main weights and moments."""
+    sizes = {"hidden_size": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
+    model = tiny_model(head_dim=16, **sizes)
+    (tmp_path / "saved").mkdir()
+    plain = recipe_of(model, drafter_learning_rate=1e-2, drafter_steps=2).model_dump(exclude_unset=True)
+    drafter = {"method": "eagle3", "model": str(make_eagle3(tmp_path / "drafter", model)), "num_speculative_tokens": 2}
+    plain["data"]["validation"] = {"held_out": "unused"}
+    recipe = Recipe.model_validate(plain | {"rollout": {"vllm": {"speculative_config": drafter}}})
+    saved = ranks.run(save_and_go_on, recipe, (1, 1, 2), tmp_path / "saved", True, world_size=2)
+    loaded = ranks.run(load_and_go_on, recipe, (1, 1, 2), tmp_path / "saved", world_size=2)
+    for mine, other in zip(loaded, saved, strict=True):
+        assert any(name.startswith("drafter.") for name in mine["state"])
+        assert_equal(mine["state"], other["state"])
+        assert mine["metrics"] == other["metrics"]
+        assert_equal(mine["end"], other["end"])
+    resized = ranks.run(load_and_go_on, recipe, (2, 1, 1), tmp_path / "saved", world_size=2)
+    for step in range(2):
+        expected, found = (values(merge(rank["metrics"][step] for rank in part)) for part in (saved, resized))
+        assert "drafter/loss" in expected
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def build_frozen(recipe: Recipe, parallel: ParallelConfig, scale: float) -> Any:

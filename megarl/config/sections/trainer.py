@@ -151,6 +151,19 @@ class TrainerConfig(Section):
     """Targets of the MTP layers. tokens (default): the trained token two positions ahead. distribution: the policy's
     whole distribution of that token, detached (forward KL; the soft loss of EAGLE-3, arXiv 2503.01840). It costs one
     more product with the head."""
+    drafter_learning_rate: Annotated[PositiveFloat | None, OnlyIf(*ENGINE), UntriedOnGpu("all values")] = None
+    """Train the engines' EAGLE-3 drafter (arXiv 2503.01840) from the policy's detached hidden states, with this peak
+    learning rate and optimizer.schedule. It is sent to the engines with the policy, and exported next to it. The
+    policy's gradient stays the same. Default: it is frozen. Needs pp 1."""
+    drafter_steps: Annotated[PositiveInt, OnlyIf(non_empty("trainer.drafter_learning_rate", "1e-4"))] = 3
+    """Steps of the drafter in an update (training-time test of EAGLE-3, section 3.2): step k sees the drafter's own
+    states of the k - 1 steps before. Take num_speculative_tokens of rollout.vllm.speculative_config. Each step costs
+    about one layer and two products with the drafter's head. Default: 3."""
+    drafter_step_decay: Annotated[
+        PositiveFloat, Field(le=1), OnlyIf(non_empty("trainer.drafter_learning_rate", "1e-4"))
+    ] = 0.8
+    """Weight of each step of the drafter relative to the step before: later drafts count only if earlier ones are
+    accepted. 1 weighs all alike. Default: 0.8, the value of EAGLE's code."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
     over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count

@@ -16,7 +16,7 @@ from megarl.platform import libraries
 
 libraries.prepare_vllm()
 
-from megarl.engine.parts.drafts import Drafts, FrozenDrafts  # noqa: E402
+from megarl.engine.parts.drafts import Drafts, FrozenDrafts, TrainedDrafts  # noqa: E402
 from megarl.engine.parts.exact_rounding import ExactRounding  # noqa: E402
 from megarl.engine.parts.quantised_values import QuantisedCache, QuantisedWeights  # noqa: E402
 from megarl.engine.parts.retained_kv import RetainedKV  # noqa: E402
@@ -36,6 +36,8 @@ class EngineFeatures:
     """The trained LoRA adapter: all requests use it."""
     num_slots: int = 0
     """Above 0 the engine has so many slots for copies of the adapter, and each request names its own."""
+    trains_drafter: bool = False
+    """Whether reshards write the EAGLE-3 drafter of `rollout.vllm.speculative_config`."""
     exact_blocks: int = 0
     """Above 0 the engine rounds as `models.exact` does, with so many blocks of a product split over ranks."""
 
@@ -59,7 +61,7 @@ def build_parts(
         yield RoutedExperts(features.keep_experts)
     speculative_config = config.vllm.get("speculative_config")
     if speculative_config is not None and drafter_folder(speculative_config) is not None:
-        yield FrozenDrafts(speculative_config)
+        yield (TrainedDrafts if features.trains_drafter else FrozenDrafts)(speculative_config)
     elif speculative_config is not None:
         yield Drafts(partial(is_read_by_drafter, read_model_shape(model_path, override)))
     if not config.recompute_kv:

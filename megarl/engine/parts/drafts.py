@@ -86,6 +86,44 @@ class FrozenDrafts(Drafts):
         return () if self._drafter is None else self._drafter.parameters()
 
 
+class TrainedDrafts(FrozenDrafts):
+    """Drafts of an EAGLE-3 drafter that is trained. vLLM reads its first weights and its maps from its own files.
+
+    Each reshard then writes `written`.
+    """
+
+    sleep_reason = "no reshard writes the maps of the drafter's vocabulary"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.written: OwnParameters | None = None
+        """The parts of the drafter that a reshard writes; None before the start."""
+
+    def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
+        model = super().wrap_model(worker, model)
+        assert self._drafter is not None
+        self.written = OwnParameters(self._drafter)
+        return model
+
+
+class OwnParameters(nn.Module):
+    """The parameters of vLLM's EAGLE-3 drafter without the policy's embedding and the map of its vocabulary."""
+
+    def __init__(self, drafter: Any) -> None:
+        super().__init__()
+        self._loader: tuple[Any] = (drafter,)
+        self.lm_head = drafter.lm_head
+        self.model = nn.Module()
+        for name, child in drafter.model.named_children():
+            # vLLM 0.30 shares the policy's embedding with a drafter without one. No update may write it here.
+            if name != "embed_tokens":
+                self.model.add_module(name, child)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors [any shape] with published names by vLLM's own loader."""
+        self._loader[0].load_weights(weights)
+
+
 class ModelWithDrafter(nn.Module):
     """The parts of a vLLM model under their own names, and its draft model under `DRAFTER`.
 

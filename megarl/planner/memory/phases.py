@@ -20,7 +20,7 @@ from megarl.planner.memory.models import Built, Models
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.memory.trainer_bytes import TrainerStates
 
-TEMPORARY = ("activations", "pipeline", "backward", "logits", "whole matrices", "engine step")
+TEMPORARY = ("activations", "pipeline", "backward", "logits", "drafts", "whole matrices", "engine step")
 """Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
 # States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
@@ -164,6 +164,7 @@ class RankPhases:
             Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
             Use("backward", device_bytes=int(passing)),
             Use("logits", device_bytes=int(logits)),
+            *([Use("drafts", device_bytes=self.memory.drafter_pass())] if built is self.memory.models.policy else []),
         ]
         # The optimizer steps when activations are gone.
         temporary = max(passes, self._optimizer_step(name), key=lambda uses: sum(use.device_bytes for use in uses))

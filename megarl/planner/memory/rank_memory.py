@@ -9,7 +9,7 @@ from functools import cached_property
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.libraries.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
-from megarl.families.eagle3 import read_stored_bytes
+from megarl.families.eagle3 import DrafterShape, read_drafter_shape, read_stored_bytes
 from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import find_folder
@@ -18,6 +18,7 @@ from megarl.planner.memory.activations import PassSettings
 from megarl.planner.memory.communicators import Communicator, communicators_of
 from megarl.planner.memory.deep_ep import NUM_SMS, deep_ep_bytes
 from megarl.planner.memory.devices import CONTEXT_BYTES, Platform
+from megarl.planner.memory.drafter_bytes import drafter_bytes
 from megarl.planner.memory.memory_table import CacheCapacity
 from megarl.planner.memory.models import Built, Models
 from megarl.planner.memory.trainer_bytes import TrainerStates
@@ -25,6 +26,7 @@ from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import parameter_shapes
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.types import DataError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -260,8 +262,28 @@ class RankMemory:
             optimizer=optimizer.name,
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
+            whole=self.drafter.tensors.values() if self.drafter and built is self.models.policy else (),
             host_fraction=self.recipe.trainer.optimizer_offload_fraction,
         )
+
+    @cached_property
+    def drafter(self) -> DrafterShape | None:
+        """The shape of the trained drafter. None for a frozen one, or with broken files."""
+        if not self.recipe.trains_drafter or self.recipe.drafter is None:
+            return None
+        try:
+            return read_drafter_shape(find_folder(self.recipe.drafter), self.models.policy.shape)
+        except (DataError, OSError, KeyError):
+            # The checks before a start report these.
+            return None
+
+    def drafter_pass(self) -> int:
+        """Return the bytes of a row's drafts in an update of the policy; 0 without a trained drafter."""
+        if self.drafter is None:
+            return 0
+        settings = self.pass_settings(self.models.policy)
+        num_parts = self.parallel.cp * (self.parallel.tp if settings.sequence_parallel else 1)
+        return drafter_bytes(self.drafter, settings, num_steps=self.recipe.trainer.drafter_steps, num_parts=num_parts)
 
     def pass_settings(self, built: Built) -> PassSettings:
         """Return how an update's rows pass through a model."""

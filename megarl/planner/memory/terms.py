@@ -50,6 +50,10 @@ TERMS = {
         "Muon's update of the largest matrix: it in float32, and staging, or operands in optimizer.muon.products",
         _OWN,
     ),
+    "drafts": Term(
+        "a trained drafter's pass: states of the whole row, its layer once a step, scores of 128 queries, head rows",
+        _OWN,
+    ),
     "critic": Term(
         "its parameters, gradients, main weights and moments",
         _COUNTED,

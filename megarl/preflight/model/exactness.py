@@ -79,6 +79,8 @@ def _layout_faults(recipe: Recipe) -> Iterator[str]:
         yield "trees of prefixes have another attention kernel; set trainer.share_prefixes=off"
     if setting := trainer.draft_layers_setting:
         yield f"draft layers were not measured; leave out {setting}"
+    if trainer.drafter_learning_rate is not None:
+        yield "a trained drafter was not measured; leave out trainer.drafter_learning_rate"
 
 
 def _adds_alike(first: int, second: int) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import OptimizerConfig, Recipe
+from megarl.models.drafter import PREFIX
 from megarl.models.experts.balance import ExpertBalance
 from megarl.training.model import ModelShard
 from megarl.training.model_parts import ModelParts
 from megarl.training.muon.optimizer import MuonRule
 from megarl.training.optimizer import UpdateRule
 from megarl.training.parts.balance import BalancePart
+from megarl.training.parts.drafter import DrafterPart, DrafterRate
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.parts.lora import LoraPart
 from megarl.training.parts.mtp import MtpPart
@@ -40,8 +42,14 @@ def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[Engine
     balance = ExpertBalance(shard.config, shard.chunks)
     if balance.is_on:
         yield BalancePart(shard, balance)
+    if is_policy and shard.recipe.trains_drafter:
+        # Last: its losses are the last rows of the model's output.
+        yield DrafterPart(shard)
 
 
 def select_update_rule(shard: ModelShard, config: OptimizerConfig) -> UpdateRule | None:
-    """Return the rule that replaces Adam for some parameters of a model; None if one optimizer updates all of them."""
-    return MuonRule(shard, config) if config.name == "muon" else None
+    """Return the rule for parameters with another optimizer or learning rate; None if all are updated alike."""
+    if config.name == "muon":
+        return MuonRule(shard, config)
+    has_drafter = any(name.startswith(PREFIX) for name in shard.parameters)
+    return DrafterRate(shard, config) if has_drafter else None

@@ -11,13 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.checkpoint.drafter_files import drafter_layout
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.engine.parts.drafts import TrainedDrafts
 from megarl.engine.parts.trained_adapter import TrainedAdapter
+from megarl.families.eagle3 import read_drafter_shape
 from megarl.families.lora_rules import adapter_shapes
 from megarl.families.shape import ModelShape, read_model_shape
+from megarl.files.model_folder import find_folder
+from megarl.models.drafter import PREFIX
 from megarl.reshard.adapters import AdapterReshard, record_slots
 from megarl.reshard.boxes import Layout
+from megarl.reshard.drafters import ReshardWithDrafter, record_drafter
 from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
 from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record
@@ -90,7 +96,8 @@ def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
     answers = gather_values(ends.transformer_engine, ends.group)
     transformer_engine = next(answer for answer in answers if answer is not None)
     planner = _Planner(ends, transformer_engine=transformer_engine)
-    return planner.plan_adapter() if ends.recipe.sends_adapter else planner.plan_weights(load)
+    plan = planner.plan_adapter() if ends.recipe.sends_adapter else planner.plan_weights(load)
+    return planner.add_drafter(plan) if ends.recipe.trains_drafter else plan
 
 
 class _Planner:
@@ -177,6 +184,35 @@ class _Planner:
             lambda: self._plan_direct(adapter, in_slots, matrices_sent, slots=slots),
         )
         return ReshardPlan(live_reshard, self._engine_shape, recorded)
+
+    def add_drafter(self, plan: ReshardPlan) -> ReshardPlan:
+        """Add the copies of the trained drafter to a plan. Raises ConfigError if it cannot be written in place."""
+        ends, recipe = self._ends, self._ends.recipe
+        assert recipe.drafter is not None
+        shape = read_drafter_shape(find_folder(recipe.drafter), self._trainer_shape)
+        in_engine = ends.engine.find_part(TrainedDrafts) if ends.engine is not None else None
+        written = in_engine.written if in_engine is not None else None
+        recorded, refusal = record_drafter(written, shape.tensors, self._dtype, ends.group)
+        if recorded is None:
+            raise ConfigError(
+                f"trainer.drafter_learning_rate: the engine's drafter cannot be written in place ({refusal}); leave it "
+                "out, so that the drafter is frozen"
+            )
+        num_trainers, num_ranks = ends.parallel.world_size, len(ends.topology)
+        sources: list[Layout] = [drafter_layout(shape, PREFIX)] * num_trainers
+        source = ends.policy or ends.snapshot
+        drafter = DirectReshard(
+            [*sources, *[()] * (num_ranks - num_trainers)],
+            None,
+            recorded,
+            source.weights if source is not None else {},
+            written,
+            dtype=self._dtype,
+            bucket_bytes=self._bucket_bytes,
+            topology=ends.topology,
+            group=ends.group,
+        )
+        return plan._replace(live_reshard=ReshardWithDrafter(plan.live_reshard, drafter))
 
     def _plan_direct(
         self,

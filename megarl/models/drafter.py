@@ -1,0 +1,310 @@
+"""An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), as the policy's last stage has it.
+
+The drafter sees the detached inputs of three layers and the policy's embedding, also detached. So its loss does not
+change the policy's gradient. At position t it predicts what the policy predicts at t + 1. Further steps of a training
+pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time test, section
+3.2 of the paper): step k predicts what the policy predicts at t + 1 + k.
+
+All tensors are whole on every rank. The positions of a row are divided over the context-parallel ranks, and with
+sequence parallelism over the tensor-parallel ranks too. Only the policy's detached states are gathered, so that no
+collective has a gradient. Megatron adds up the gradients of the parameters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megarl.algorithms.divergences import forward_kl
+from megarl.families.eagle3 import DrafterShape
+from megarl.models.attention import PackedRow
+from megarl.models.distillation.divergence import vocab_parallel_divergence
+from megarl.models.embeddings import embed_tokens
+from megarl.models.policy import PolicyModel
+from megarl.models.rotary import frequencies
+
+PREFIX = "drafter."
+"""Prefix of the drafter's parameters among those of the policy's chunk. Their published names follow it."""
+_CHUNK_QUERIES = 128
+"""Queries whose attention scores exist at once, for all keys of a sequence: 1 GiB at 32 heads and 65,536 tokens."""
+
+
+class DrafterRow(NamedTuple):
+    """A whole packed row, padding included, on all context-parallel ranks.
+
+    Shapes: `tokens` [tokens], on the device; `starts` [tokens], the row's index of the first token of each token's
+    sequence, in host memory.
+    """
+
+    tokens: Tensor
+    starts: NDArray[np.int64]
+
+
+class Norm(nn.Module):
+    """y = x / rms(x) * weight over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self._epsilon = nn.Parameter(torch.ones(size, dtype=dtype)), epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed `x` [..., size]."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)).to(x.dtype) * self.weight
+
+
+class Drafter(nn.Module):
+    """The layer, the norms and the head of an EAGLE-3 drafter. Parameters have the names of published files."""
+
+    target_ids: Tensor
+    angles: Tensor
+
+    def __init__(self, shape: DrafterShape, target_ids: Tensor, dtype: torch.dtype) -> None:
+        """Make a drafter with unset weights. `target_ids` [drafted tokens] are the policy's ids of drafted tokens."""
+        super().__init__()
+        self.shape = shape
+        for name, size in shape.tensors.items():
+            path = name.split(".")
+            parent: nn.Module = self
+            for part in path[:-2]:
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = getattr(parent, part)
+            is_norm = len(size) == 1
+            # No initial values: those of the drafter's files follow.
+            module = (
+                Norm(size[0], shape.norm_epsilon, dtype)
+                if is_norm
+                else nn.utils.skip_init(nn.Linear, size[1], size[0], bias=False, dtype=dtype)
+            )
+            parent.add_module(path[-2], module)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        self.register_buffer("angles", frequencies(shape.rotary, shape.head_dim), persistent=False)
+
+    def attention_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's inputs [tokens, 2 * hidden_size] from embeddings and states [tokens, hidden_size]."""
+        layer: Any = self.midlayer
+        return torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(states)], dim=-1)
+
+    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Return rotated queries [tokens, heads, head_dim] of tokens at these positions [tokens]."""
+        layer: Any = self.midlayer
+        return self._rotate(layer.self_attn.q_proj(inputs), positions)
+
+    def keys_and_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values, both [tokens, key-value heads, head_dim]."""
+        layer: Any = self.midlayer
+        values = layer.self_attn.v_proj(inputs)
+        keys = self._rotate(layer.self_attn.k_proj(inputs), positions)
+        return keys, values.view(keys.shape)
+
+    def next_states(self, attended: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden_size], the states of the next step, before the last norm.
+
+        `attended` [tokens, heads * head_dim] is the attention's output, `states` [tokens, hidden_size] its input.
+        """
+        layer: Any = self.midlayer
+        residual = layer.hidden_norm(states) if self.shape.adds_normed_state else states
+        residual = residual + layer.self_attn.o_proj(attended)
+        x = layer.post_attention_layernorm(residual)
+        return residual + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
+
+    def _rotate(self, flat: Tensor, positions: Tensor) -> Tensor:
+        x = flat.view(len(flat), -1, self.shape.head_dim)
+        angles = positions[:, None, None] * self.angles
+        factor = self.shape.rotary.attention_factor
+        cos, sin = (values.mul(factor).to(x.dtype) for values in (angles.cos(), angles.sin()))
+        # Channels i and i + head_dim / 2 are a pair, as in Hugging Face's Llama.
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, later_keys: list[Tensor], later_values: list[Tensor], mask: Tensor
+) -> Tensor:
+    """Return attention to the first step's keys, and to each query's own keys of later steps: [queries, heads * dim].
+
+    Shapes: query [queries, heads, dim]; key and value [keys, key-value heads, dim], of the first step, with `mask` bool
+    [queries, keys]; later_keys and later_values [queries, key-value heads, dim] of each later step.
+    """
+    heads = query.unflatten(1, (key.shape[1], -1)) / query.shape[-1] ** 0.5
+    scores = torch.einsum("qgrd,kgd->qgrk", heads, key).masked_fill(~mask[:, None, None], -torch.inf)
+    # A query's own keys of later steps are those of the tokens drafted before it, and of no other position.
+    own_scores = [torch.einsum("qgrd,qgd->qgr", heads, later)[..., None] for later in later_keys]
+    shares = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(value.dtype)
+    first, *own_shares = shares.split([len(key), *[1] * len(later_keys)], dim=-1)
+    out = torch.einsum("qgrk,kgd->qgrd", first, value)
+    for share, later in zip(own_shares, later_values, strict=True):
+        out = out + share * later[:, :, None]
+    return out.flatten(1)
+
+
+class DrafterHead:
+    """The drafter of a policy's last stage. It gives the KL from the policy's distributions to the drafter's.
+
+    `row` must be set before a pass whose loss it adds; other passes do not run the drafter. The distributions are those
+    over the drafted tokens, at temperature 1.
+    """
+
+    def __init__(self, model: PolicyModel, drafter: Drafter, num_steps: int) -> None:
+        self._model, self._drafter, self._num_steps = model, drafter, num_steps
+        self.row: DrafterRow | None = None
+        self._aux_states: dict[int, Tensor] = {}
+        layers: Any = model.decoder.layers
+        for place, number in enumerate(drafter.shape.aux_layers):
+            layers[number].register_forward_pre_hook(partial(self._keep_states, place), with_kwargs=True)
+
+    def _keep_states(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Recomputed layers run once more in the backward pass, when no row is set.
+        if self.row is not None:
+            states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            self._aux_states[place] = states.detach()
+
+    def outputs(
+        self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Any
+    ) -> Tensor | None:
+        """Return the KL of each step in nats, float32 [steps, tokens]; None without a row. Shapes as in `ExtraHead`.
+
+        Step k at position t compares with the policy at t + 1 + k. It has no meaning where this is another sequence.
+        """
+        row, self.row = self.row, None
+        if row is None:
+            return None
+        packed: PackedRow = layer_arguments["packed_seq_params"]
+        assert packed.host_local is not None
+        with torch.no_grad():
+            aux_states = [self._aux_states.pop(place) for place in range(len(self._drafter.shape.aux_layers))]
+            inputs = torch.cat([self._whole_row(states, packed) for states in aux_states], dim=-1)
+            targets = self._whole_row(hidden_states.detach(), packed)
+            embeddings = self._embed(row.tokens, self._embedding_table())
+            # The policy's head rows of the drafted tokens, in the order of the drafter's.
+            target_weight = self._embed(self._drafter.target_ids, weight)
+        group: Any = self._model.pg_collection.tp
+        num_parts = group.size() if self._model.config.sequence_parallel else 1
+        part = group.rank() if num_parts > 1 else 0
+        places = np.split(packed.host_local, num_parts)[part]
+        losses = self._losses(places, row, inputs, embeddings, targets, target_weight)
+        if num_parts == 1:
+            return losses
+        # Each rank has the gradient of its own positions, and the values of all.
+        parts = [torch.empty_like(losses) for _ in range(num_parts)]
+        torch.distributed.all_gather(parts, losses.detach().contiguous(), group=group)
+        parts[part] = losses
+        return torch.cat(parts, dim=1)
+
+    def _losses(
+        self,
+        places: NDArray[np.int64],
+        row: DrafterRow,
+        inputs: Tensor,
+        embeddings: Tensor,
+        targets: Tensor,
+        target_weight: Tensor,
+    ) -> Tensor:
+        """Return the KL of each step at these places of the row, float32 [steps, places].
+
+        Shapes: inputs [row tokens, 3 * hidden_size], embeddings and targets [row tokens, hidden_size], target_weight
+        [drafted tokens, hidden_size].
+        """
+        drafter, device = self._drafter, inputs.device
+        fc, norm, head = (getattr(drafter, name) for name in ("fc", "norm", "lm_head"))
+        indices = torch.from_numpy(places).to(device)
+        row_positions = torch.from_numpy(np.arange(len(row.starts)) - row.starts).to(device)
+        positions = row_positions[indices]
+        # Each rank makes the first step's keys of the whole row: cheaper than a gather with a gradient.
+        states = fc(inputs)
+        layer_inputs = drafter.attention_inputs(embeddings.roll(-1, 0), states)
+        keys, values = drafter.keys_and_values(layer_inputs, row_positions)
+        states, layer_inputs = states[indices], layer_inputs[indices]
+        later_keys: list[Tensor] = []
+        later_values: list[Tensor] = []
+        losses = []
+        for step in range(self._num_steps):
+            if step:
+                layer_inputs = drafter.attention_inputs(embeddings.roll(-1 - step, 0)[indices], states)
+                key, value = drafter.keys_and_values(layer_inputs, positions + step)
+                later_keys, later_values = [*later_keys, key], [*later_values, value]
+            query = drafter.queries(layer_inputs, positions + step)
+            attended = self._attend_row(query, keys, values, later_keys, later_values, places, row.starts)
+            states = drafter.next_states(attended, states)
+            losses.append(
+                vocab_parallel_divergence(
+                    norm(states),
+                    head.weight,
+                    targets.roll(-1 - step, 0)[indices],
+                    target_weight,
+                    forward_kl,
+                    group=None,
+                    temperature=1.0,
+                    chunk_tokens=self._model.logprob_chunk_tokens,
+                )
+            )
+        return torch.stack(losses)
+
+    def _attend_row(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        later_keys: list[Tensor],
+        later_values: list[Tensor],
+        places: NDArray[np.int64],
+        starts: NDArray[np.int64],
+    ) -> Tensor:
+        """Return `attend` for ascending places [queries] of a row, a chunk of them at a time.
+
+        `key` and `value` [row tokens, ...] are the first step's. Scores are computed again in the backward pass.
+        """
+        outs = []
+        for first in range(0, len(places), _CHUNK_QUERIES):
+            chunk = slice(first, first + _CHUNK_QUERIES)
+            at, begin = places[chunk], starts[places[chunk]]
+            span = np.arange(begin[0], at[-1] + 1)
+            mask = torch.from_numpy((span >= begin[:, None]) & (span <= at[:, None])).to(query.device)
+            keys = slice(int(span[0]), int(span[-1]) + 1)
+            later = [[tensor[chunk] for tensor in tensors] for tensors in (later_keys, later_values)]
+            outs.append(checkpoint(attend, query[chunk], key[keys], value[keys], *later, mask, use_reentrant=False))
+        return torch.cat(outs)
+
+    def _whole_row(self, states: Tensor, row: PackedRow) -> Tensor:
+        """Gather the states [row tokens, hidden_size] of all ranks from this rank's [own tokens, 1, hidden_size]."""
+        states = self._model.gather_states(states)
+        group: Any = parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return states
+        assert row.place is not None
+        parts = states.new_empty(group.size() * len(states), states.shape[1])
+        torch.distributed.all_gather_into_tensor(parts, states.contiguous(), group=group)
+        return parts.index_select(0, row.place)
+
+    def _embedding_table(self) -> Tensor:
+        return self._model.embedding.word_embeddings.weight.detach()
+
+    def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Return the rows [tokens, hidden_size] of a table split over the tensor-parallel ranks, without gradient."""
+        return embed_tokens(tokens, None, table, self._model.first_token_id, self._model.pg_collection.tp)[:, 0]
+
+
+def attach_drafter(model: PolicyModel, shape: DrafterShape, target_ids: Tensor, *, num_steps: int) -> DrafterHead:
+    """Add a drafter with unset weights to a model of one pipeline stage.
+
+    `target_ids` [drafted tokens] are the policy's ids of the drafted tokens.
+    """
+    drafter = Drafter(shape, target_ids, model.config.params_dtype).to(target_ids.device)
+    model.drafter = drafter
+    for parameter in drafter.parameters():
+        mark: Any = parameter
+        # Megatron leaves parameters with the first mark out of the gradient's norm. It adds up the gradients of those
+        # with the second over the tensor-parallel ranks, which have other positions each.
+        mark.shared, mark.sequence_parallel = True, model.config.sequence_parallel
+    head = DrafterHead(model, drafter, num_steps)
+    model.extra_heads.append(head)
+    return head

@@ -1,0 +1,50 @@
+"""Reshard of an EAGLE-3 drafter, which has files of its own, together with the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.vllm import record_layout
+from megarl.reshard.live import DirectReshard, LiveReshard, all_or_none
+from megarl.reshard.transport import CopyReport
+
+
+class ReshardWithDrafter:
+    """Copies the policy's weights, then the drafter's. All methods are collectives."""
+
+    def __init__(self, policy: LiveReshard, drafter: DirectReshard) -> None:
+        self._policy, self._drafter = policy, drafter
+        self.is_probed = policy.is_probed
+        """Whether `verify` cannot compare the policy's weights. It always compares the drafter's."""
+
+    def run(self) -> CopyReport:
+        """Copy the weights of both."""
+        return self._policy.run() + self._drafter.run()
+
+    def verify(self) -> None:
+        """Compare the weights of both. Raises MegarlError naming the first difference."""
+        self._policy.verify()
+        self._drafter.verify()
+
+    def self_test(self) -> CopyReport:
+        """Copy the weights of both for the first time, and compare."""
+        return self._policy.self_test() + self._drafter.self_test()
+
+
+def record_drafter(
+    drafter: nn.Module | None,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> tuple[Layout | None, str]:
+    """Record the layout of the drafter in this rank's engine. Returns the same as `live.record`.
+
+    `tensors` maps published names of tensors to shapes. A rank without `drafter` has no engine. A collective.
+    """
+    forms = {name: (shape, dtype) for name, shape in tensors.items()}
+    return all_or_none(lambda: () if drafter is None else record_layout(drafter, forms), group)
