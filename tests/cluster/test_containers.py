@@ -17,21 +17,10 @@ from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
 from megarl.serving.containers import AttemptContainer, Containers
 from tests.child_processes import is_alive
+from tests.cluster.containers_on_nodes import CALL, serve
 from tests.cluster.spawned import spawned_nodes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module", "nothing_left")]
-
-CALL = """
-import os, socket
-client = socket.create_connection(("127.0.0.1", 11811))
-client.sendall(b"hello")
-print(client.recv(100).decode(), os.getpid())
-"""
-
-
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"got " + await reader.read(100))
-    writer.close()
 
 
 async def wait_for_end(processes: list[int]) -> None:

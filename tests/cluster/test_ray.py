@@ -28,6 +28,7 @@ from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import ConfigError, PeerLostError, Problem
 from tests.child_processes import is_alive, processes_writing_to
+from tests.cluster.containers_on_nodes import run_on_all
 from tests.cluster.lateness import see_who_is_late
 from tests.cluster.losing import play, scenes
 from tests.cluster.spawned import START_SECONDS, group_on
@@ -201,6 +202,13 @@ async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
         await play(scene, RayNodes(NodeKind(0, 2, 2), {}, (), cluster.address), tmp_path)
     finally:
         ray.shutdown()
+
+
+async def test_containers_of_attempts_start_on_all_nodes_of_ray(cluster: Cluster, tmp_path: Path) -> None:
+    async with nodes_on_ray(cluster, NodeKind(0, 2, 1), tmp_path) as nodes:
+        report = await run_on_all(lambda: nodes.agents, 4)
+    assert sorted(report["nodes"].values()) == [2, 2] and report["num_living"] == 4
+    assert report["answers"] == {"got hello": 4} and report["left"] == 0
 
 
 @pytest.mark.long

@@ -361,13 +361,15 @@ def test_a_rank_of_a_job_that_is_lost_is_named_and_the_others_go_on(cluster: Clu
 
 
 @needs_slurm
-def test_containers_of_attempts_start_on_all_nodes_of_a_job(cluster: Cluster) -> None:
+@pytest.mark.parametrize("number", [4, pytest.param(64, marks=pytest.mark.long)])
+def test_containers_of_attempts_start_on_all_nodes_of_a_job(cluster: Cluster, number: int) -> None:
     allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
-    program = (sys.executable, "-m", "tests.cluster.containers_on_nodes")
+    program = (sys.executable, "-m", "tests.cluster.containers_on_nodes", str(number))
     # srun reports the end of the agents after it.
     report = json.loads(cluster.run(*allocation, *program, PYTHONPATH=str(ROOT)).splitlines()[0])
-    assert len(set(report["names"])) == 2 and len(report["names"]) == 4
-    assert report["answers"] == ["got hello"] * 4 and report["left"] == 0
+    print(report)
+    assert len(report["nodes"]) == 2 and report["num_living"] == number
+    assert report["answers"] == {"got hello": number} and report["left"] == 0
 
 
 @pytest.mark.long

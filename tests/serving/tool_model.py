@@ -21,11 +21,11 @@ TEMPLATE = (
 )
 
 
-def make_tool_model(source: Path, out: Path) -> Path:
+def make_tool_model(source: Path, out: Path, calls: tuple[str, str] = (CALL, BROKEN)) -> Path:
     """A copy of a model folder in which a token's successors depend on it alone.
 
-    A turn begins with a call of `add` (three of eight), a broken one (one of eight), or one of four words, which go on
-    at random; `LOOP` repeats itself without end.
+    A turn begins with the first of `calls` (three of eight), the second (one of eight), or one of four words, which go
+    on at random; `LOOP` repeats itself without end.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -34,7 +34,7 @@ def make_tool_model(source: Path, out: Path) -> Path:
     shutil.copytree(source, out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     weights = load_file(out / "model.safetensors")
-    free = [token for text in (CALL, BROKEN) for token in [len(tokenizer)] if tokenizer.add_tokens([text])]
+    free = [token for text in calls for token in [len(tokenizer)] if tokenizer.add_tokens([text])]
     assert len(free) == 2 and len(tokenizer) <= len(weights["lm_head.weight"])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.data.prefixes import prefix_tree
 from megarl.data.token_batch import TokenBatch
-from megarl.types import TrainingSequence
+from megarl.rollout.stitch import ModelCall, stitch
+from megarl.types import Completion, TrainingSequence
 from tests.rank_pool import RankPool
 from tests.training import invariance, prefix_trees
 
@@ -65,6 +68,42 @@ def test_trees_have_the_gradients_of_separate_sequences(
     folder = prefix_trees.make_model(model, tmp_path / model)
     lines = list(prefix_trees.check_gradients(model, folder, ranks, depths))
     assert len(lines) == len(depths) and all(line["met"] for line in lines), lines
+
+
+def test_the_tree_of_an_agents_attempt_has_the_loss_of_its_sequences(tmp_path: Path, ranks: RankPool) -> None:
+    """The attempt was recorded at the endpoint: two sub-agents, a rewind, and a compaction with its new root."""
+    calls = [
+        ModelCall(np.array(call["prompt"], np.int32), completion(call["sampled"]))
+        for call in json.loads(Path(__file__).with_name("agents_attempt.json").read_text())
+    ]
+    segments, random = stitch(calls), np.random.default_rng(5)
+    sequences = [
+        TrainingSequence(
+            token_ids=segment.token_ids,
+            loss_mask=segment.loss_mask,
+            token_weights=random.normal(size=len(segment.token_ids)).astype(np.float32),
+        )
+        for segment in segments
+    ]
+    row = TokenBatch.from_sequences(sequences)
+    assert int(row.loss_mask.sum()) == sum(len(call.completion.token_ids) for call in calls)
+    num_stored = len(prefix_tree(row.token_ids, row.cu_seqlens).parent)
+    assert (len(calls), len(segments), len(row.token_ids), num_stored) == (12, 5, 330, 251)
+
+    folder = prefix_trees.make_model("dense", tmp_path / "model")
+    [[apart]], [[shared]] = (
+        ranks.run(prefix_trees.gradients, folder, [row], flag, world_size=1) for flag in (False, True)
+    )
+    weights = np.concatenate([sequence.token_weights[sequence.loss_mask] for sequence in sequences])
+    losses = [float(weights @ results["trained"]) for results in (apart, shared)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, gradient in apart.items():
+        assert np.linalg.norm(shared[name] - gradient) <= 1e-6 * np.linalg.norm(gradient), name
+
+
+def completion(token_ids: list[int]) -> Completion:
+    zeros = np.zeros(len(token_ids))
+    return Completion("r", np.array(token_ids, np.int64), zeros.astype(np.float32), "stop", zeros.astype(np.int32))
 
 
 @pytest.mark.parametrize(
