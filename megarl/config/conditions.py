@@ -213,8 +213,9 @@ AGENT = Condition(
     lambda recipe: recipe.rollout.environment in AGENTS or ":" in recipe.rollout.environment,
 )
 COMMAND = one_of("rollout.environment", "command")
-CONTAINER = one_of("rollout.agent.sandbox", "sandbox", "podman", "docker")
-NAMESPACES = one_of("rollout.agent.sandbox", "sandbox")
+CONTAINER = one_of("rollout.agent.sandbox", "sandbox", "podman", "docker", "apptainer")
+LAYERED = one_of("rollout.agent.sandbox", "sandbox", "apptainer")
+"""Containers with new files in memory."""
 NOT_AGENT = Condition(
     ("rollout.environment",),
     "set rollout.environment to another",

@@ -21,6 +21,12 @@ from megarl.types import DataError
 # Endings of script files. An argument with one of them must be a file that exists.
 _SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
 
+_START_REMEDIES = {
+    "sandbox": REMEDIES["namespaces"],
+    "apptainer": f"`apptainer exec --containall --overlay FOLDER IMAGE true` must work; {REMEDIES['namespaces']}",
+}
+"""Remedies for containers that do not start, by `rollout.agent.sandbox`."""
+
 
 def command_faults(agent: AgentConfig) -> Iterator[str]:
     """Yield errors of `rollout.agent.command`, for example a missing program."""
@@ -108,8 +114,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
         for place, folder in enumerate(agent.folders)
         if not (os.path.isabs(folder) and os.path.exists(folder))
     ]
-    is_unpacked = agent.sandbox == "sandbox"
-    own_images = [task_image(task, agent.image, is_unpacked=is_unpacked) for task in tasks]
+    own_images = [task_image(task, agent.image, is_file=agent.images_are_files) for task in tasks]
     images = dict.fromkeys(own_images or [agent.image])
     faults += [fault for task in tasks for fault in _task_faults(task, agent)]
     faults += [fault for image in images if (fault := _image_fault(image, agent)) is not None]
@@ -118,7 +123,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
     if faults:
         return
     # Unpacked images are alike; of the others, each may be missing.
-    for image in list(images)[: 1 if is_unpacked else None]:
+    for image in list(images)[: 1 if agent.images_are_files else None]:
         settings = ContainerSettings(
             kind=agent.sandbox,
             name=f"megarl-check-{os.getpid()}",
@@ -129,9 +134,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
             network=agent.reach,
         )
         if (fault := start_fault(settings)) is not None:
-            remedy = (
-                REMEDIES["namespaces"] if is_unpacked else f"{agent.sandbox} run must work; pull or build the image"
-            )
+            remedy = _START_REMEDIES.get(agent.sandbox, f"{agent.sandbox} run must work; pull or build the image")
             yield f"rollout.agent.sandbox = {agent.sandbox}, image {image}: no container starts ({fault}); {remedy}"
 
 
@@ -143,7 +146,14 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
                 f"rollout.agent.sandbox = {agent.sandbox}: it is not installed; install it, or set "
                 "rollout.agent.sandbox=sandbox, which needs no daemon"
             )
-        return None if image else f"rollout.agent.image is missing; {agent.sandbox} needs the name of an image"
+        if not image:
+            return f"rollout.agent.image is missing; {agent.sandbox} needs the name of an image"
+        if agent.sandbox == "apptainer" and not os.path.exists(image):
+            return (
+                f"rollout.agent.image = {image}: there is no such file or folder; build one with `apptainer build "
+                f"{image} docker-archive:IMAGE.tar` for example, on a file system of all nodes"
+            )
+        return None
     # /bin/sh may be an absolute link, which is broken outside of the image.
     if image is None or os.path.lexists(Path(image, "bin/sh")):
         return None
@@ -167,7 +177,7 @@ def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
     """Yield errors of a task not fitting the recipe's containers."""
     where = f"{task['folder']}/{TASK_FILE}"
     yield from _limit_faults(task, agent, where)
-    is_known = task["image"] is not None and agent.sandbox != "sandbox"
+    is_known = task["image"] is not None and not agent.images_are_files
     if agent.image is None and not is_known and (task["has_dockerfile"] or task["image"]):
         yield (
             f"{where}: the task has an image of its own, which is not built or downloaded; set rollout.agent.image to "

@@ -294,7 +294,7 @@ class AgentProgram:
         """Return the container of an attempt, with the image and the limits of its task if it has one."""
         if harbor is None:
             return self.containers.container(task.name)
-        image = task_image(harbor.fields, self.config.image, is_unpacked=self.config.sandbox == "sandbox")
+        image = task_image(harbor.fields, self.config.image, is_file=self.config.images_are_files)
         return self.containers.container(task.name, image, harbor.container_limits)
 
     async def _run(

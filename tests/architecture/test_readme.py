@@ -397,6 +397,8 @@ PROGRAMS = {
     "class Echo": check_environment,
     "OpenAI()": check_agent,
     "def leaky": check_formulas,
+    # A run needs an endpoint: tests/serving/client_harness.py runs the same command.
+    "MSWEA_CONFIGURED": lambda source: compile(source, "run.py", "exec"),
 }
 
 
@@ -421,6 +423,9 @@ OTHER_PROGRAMS = {
     "vllm",
     "envsubst",
     "export",
+    "python3",
+    "pip",
+    "sbatch",
 }
 
 

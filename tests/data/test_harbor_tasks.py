@@ -45,9 +45,9 @@ def test_a_folder_of_tasks_is_a_data_set(task: Callable[..., Path], tmp_path: Pa
     assert fields["folder"] == str(tmp_path / "second")
     # One task is a source too.
     assert len(list(read_records(tmp_path / "first"))) == 1
-    assert task_image(fields, "/images/{task}", is_unpacked=True) == "/images/second"
-    assert task_image({**fields, "image": "debian"}, None, is_unpacked=True) is None
-    assert task_image({**fields, "image": "debian"}, None, is_unpacked=False) == "debian"
+    assert task_image(fields, "/images/{task}", is_file=True) == "/images/second"
+    assert task_image({**fields, "image": "debian"}, None, is_file=True) is None
+    assert task_image({**fields, "image": "debian"}, None, is_file=False) == "debian"
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,10 @@ def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
         ({"command": ["python", "agent.py"]}, {}, "rollout.agent.command = ['python', 'agent.py']", "folders"),
         ({"image": "/no/image"}, {}, "rollout.agent.image = /no/image", "unpack"),
         ({"folders": ["/usr", "usr"]}, {}, "rollout.agent.folders.1 = usr", "absolute"),
+        ({"sandbox": "apptainer", "image": "i.sif"}, {}, "rollout.agent.sandbox = apptainer", "not installed"),
         ({"nodes": "all"}, {"launcher": "slurm"}, "rollout.agent.nodes = all", "rollout.endpoint.host=0.0.0.0"),
     ],
-    ids=["a relative script", "no image", "a relative folder", "unreachable nodes"],
+    ids=["a relative script", "no image", "a relative folder", "no program", "unreachable nodes"],
 )
 def test_a_container_that_cannot_work_is_refused(
     recipe: Callable[..., Recipe], agent: dict[str, Any], cluster: dict[str, Any], place: str, facts: str
@@ -146,3 +147,15 @@ def test_a_task_that_needs_more_than_the_recipe_gives_is_refused(
         check(recipe(data={"train": str(tmp_path)}, rollout={"environment": "command", "agent": agent}))
     [line] = [line for line in str(error.value).splitlines() if "task.toml" in line]
     assert all(fact in line for fact in facts), error.value
+
+
+def test_a_file_that_is_no_image_of_apptainer_is_refused(
+    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apptainer").write_text("#!/bin/sh\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    agent = {"command": ["true"], "sandbox": "apptainer"}
+    for image, facts in ((None, "image is missing"), (f"{tmp_path}/absent.sif", "apptainer build")):
+        with pytest.raises(ConfigError, match=facts):
+            check(recipe(rollout={"environment": "command", "agent": {**agent, "image": image}}))

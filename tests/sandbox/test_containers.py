@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +25,7 @@ from megarl.sandbox.containers.relay import Relay
 from megarl.sandbox.containers.requests import Limits
 from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
+from tests.sandbox.images import make_image
 
 LIMITS = Limits(processes=40, memory_bytes=200 << 20, disk_bytes=20 << 20, output_bytes=100_000)
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
@@ -171,13 +170,7 @@ def test_a_program_of_the_sandbox_reaches_the_endpoint_and_nothing_else(
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a shell and a few programs."""
     folder = tmp_path_factory.mktemp("image")
-    programs = [Path(f"/bin/{name}") for name in ("bash", "cat", "ls", "mkdir", "rm")]
-    listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
-    for path in {*map(str, programs), *re.findall(r"(/\S+) \(0x", listed)}:
-        place = folder / path[1:]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, place)
-    (folder / "bin/sh").symlink_to("bash")
+    make_image(folder, ("cat", "ls", "mkdir", "rm"))
     (folder / "app").mkdir()
     (folder / "app/code.py").write_text("x = 1\n")
     return folder

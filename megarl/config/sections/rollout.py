@@ -14,7 +14,7 @@ from megarl.config.conditions import (
     COLOCATED,
     COMMAND,
     CONTAINER,
-    NAMESPACES,
+    LAYERED,
     NOT_AGENT,
     NOT_COMMAND,
     NOT_SINGLE_TURN,
@@ -91,14 +91,14 @@ class AgentConfig(Section):
     untrained_kinds: tuple[str, ...] = ()
     """Kinds of requests whose answers are not trained, for example title. Clients name the kind of a request in the
     header x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
-    sandbox: Annotated[Literal["process", "sandbox", "podman", "docker"], OnlyIf(COMMAND)] = "process"
+    sandbox: Annotated[Literal["process", "sandbox", "podman", "docker", "apptainer"], OnlyIf(COMMAND)] = "process"
     """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces of
-    its own, without daemon or image. podman, docker: a container of that program. See
+    its own, without daemon or image. podman, docker, apptainer: a container of that program. See
     megarl/sandbox/containers/README.md."""
     image: Annotated[str | None, OnlyIf(COMMAND, CONTAINER)] = None
     """Image of the container. With sandbox: a folder with an unpacked image, whose files the program sees below a layer
     of its own. Default: the machine's system folders and megarl's Python, read-only. With podman or docker: a name on
-    each node, required; nothing is downloaded."""
+    each node, required; with apptainer: a file or folder. Nothing is downloaded."""
     folders: Annotated[tuple[str, ...], OnlyIf(COMMAND, CONTAINER)] = ()
     """Folders of the machine shown read-only at the same place in the container, for example that of the program.
     Absolute paths."""
@@ -122,7 +122,7 @@ class AgentConfig(Section):
     """Maximum number of tokens sampled for all calls of an attempt together. The call after it is refused, and the
     attempt ends with TokenLimit. Parallel calls may exceed it by their own lengths. Default: limited only by
     rollout.max_turns and the room for an attempt's tokens."""
-    disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, NAMESPACES)] = None
+    disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, LAYERED)] = None
     """Maximum size of an attempt's new files in GiB. They are held in memory. A program that fills it ends with
     DiskLimit. Default: 4."""
     output_mib: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
@@ -136,6 +136,11 @@ class AgentConfig(Section):
     def reach(self) -> Literal["endpoint", "host"]:
         """Network of the programs."""
         return self.network or ("host" if self.sandbox == "process" else "endpoint")
+
+    @property
+    def images_are_files(self) -> bool:
+        """Whether `image` is a path, and no name that a container program knows."""
+        return self.sandbox in ("sandbox", "apptainer")
 
 
 class BudgetConfig(Section):

@@ -80,14 +80,14 @@ def read_task(path: Path) -> dict[str, Any]:
     return {"prompt": prompt, "gt_answer": folder.name, FIELD: task}
 
 
-def task_image(task: Mapping[str, Any], image: str | None, *, is_unpacked: bool) -> str | None:
+def task_image(task: Mapping[str, Any], image: str | None, *, is_file: bool) -> str | None:
     """Return the image of a task's container: `image` with the task's name for {task}, else its own.
 
-    `is_unpacked`: images are folders, so the name of one in a registry is of no use.
+    `is_file`: images are files or folders, so the name of one in a registry is of no use.
     """
     if image is not None:
         return image.replace("{task}", Path(task["folder"]).name)
-    return None if is_unpacked else task["image"]
+    return None if is_file else task["image"]
 
 
 def _section(path: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

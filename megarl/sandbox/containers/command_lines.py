@@ -16,9 +16,9 @@ import tarfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from megarl.files.pid_space import stat_fields
 from megarl.platform.commands import run_command
 from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
 from megarl.processes.process_tree import adopt_orphans, descendants, fork_child, send_signal
@@ -27,12 +27,19 @@ from megarl.sandbox.kernel import setns
 
 _START_SECONDS = 300.0
 """Seconds for a container to start, without the download of its image."""
-_SECONDS = 60.0
+SHORT_SECONDS = 60.0
 """Seconds for any other short command."""
 _LABEL = "megarl"
+# A waiting shell reaps the processes that programs leave. As zombies they would use up the limit of processes.
+# `kill_all` kills `cat`, and the end of the input ends it with success.
+_MAIN = "until cat; do :; done"
+"""Main program of a container, run by its shell: it ends with its input."""
+# podman's root folder is read-only by its mode, so without these root could not even make /tests.
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")
+"""Capabilities of root in the container. They concern its own files; folders of the machine are mounted read-only."""
 # Base64, because `run_command` passes input and output as text, and files are bytes.
-_PUT = 'rm -rf "$1" && mkdir -p "$1" && base64 -d | tar -x -f - -C "$1"'
-_GET = 'test -f "$1" && head -c "$2" "$1" | base64'
+PUT_SCRIPT = 'rm -rf "$1" && mkdir -p "$1" && base64 -d | tar -x -f - -C "$1"'
+GET_SCRIPT = 'test -f "$1" && head -c "$2" "$1" | base64'
 
 
 def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
@@ -40,7 +47,8 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     limits = settings["limits"]
     # Without a pull a missing image fails at once. A download could exceed `_START_SECONDS`.
     arguments = ["run", "--rm", "--interactive", "--pull=never", "--name", settings["name"]]
-    arguments += ["--label", f"{_LABEL}={owner}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+    arguments += ["--label", f"{_LABEL}={owner}", "--cap-drop=ALL"]
+    arguments += [*(f"--cap-add={name}" for name in _CAPABILITIES), "--security-opt=no-new-privileges"]
     arguments.append(f"--network={'none' if settings['network'] == 'endpoint' else 'host'}")
     if limits["processes"] is not None:
         arguments.append(f"--pids-limit={limits['processes']}")
@@ -51,8 +59,8 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
         arguments.append(f"--cpus={limits['cpus']:g}")
     for folder in settings["folders"]:
         arguments += ["--volume", f"{folder}:{folder}:ro"]
-    # `cat` ends when its input does. The image's own entrypoint might not.
-    return [*arguments, "--entrypoint", "cat", settings["image"]]
+    # The image's own entrypoint might not end with its input.
+    return [*arguments, "--entrypoint", "sh", settings["image"], "-c", _MAIN]
 
 
 class CommandLinePlace:
@@ -63,6 +71,8 @@ class CommandLinePlace:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Start the container. Raises OSError."""
         adopt_orphans()
+        # podman's monitor writes a file `oom` into its folder when memory runs out (conmon 2.1). Here it cannot.
+        os.chdir("/proc")
         program = shutil.which(settings["kind"])
         if program is None:
             raise FileNotFoundError(f"{settings['kind']} is not installed")
@@ -76,6 +86,9 @@ class CommandLinePlace:
                 [program, *run_arguments(settings, os.getppid())], stdin=stdin, stdout=DEVNULL, stderr=PIPE
             )
         self.pid = self._wait_until_running()
+        # podman's monitor of the container (conmon) detaches itself, so this process has adopted it.
+        self._monitors = frozenset(descendants(os.getpid()))
+        """Processes that hold the container, and no program of an attempt."""
 
     def listen(self) -> socket.socket:
         """Return a socket that listens on the loopback of the container. Raises OSError."""
@@ -116,30 +129,19 @@ class CommandLinePlace:
         # The container's first process is not killed by it.
         with suppress(OSError):
             self._run("exec", self._name, "sh", "-c", "kill -9 -1")
-        # The client of `run` must live: it holds the container's input open, and `cat` ends without it.
-        main = {self._main.pid, *descendants(self._main.pid)}
+        # The container's own monitors must live: they hold its input open, and it ends without it.
         for pid in descendants(os.getpid()):
-            if pid not in main:
+            if pid not in self._monitors:
                 with suppress(OSError):
                     send_signal(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w") as tar:
-            for path, (mode, content) in files.items():
-                entry = tarfile.TarInfo(path)
-                entry.size, entry.mode = len(content), mode & 0o777
-                tar.addfile(entry, io.BytesIO(content))
-        text = base64.b64encode(archive.getvalue()).decode()
-        self._run("exec", "--interactive", self._name, "sh", "-c", _PUT, "sh", folder, stdin=text)
+        self._run("exec", "--interactive", self._name, "sh", "-c", PUT_SCRIPT, "sh", folder, stdin=pack_files(files))
 
     def get(self, path: str, max_bytes: int) -> bytes:
-        # One byte more than allowed shows that the file is too long.
-        content = base64.b64decode(self._run("exec", self._name, "sh", "-c", _GET, "sh", path, str(max_bytes + 1)))
-        if len(content) > max_bytes:
-            raise OSError(f"{path} has more than {max_bytes} bytes")
-        return content
+        content = self._run("exec", self._name, "sh", "-c", GET_SCRIPT, "sh", path, str(max_bytes + 1))
+        return decode_file(content, path, max_bytes)
 
     def close(self) -> None:
         """End and remove the container."""
@@ -164,19 +166,48 @@ class CommandLinePlace:
 
     def _remove_leftovers(self) -> None:
         """Remove containers of processes that have ended. Only a daemon that was killed too leaves one."""
-        template = f'{{{{.ID}}}} {{{{.Label "{_LABEL}"}}}}'
-        listed = self._run("ps", "--all", "--filter", f"label={_LABEL}", "--format", template)
-        for line in listed.splitlines():
+        containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_LABEL}").split()
+        if not containers:
+            return
+        # Only `inspect` has one template for podman and docker. It fails if one of them was removed meanwhile.
+        template = f'{{{{.Id}}}} {{{{index .Config.Labels "{_LABEL}"}}}}'
+        listed = run_command([self._program, "inspect", "--format", template, *containers], seconds=SHORT_SECONDS)
+        for line in listed.stdout.splitlines():
             container, _, owner = line.partition(" ")
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-                self._run("rm", "--force", container)
+            # A killed owner may stay as a zombie (Z) for a while.
+            if owner.isdigit() and (stat_fields(int(owner)) or ["Z"])[0] == "Z":
+                # Another start may remove it at the same time.
+                with suppress(OSError):
+                    self._run("rm", "--force", container)
 
     def _run(self, *arguments: str, stdin: str = "") -> str:
         """Run a short command. Raises OSError if it fails."""
-        done = run_command([self._program, *arguments], seconds=_SECONDS, stdin=stdin)
+        done = run_command([self._program, *arguments], seconds=SHORT_SECONDS, stdin=stdin)
         if done.returncode != 0:
             raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")
         return done.stdout
+
+
+def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
+    """Return files, relative path to mode and content, as the input of `PUT_SCRIPT`."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path, (mode, content) in files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size, entry.mode = len(content), mode & 0o777
+            tar.addfile(entry, io.BytesIO(content))
+    return base64.b64encode(archive.getvalue()).decode()
+
+
+def decode_file(text: str, path: str, max_bytes: int) -> bytes:
+    """Return the file that `GET_SCRIPT` printed. Its last argument is `max_bytes` and one, which shows a longer file.
+
+    Raises OSError for a longer file.
+    """
+    content = base64.b64decode(text)
+    if len(content) > max_bytes:
+        raise OSError(f"{path} has more than {max_bytes} bytes")
+    return content
 
 
 def _enter(pid: int, namespace: str) -> None:

@@ -27,6 +27,12 @@ LEASE_SECONDS = 60.0
 """Seconds from the last renewal of a lease to the end of its container."""
 COMMAND_LINES = ("podman", "docker")
 """Kinds of containers held by a daemon or another program."""
+_USER_SETTINGS = (
+    "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR", "CONTAINERS_CONF",
+    "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
+    "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
+)  # fmt: skip
+"""Variables that lead podman, docker and apptainer to their settings, images and daemon."""
 # As long as the keeper may take to remove a container (`command_lines._SECONDS`).
 _REMOVAL_SECONDS = 60.0
 # Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper reports that itself.
@@ -286,7 +292,10 @@ def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
     # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]
     values = json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})
-    return [*command, values], {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
+    # A rootless podman finds its images by HOME, and its running containers by XDG_RUNTIME_DIR.
+    names = _USER_SETTINGS if settings.kind in (*COMMAND_LINES, "apptainer") else ()
+    user_settings = {name: os.environ[name] for name in names if name in os.environ}
+    return [*command, values], {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", **user_settings}
 
 
 async def _is_readable(descriptor: int, seconds: float) -> bool:
@@ -311,4 +320,9 @@ def start_fault(settings: ContainerSettings) -> str | None:
     except (EOFError, OSError, FrameError) as error:
         return keeper.end().stderr_tail() or str(error)
     finally:
+        if settings.kind in COMMAND_LINES:
+            # As in `stop`: a killed keeper would leave its container to a daemon.
+            with suppress(EOFError, OSError, FrameError):
+                keeper.connection.shutdown(socket.SHUT_WR)
+                receive(keeper.connection, MAX_MESSAGE_BYTES, within(_REMOVAL_SECONDS))
         keeper.kill()

@@ -9,11 +9,13 @@ import random
 import select
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from megarl.processes.frames import send
 from megarl.processes.process_tree import die_with, fork_child
+from megarl.sandbox.containers import apptainer
 from megarl.sandbox.containers.command_lines import CommandLinePlace
 from megarl.sandbox.containers.places import MachinePlace, NamespacePlace
 from megarl.sandbox.containers.relay import Relay
@@ -78,6 +80,33 @@ def _hold_command_line(settings: dict[str, Any], connection: socket.socket, list
         _serve(settings, connection, listener, place, url, os.getppid())
     finally:
         place.close()
+
+
+def _hold_apptainer(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
+    is_alone, supervisor = settings["network"] == "endpoint", os.getppid()
+    url = f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"])
+
+    def serve(start_place: Callable[[], Place]) -> None:
+        try:
+            if (cpus := settings["limits"]["cpus"]) is not None:
+                _use_cpus(math.ceil(cpus))
+            place = start_place()
+        except OSError as error:
+            send(connection, {"refused": error.strerror or str(error)})
+            return
+        _serve(settings, connection, listener, place, url, supervisor)
+
+    disk_bytes = settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES
+    first, entrance = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=disk_bytes)
+    # The host reads the end of the container only if no other process holds its end of the connection.
+    connection.close()
+    if listener is not None:
+        listener.close()
+    relay = Relay(entrance, tuple(settings["address"]), _patience(settings)) if entrance is not None else None
+    # The relay's threads do the rest.
+    select.select([os.pidfd_open(first)], [], [])
+    del relay
+    os._exit(0)
 
 
 def _serve(
@@ -175,6 +204,7 @@ _HOLD = {
     "sandbox": _hold_namespaces,
     "podman": _hold_command_line,
     "docker": _hold_command_line,
+    "apptainer": _hold_apptainer,
 }
 """Function holding a container by `rollout.agent.sandbox`."""
 

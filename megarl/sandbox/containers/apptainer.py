@@ -1,0 +1,125 @@
+"""Containers of apptainer, which has no daemon: each program of an attempt is a call of `apptainer exec`.
+
+The container is a layer of new files above the image. It is held in memory, in namespaces that this module makes, and
+ends with their last process. The network is a namespace made here too, so it does not depend on apptainer's settings.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.platform.commands import run_command
+from megarl.processes.process_tree import adopt_orphans, descendants, fork_child, kill_descendants
+from megarl.sandbox.containers.command_lines import GET_SCRIPT, PUT_SCRIPT, SHORT_SECONDS, decode_file, pack_files
+from megarl.sandbox.containers.root_folder import NETWORK_NAMESPACE, map_users, open_loopback
+from megarl.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC, clone, mount
+
+# Every Linux has it. Only this keeper sees the mount over it, and apptainer gives containers their own /dev.
+_LAYER_FOLDER = "/dev/shm"
+"""Folder in which the new files of a container are held, in memory."""
+_VARIABLE_PREFIX = "APPTAINERENV_"
+"""Apptainer passes a variable NAME to a program if it finds it as APPTAINERENV_NAME."""
+
+
+def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]:
+    """Return the arguments of `apptainer` before those of the program, which starts in `folder` of the container."""
+    # `containall` hides the machine's home, /tmp, environment and processes. `no-privs` drops root's rights.
+    arguments = ["exec", "--containall", "--no-home", "--no-privs", "--overlay", f"{_LAYER_FOLDER}/layer"]
+    for shown in settings["folders"]:
+        arguments += ["--bind", f"{shown}:{shown}:ro"]
+    return [*arguments, "--pwd", folder or "/", settings["image"]]
+
+
+class ApptainerPlace:
+    """Programs below this process, each in an `apptainer exec` above the same layer of files."""
+
+    # The kernel would count the user's other processes too, so the limit is checked by looks at `process_ids`.
+    has_own_users = False
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Start a short program, which finds a missing image. Raises OSError."""
+        adopt_orphans()
+        program = shutil.which("apptainer")
+        if program is None:
+            raise FileNotFoundError("apptainer is not installed")
+        self._program, self._settings = program, settings
+        self._run("true")
+
+    def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
+        arguments = exec_arguments(self._settings, request["folder"])
+        # Not as options: the keys of an attempt must not be seen in a list of processes.
+        variables = {f"{_VARIABLE_PREFIX}{name}": value for name, value in request["environment"].items()}
+        return [self._program, *arguments, *request["command"]], {**os.environ, **variables}, None
+
+    def process_ids(self) -> list[int]:
+        return list(descendants(os.getpid()))
+
+    def free_disk_bytes(self) -> int | None:
+        space = os.statvfs(_LAYER_FOLDER)
+        return space.f_bavail * space.f_frsize
+
+    def kill_all(self) -> None:
+        kill_descendants()
+
+    def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
+        self._run(PUT_SCRIPT, folder, stdin=pack_files(files))
+
+    def get(self, path: str, max_bytes: int) -> bytes:
+        return decode_file(self._run(GET_SCRIPT, path, str(max_bytes + 1)), path, max_bytes)
+
+    def _run(self, script: str, *arguments: str, stdin: str = "") -> str:
+        """Run a short script with the image's shell. Raises OSError if it fails."""
+        command = [self._program, *exec_arguments(self._settings, None), "sh", "-c", script, "sh", *arguments]
+        done = run_command(command, seconds=SHORT_SECONDS, stdin=stdin)
+        if done.returncode != 0:
+            raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")
+        return done.stdout
+
+
+def hold(
+    settings: Mapping[str, Any],
+    serve: Callable[[Callable[[], ApptainerPlace]], None],
+    *,
+    is_alone: bool,
+    disk_bytes: int,
+) -> tuple[int, socket.socket | None]:
+    """Make the namespaces of a container, and call `serve` in their first process with a function that starts it there.
+
+    That function raises OSError if the container does not start. With `is_alone` the endpoint is its only way out.
+    Returns the first process, with which the container ends, and a socket that listens in its network.
+    """
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    user, group = os.geteuid(), os.getegid()
+    # Elsewhere only root may mount. Apptainer takes a user namespace's root for one too.
+    flags = CLONE_NEWNS | (CLONE_NEWUSER if user else 0) | (NETWORK_NAMESPACE if is_alone else 0)
+    ours, theirs = socket.socketpair()
+
+    def start_place() -> ApptainerPlace:
+        if user:
+            map_users(proc, user=user, group=group)
+        # Private propagation: no mount below is seen outside this namespace.
+        mount("", "/", "", MS_REC | MS_PRIVATE)
+        mount("tmpfs", _LAYER_FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0700")
+        Path(_LAYER_FOLDER, "layer").mkdir()
+        # A socket stays in the network in which it was opened, whoever accepts on it.
+        if is_alone:
+            with open_loopback() as listener:
+                socket.send_fds(theirs, [b"listening"], [listener.fileno()])
+        theirs.close()
+        return ApptainerPlace(settings)
+
+    def begin() -> None:
+        ours.close()
+        serve(start_place)
+
+    first = fork_child(begin, lambda: clone(flags))
+    os.close(proc)
+    # `recv_fds` would never return for a child without a listener if this end stayed open.
+    theirs.close()
+    _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
+    return first, socket.socket(fileno=listeners[0]) if listeners else None

@@ -1,0 +1,171 @@
+"""Containers of the real podman and docker, from an image of this machine's programs. No registry is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.processes.process_tree import descendants
+from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, start_fault
+from megarl.sandbox.containers.requests import Limits
+from tests.child_processes import is_alive
+from tests.rewards.pools import wait_until
+from tests.sandbox.images import make_image
+from tests.sandbox.test_containers import endpoint
+
+__all__ = ["endpoint"]
+
+IMAGE = "localhost/megarl-test:1"
+PROGRAMS = ("base64", "cat", "chmod", "head", "ls", "mkdir", "rm", "sleep", "tail", "tar", "yes")
+LIMITS = Limits(processes=40, memory_bytes=200 << 20, output_bytes=100_000)
+VARIABLES = {"PATH": "/bin"}
+# The container must not need more than this process may have: in a container of its own, it may lack CAP_SYS_RESOURCE.
+PODMAN_SETTINGS = """
+[containers]
+default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
+[engine]
+{runtime}
+"""
+STORAGE_SETTINGS = """
+[storage]
+driver = "vfs"
+graphroot = "{folder}/images"
+runroot = "{folder}/running"
+"""
+
+
+def run_podman(*arguments: str) -> str:
+    return subprocess.run(["podman", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """podman with settings and images of its own."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed: launch/test.sh --install-slurm installs it (as root, by apt-get)")
+    folder = tmp_path_factory.mktemp("podman")
+    # crun refuses machines that mount both versions of cgroups.
+    runtime = 'runtime = "runc"' if shutil.which("runc") else ""
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    limits = {"files": resource.getrlimit(resource.RLIMIT_NOFILE)[1], "processes": min(processes, 4096)}
+    (folder / "containers.conf").write_text(PODMAN_SETTINGS.format(runtime=runtime, **limits))
+    (folder / "storage.conf").write_text(STORAGE_SETTINGS.format(folder=folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
+        patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
+        root = folder / "root"
+        make_image(root, PROGRAMS)
+        packed = subprocess.run(["tar", "-c", "-C", root, "."], capture_output=True, check=True).stdout
+        subprocess.run(["podman", "import", "-", IMAGE], input=packed, capture_output=True, check=True)
+        yield
+        left = run_podman("ps", "--all", "--quiet")
+        # A container of a failed test would keep its mounts in the tests' folder.
+        run_podman("rm", "--all", "--force")
+        run_podman("rmi", "--all", "--force")
+        assert left == ""
+
+
+@pytest.fixture
+def settings(podman: None, endpoint: tuple[str, int]) -> ContainerSettings:
+    return ContainerSettings(kind="podman", name="megarl-test", address=endpoint, image=IMAGE, limits=LIMITS)
+
+
+def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: ContainerSettings) -> None:
+    host, port = settings.address
+    reaching = "exec 3<>/dev/tcp/127.0.0.1/11811 && echo this >&3 && cat <&3"
+    refused = (
+        f"(exec 3<>/dev/tcp/{host}/{port}) && echo REACHED; (exec 3<>/dev/tcp/192.0.2.1/80) && echo REACHED; exit 4"
+    )
+
+    async def drive() -> None:
+        container = Container(settings)
+        await container.start()
+        stdin = base64.b64encode(b"hello ").decode()
+        ran = await container.execute(["sh", "-c", f"cat; {reaching}; sleep 600 &"], VARIABLES, stdin=stdin)
+        assert (ran.exit_code, ran.stdout) == (0, "hello got this\n"), ran
+        ran = await container.execute(["sh", "-c", refused], VARIABLES)
+        assert ran.exit_code == 4 and "REACHED" not in ran.stdout and "Connection refused" in ran.stderr, ran
+        # Files of one program are there for the next, and its processes are not.
+        assert (
+            await container.execute(["sh", "-c", "echo kept > /file; sleep 600 & sleep 600 &"], VARIABLES)
+        ).exit_code == 0
+        listing = 'cat /file; for place in /proc/[0-9]*; do cat "$place/comm" 2>/dev/null; done'
+        ran = await container.execute(["sh", "-c", listing], VARIABLES)
+        assert ran.stdout.startswith("kept\n") and "sleep" not in ran.stdout, ran
+        script = base64.b64encode(b"#!/bin/sh\necho 0.5 > /logs/reward.txt").decode()
+        await container.put("/tests", {"test.sh": (0o755, script)})
+        assert (await container.execute(["sh", "-c", "mkdir /logs && /tests/test.sh"], VARIABLES)).exit_code == 0
+        assert base64.b64decode(await container.get("/logs/reward.txt", 100)) == b"0.5\n"
+        with pytest.raises(ContainerError):
+            await container.get("/absent", 100)
+        await container.stop()
+
+    asyncio.run(drive())
+    assert run_podman("ps", "--all", "--quiet") == ""
+
+
+def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -> None:
+    async def drive() -> None:
+        container = Container(settings)
+        await container.start()
+        ran = await container.execute(["yes"], VARIABLES)
+        assert ran.outcome.startswith("OutputLimit: "), ran
+        forks = "for n in {1..60}; do sleep 600 & done; echo ended"
+        ran = await container.execute(["bash", "-c", forks], VARIABLES)
+        assert "Resource temporarily unavailable" in ran.stderr, ran
+        # `tail` holds a line without end in memory.
+        ran = await container.execute(["bash", "-c", "head -c 500000000 /dev/zero | tail > /dev/null"], VARIABLES)
+        assert ran.exit_code == 137 and not os.path.exists("oom"), ran
+        running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
+        await asyncio.sleep(1.0)
+        running.cancel()
+        await asyncio.wait({running})
+        # The container lives on.
+        assert (await container.execute(["sh", "-c", "echo on"], VARIABLES)).stdout == "on\n"
+        await container.stop()
+
+    asyncio.run(drive())
+
+
+def test_an_image_that_does_not_exist_is_a_fault(settings: ContainerSettings) -> None:
+    assert start_fault(settings) is None
+    absent = ContainerSettings(
+        kind="podman", name="megarl-absent", address=settings.address, image="localhost/absent:1"
+    )
+    fault = start_fault(absent)
+    assert fault is not None and "absent" in fault
+
+
+HOLDER = """
+import asyncio, sys
+from megarl.sandbox.containers.container import Container, ContainerSettings
+async def hold():
+    settings = {"kind": "podman", "name": "megarl-held", "address": ("127.0.0.1", 9), "image": sys.argv[1]}
+    container = Container(ContainerSettings(**settings))
+    await container.start()
+    print("held", flush=True)
+    await container.execute(["sh", "-c", "sleep 600 & sleep 600"], {"PATH": "/bin"})
+asyncio.run(hold())
+"""
+
+
+def test_nothing_runs_after_a_killed_holder_and_the_next_start_removes_its_entry(settings: ContainerSettings) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, IMAGE], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        first = int(run_podman("inspect", "--format", "{{.State.Pid}}", "megarl-held"))
+        wait_until(lambda: "sleep" in run_podman("top", "megarl-held", "comm"), seconds=60)
+        started = [first, *descendants(holder.pid), *descendants(first)]
+        os.kill(holder.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, started)), seconds=60)
+    # Removal at the next start of any container.
+    assert start_fault(settings) is None
+    assert run_podman("ps", "--all", "--quiet") == ""
