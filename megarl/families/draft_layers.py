@@ -36,7 +36,7 @@ class DraftLayers(Protocol):
 
     @property
     def recipe_field(self) -> str:
-        """The recipe field that trains the layers, for messages."""
+        """Name of the recipe field that switches the training of draft layers on, for error messages."""
         ...
 
     @property

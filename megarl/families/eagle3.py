@@ -81,7 +81,10 @@ class DrafterShape:
 
 
 def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
-    """Return the shape of a drafter without `drafter_faults`. Raises DataError if the trainer cannot compute it."""
+    """Return the shape of a drafter in which `drafter_faults` saw no fault.
+
+    Raises DataError if it cannot be trained.
+    """
     config = read_object(Path(folder) / "config.json")
     eagle = config.get("eagle_config") or {}
     options = {**config, **eagle}

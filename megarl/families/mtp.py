@@ -119,7 +119,7 @@ class MtpForm(NamedTuple):
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:
-        """Return the draft model's name of a tensor that vLLM does not fuse."""
+        """Return the name that a tensor of the checkpoint has in vLLM's draft model, if vLLM does not fuse it."""
         if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
             return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
         return self.live_layer + template.removeprefix(self.layer)

@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def draft_layer_kind(self) -> LayerKind:
-        """The kind of this model's layers that each of its draft layers contains."""
+        """The kind of decoder layer inside each draft layer, among the kinds of this model."""
         draft_layers = FAMILIES[self.family].draft_layers
         assert draft_layers is not None
         return draft_layers.layer_kind(self)

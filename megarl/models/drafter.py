@@ -100,7 +100,7 @@ class Drafter(nn.Module):
         return self._rotate(layer.self_attn.q_proj(inputs), positions)
 
     def keys_and_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values, both [tokens, key-value heads, head_dim]."""
+        """Return keys with rotary embedding and values without it, both [tokens, key-value heads, head_dim]."""
         layer: Any = self.midlayer
         values = layer.self_attn.v_proj(inputs)
         keys = self._rotate(layer.self_attn.k_proj(inputs), positions)

@@ -23,11 +23,11 @@ class ReshardWithDrafter:
         """Whether `verify` cannot compare the policy's weights. It always compares the drafter's."""
 
     def run(self) -> CopyReport:
-        """Copy the weights of both."""
+        """Copy the weights of policy and drafter to the engine."""
         return self._policy.run() + self._drafter.run()
 
     def verify(self) -> None:
-        """Compare the weights of both. Raises MegarlError naming the first difference."""
+        """Compare both models' weights with the engine's. Raises MegarlError naming the first difference."""
         self._policy.verify()
         self._drafter.verify()
 

@@ -10,7 +10,7 @@ from megarl.service.refusals import BusyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Maximum tokens of accepted requests that are not finished. A sampling request counts with its longest samples."""
+    """Maximum tokens of unfinished requests. A sampling request counts as if each sample had its maximum length."""
 
     # A training token occupies about 16 bytes of a waiting request: 2 GiB in all. The command has these defaults too.
     tokens: int = 1 << 27

@@ -80,9 +80,9 @@ class Checkpoints:
         return partial
 
     def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
-        """Give a written folder its name, in place of an earlier checkpoint. `record` has its owner.
+        """Rename a written folder to `name`, in place of an earlier checkpoint. It expires after `ttl_seconds`.
 
-        Raises UserError if the earlier one is being read.
+        `record` names its owner. Raises UserError if the earlier one is being read.
         """
         folder = partial.with_name(name)
         self._refuse_if_read(folder)

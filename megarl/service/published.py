@@ -45,7 +45,7 @@ class PublishedWeights:
         self._published: list[Weights] = []
 
     async def copy_model(self, model_id: str, owner: str, session_id: str) -> Weights:
-        """Copy a model's present weights."""
+        """Copy a model's present weights in memory, for session `session_id`. Returns the copy."""
         version = secrets.token_hex(8)
         await self._trainer.publish(model_id, version)
         weights = Weights(owner, session_id, version)

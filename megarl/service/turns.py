@@ -85,7 +85,7 @@ class Turns:
     """
 
     def __init__(self, engines: Engines, *, is_shared: bool, num_slots: int, num_sequences: int) -> None:
-        self._engines, self._is_shared, self._num_sequences = engines, is_shared, num_sequences
+        self._engines, self._is_shared, self._max_sequences = engines, is_shared, num_sequences
         self._training = _Lane()
         self._sampling = self._training if is_shared else _Lane()
         # The lock is held to the end of a call: its collectives must not mix with other calls.
@@ -142,7 +142,7 @@ class Turns:
 
     async def _begin_sampling(self, version: str | None, num_sequences: int, check: Callable[[], object]) -> EngineSlot:
         # A request above the limit runs alone; the pool then queues its samples.
-        while self._num_running and self._num_running + num_sequences > self._num_sequences:
+        while self._num_running and self._num_running + num_sequences > self._max_sequences:
             await self._wait_for_change()
         slot = self._slots.find(version)
         if slot is None:

@@ -447,7 +447,10 @@ class Session:
         tools: Sequence[Mapping[str, Any]] = (),
         text: str | None = None,
     ) -> None:
-        """Record a request in the journal: `messages` after those of the call `continued`, or a `text` to complete."""
+        """Record request `number` in the journal: a chat, or a `text` to complete.
+
+        A chat has only its new `messages`: those after the messages of the earlier call `continued`.
+        """
         if self._journal is not None:
             values = {
                 "number": number,

@@ -320,16 +320,16 @@ def _end_text(code: int | None, *, ended_with_server: bool) -> str:
 
 
 def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
-    """Return the message parts of a batch of commands. A command sent to several ranks is contained once."""
+    """Return the message parts of a batch of commands. A command for several ranks is stored once, with their list."""
     # Keyed by identity, because comparing long messages would be slow.
-    processes: defaultdict[int, list[int]] = defaultdict(list)
+    receivers_of: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():
-        processes[id(message)].append(handle.process)
+        receivers_of[id(message)].append(handle.process)
     distinct = {id(message): message for message in messages.values()}
     parts: list[bytes] = []
-    head = BATCH.pack(len(processes))
-    for number, receivers in processes.items():
-        message = distinct[number]
+    head = BATCH.pack(len(receivers_of))
+    for identity, receivers in receivers_of.items():
+        message = distinct[identity]
         # One write for the heads, and one for a long message.
         head += PART.pack(len(receivers), len(message)) + struct.pack(f"<{len(receivers)}I", *receivers)
         parts += [head, message]

@@ -47,7 +47,7 @@ class GroupRanks:
     """
 
     def __init__(self, part: PartOfRun, places: Sequence[RankPlace]) -> None:
-        """Create an object without processes."""
+        """Create the group. Its processes start in `fork`."""
         self.part, self.places = part, list(places)
         self.handles: list[RankHandle] = []
         self.on_slow: Callable[[str], object] = lambda report: None
@@ -158,7 +158,8 @@ class GroupRanks:
     ) -> dict[RankHandle, Any]:
         """Let each agent do something for the ranks of its node. Returns its answers by rank.
 
-        The answer of an agent that is lost, or silent for `patience_seconds`, is None for each of its ranks.
+        The answer of an agent that is lost, or silent for `patience_seconds`, is None for each of its ranks. A rank
+        that an agent's answer omits is left out.
         """
         of_agent = self._by_agent(handles)
         answers = await asyncio.gather(
@@ -173,8 +174,7 @@ class GroupRanks:
         results: dict[RankHandle, Any] = {}
         for ranks, answer in zip(of_agent.values(), answers, strict=True):
             if isinstance(answer, dict):
-                by_process = {handle: answer[str(handle.process)] for handle in ranks if str(handle.process) in answer}
-                results |= by_process
+                results |= {handle: answer[str(handle.process)] for handle in ranks if str(handle.process) in answer}
             else:
                 results |= dict.fromkeys(ranks)
         return results

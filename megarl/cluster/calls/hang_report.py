@@ -24,8 +24,8 @@ class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into an attempt's log folder.
 
     Each file has the Python stacks and the threads' kernel states of every rank of the run. It also has native stacks
-    of up to 8 ranks of the group that ends, silent ranks first, read by the agents of their nodes. Native stacks need
-    py-spy or gdb on the rank's node. `groups` is a function that returns the run's groups of ranks.
+    of up to 8 ranks of the group that the hang ends, silent ranks first. The agents of their nodes read them, with
+    py-spy or gdb. `groups` is a function that returns the run's groups of ranks.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HangReport:
 
 
 async def _read_all(readings: Sequence[Coroutine[Any, Any, dict[int, str]]]) -> dict[int, str]:
-    """Return the texts of several groups by rank. A group that cannot be read is left out."""
+    """Wait for several groups' texts by rank, stacks for example, and return all. A group that fails is left out."""
     answers = await asyncio.gather(*readings, return_exceptions=True)
     return {rank: text for answer in answers if isinstance(answer, dict) for rank, text in answer.items()}
 

@@ -108,10 +108,10 @@ def examine_machine() -> list[Finding]:
 async def examine_nodes(
     recipe: Recipe, planned: RankHostBytes | None = None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
-    """Examine the nodes provided by the recipe's launcher. Returns findings by node, and notices like bandwidths.
+    """Examine the nodes provided by the recipe's launcher. Returns findings by node, and notices, such as bandwidths.
 
-    The findings include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes;
-    None: it is not checked.
+    The findings include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes.
+    With None, host memory is not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # The run folder's storage is checked, so the folder must lie where all nodes would write.

@@ -81,10 +81,11 @@ class RunNodes:
     """
 
     def __init__(self, cluster: ClusterConfig, avoided_nodes: Sequence[str] = ()) -> None:
-        """Create an object without agents. Ray uses none of `avoided_nodes`; others have no choice of nodes."""
+        """Create the nodes without agents. Ray starts no agent on `avoided_nodes`; other launchers cannot choose."""
         self._cluster = cluster
         num_ranks, engines = cluster.nodes * cluster.ranks_per_node, cluster.groups.engines
-        # With two kinds, a Slurm job is heterogeneous: component 0 has the trainers' nodes, component 1 the engines'.
+        # With engines on nodes of another kind, a Slurm job is heterogeneous: component 0 has the trainers' nodes,
+        # component 1 the engines'.
         kind = NodeKind(0, cluster.nodes, cluster.ranks_per_node, component=None if engines is None else 0)
         self.trainer_nodes = _make_nodes(cluster, kind, avoided_nodes)
         self.engine_nodes = self.trainer_nodes
@@ -182,7 +183,7 @@ class RunNodes:
         *,
         orders_kernels: bool = False,
     ) -> WorkerGroup:
-        """Start one group of ranks. `orders_kernels`: a GPU starts kernels in the order of their launches."""
+        """Start one group of ranks. With `orders_kernels`, a GPU starts kernels in the order of their launches."""
         cluster = self._cluster
         environment = _environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
         return await WorkerGroup(len(places), part, places=places).start(

@@ -53,7 +53,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema in which a reference is accepted in place of each value inside, except whole sections."""
+    """Return the schema with a reference, such as `${a.b}`, accepted for each value inside. Sections accept none."""
     changed = dict(schema)
     if "properties" in changed:
         changed["properties"] = {name: _or_reference(inner) for name, inner in changed["properties"].items()}

@@ -168,10 +168,9 @@ def shrunk(
         )
     changed, smaller = _with_replicas(recipe, replicas, size)
     # Whole replicas stay where they are, if possible: then their weights need not move.
-    whole_replicas = [
-        r for replica in range(parallel.dp) if set(o := parallel.replica_ranks(replica)) <= set(survivors) for r in o
-    ]
-    continuing = [*whole_replicas, *(rank for rank in survivors if rank not in whole_replicas)]
+    replicas_ranks = [parallel.replica_ranks(replica) for replica in range(parallel.dp)]
+    ranks_of_whole = [rank for ranks in replicas_ranks if set(ranks) <= set(survivors) for rank in ranks]
+    continuing = [*ranks_of_whole, *(rank for rank in survivors if rank not in ranks_of_whole)]
     return changed, smaller, sorted(continuing[: smaller.world_size])
 
 

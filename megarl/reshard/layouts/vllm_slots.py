@@ -61,7 +61,7 @@ class AdapterSlots:
         return LoRARequest("trained", ADAPTER_ID, "written in place")
 
     def further_request(self, index: int, name: str) -> Any:
-        """Return vLLM's reference to further adapter `index`, under a name that its cache has for no other one."""
+        """Return vLLM's reference to further adapter `index`. vLLM's cache is keyed by `name`: it must be unique."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(name, ADAPTER_ID + 1 + index, "written in place")

@@ -274,7 +274,7 @@ class AttemptLog:
             self._journal.append({"kind": "opened", "try": self.name, **facts})
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
-        """Record a request. A flush of its answer writes it."""
+        """Buffer the record of a request. It reaches the disk when its answer is flushed."""
         if not self._is_dropped and self._attempt.opened is not None:
             self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
 

@@ -47,7 +47,7 @@ class ContainerHost:
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Go on with a container of an earlier host. Returns the seconds since its program began."""
+        """Take over a container that an earlier host process started. The answer has its program's running time."""
         container = Container(_read_settings(settings))
         await container.adopt()
         self._containers[container.settings.name] = container

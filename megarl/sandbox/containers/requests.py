@@ -101,7 +101,7 @@ class RequestLoop:
         facts: Mapping[str, Any],
         listener: socket.socket | None = None,
     ) -> None:
-        """Create the loop. `facts` are sent to each host in its first message."""
+        """Create the loop. The first message to each host process contains `facts`."""
         self._connection: socket.socket | None = connection
         self._place, self._limits, self._facts, self._listener = place, limits, facts, listener
         self._lease_seconds = lease_seconds
@@ -164,7 +164,7 @@ class RequestLoop:
             self._lose_host()
 
     def _lose_host(self) -> None:
-        """Wait for another host from now on. Raises LeaseEndedError if the container does not outlive its host."""
+        """Close the connection to the host process. Raises LeaseEndedError if no later host can connect."""
         if self._listener is None:
             raise LeaseEndedError
         if self._connection is not None:

@@ -109,6 +109,7 @@ class DrafterPart(EnginePart):
         """
 
         def objective_and_drafter(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+            # The last rows of `output` are the drafter's losses, [steps, tokens].
             total, count, logged = objective(output[: -self._num_steps], batch, numbers)
             mask, weights = batch.per_token["drafter_mask"].T, batch.per_token["drafter_weights"].T
             losses = torch.where(mask, output[-self._num_steps :], 0.0)

@@ -64,7 +64,7 @@ def restore_state(engine: TrainingEngine, state: HeldState) -> None:
 
 
 def write_state(state: HeldState, file: Path) -> None:
-    """Write a state to a file. Raises ValueError for gradients with a due reduction: a file cannot hold that."""
+    """Write a state to a file. Raises ValueError if its gradients are not yet reduced over the ranks."""
     if state.reduction is not None:
         raise ValueError("the state has gradients whose reduction is due; keep it in memory")
     torch.save({"tensors": state.tensors, "moments": state.moments, "steps": state.steps}, file)
