@@ -41,9 +41,13 @@ class Engines(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Work that waits for its turn. `begin` waits for what it needs; its result is that of `granted`."""
+    """Work that waits for its turn. `begin` takes what it needs; its result is that of `granted`.
+
+    `give_back` is called with this result if the work was cancelled meanwhile.
+    """
 
     begin: Callable[[], Awaitable[Any]]
+    give_back: Callable[[Any], None]
     granted: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -54,13 +58,22 @@ class _Lane:
         self._queue: FairQueue[_Work] = FairQueue(QUANTUM)
         self._task: asyncio.Task[None] | None = None
 
-    async def enter(self, tokens: int, begin: Callable[[], Awaitable[Any]]) -> Any:
-        """Wait for the turn of work of the current account, and return what `begin` returns. Raises its error."""
-        work = _Work(begin)
+    async def enter(self, tokens: int, begin: Callable[[], Awaitable[Any]], give_back: Callable[[Any], None]) -> Any:
+        """Wait for the turn of work of the current account, and return what `begin` returns. Raises its error.
+
+        If the caller is cancelled, `begin` is not called, or `give_back` takes its result.
+        """
+        work = _Work(begin, give_back)
         self._queue.put(TENANT.get(), tokens, work)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
-        return await work.granted
+        try:
+            return await work.granted
+        except asyncio.CancelledError:
+            # The cancellation may arrive after the turn came, but before this task went on.
+            if work.granted.done() and not work.granted.cancelled() and work.granted.exception() is None:
+                give_back(work.granted.result())
+            raise
 
     def refund(self, tokens: int) -> None:
         """Give back tokens that the current account's work did not use."""
@@ -69,12 +82,19 @@ class _Lane:
     async def _run(self) -> None:
         while self._queue:
             work = self._queue.pop()
+            if work.granted.cancelled():
+                continue
             try:
                 result = await work.begin()
             except Exception as error:
-                work.granted.set_exception(error)
+                if not work.granted.cancelled():
+                    work.granted.set_exception(error)
             else:
-                work.granted.set_result(result)
+                # A session may end while its work waits here. What it took would never be free again.
+                if work.granted.cancelled():
+                    work.give_back(result)
+                else:
+                    work.granted.set_result(result)
 
 
 class Turns:
@@ -103,11 +123,11 @@ class Turns:
 
         `tokens` are those of the call.
         """
-        await self._training.enter(tokens, partial(self._begin_training, check))
+        await self._training.enter(tokens, partial(self._begin_training, check), self._end_training)
         try:
             yield
         finally:
-            self._trainer.release()
+            self._end_training()
 
     @asynccontextmanager
     async def sampling(
@@ -119,16 +139,23 @@ class Turns:
         number of them that were not used. `check` is called when the turn comes, and may raise.
         """
         begin = partial(self._begin_sampling, version, num_sequences, check)
-        slot: EngineSlot = await self._sampling.enter(tokens, begin)
+        end = partial(self._end_request, num_sequences=num_sequences)
+        slot: EngineSlot = await self._sampling.enter(tokens, begin, end)
         try:
             assert slot.ready is not None
             # Shielded: other requests wait for the same version.
             await asyncio.shield(slot.ready)
             yield self._sampling.refund
         finally:
-            slot.num_users -= 1
-            self._num_running -= num_sequences
-            self._changed.set()
+            end(slot)
+
+    def _end_training(self, _: object = None) -> None:
+        self._trainer.release()
+
+    def _end_request(self, slot: EngineSlot, *, num_sequences: int) -> None:
+        slot.num_users -= 1
+        self._num_running -= num_sequences
+        self._changed.set()
 
     async def _begin_training(self, check: Callable[[], object]) -> None:
         await self._trainer.acquire()

@@ -52,10 +52,12 @@ class Recorder:
             assert not self.training and not (self._is_shared and (self.sampling or self.is_awake))
             self.training += 1
             self.log.append(f"train {tenant}")
-            for _ in range(steps):
-                await asyncio.sleep(0)
-                self.overlapped |= bool(self.sampling)
-            self.training -= 1
+            try:
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                    self.overlapped |= bool(self.sampling)
+            finally:
+                self.training -= 1
 
     async def sample(self, tenant: str, version: str | None, tokens: int = 1, steps: int = 1) -> None:
         TENANT.set(tenant)
@@ -64,10 +66,12 @@ class Recorder:
             self.sampling.append(version)
             self.most_together = max(self.most_together, len(set(self.sampling)))
             self.log.append(f"sample {version}")
-            for _ in range(steps):
-                await asyncio.sleep(0)
-                assert version in self.slots.values(), "a version stays while it is sampled"
-            self.sampling.remove(version)
+            try:
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                    assert version in self.slots.values(), "a version stays while it is sampled"
+            finally:
+                self.sampling.remove(version)
             refund(tokens - 1)
 
 
@@ -174,3 +178,22 @@ def test_work_of_an_ended_session_fails_and_the_next_goes_on() -> None:
         await engines.sample("a", "u")
 
     run(work())
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("num_passes", range(12))
+def test_cancelled_work_gives_back_what_it_took(is_shared: bool, num_passes: int) -> None:
+    """Whenever waiting work is cancelled, the trainer and the slots are free for later work."""
+    engines = Recorder(1, is_shared=is_shared)
+
+    async def cancel_some() -> None:
+        cancelled = [asyncio.create_task(engines.train("a")), asyncio.create_task(engines.sample("a", "version"))]
+        running = asyncio.create_task(engines.train("b", steps=4))
+        for _ in range(num_passes):
+            await asyncio.sleep(0)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        await asyncio.gather(running, engines.train("b"), engines.sample("b", "other"))
+
+    run(cancel_some())
