@@ -160,7 +160,7 @@ class Request:
     seed: int
     num_retained: int = 0
     adapter: str | None = None
-    """Name of the adapter to sample with, in engines with slots for several; None: that of the base model."""
+    """Name of the adapter to sample with, in engines with slots for several; None: the base model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,9 @@ def export_drafter(
 ) -> None:
     """Export a drafter, sharded over all ranks, to a folder that vLLM loads as speculative method `eagle3`.
 
-    A collective. `parameters` are this rank's tensors. `layouts` has one entry a rank: which part of each tensor it
-    stores. `source` is the drafter's original folder. Its config.json and its maps between both vocabularies are
-    copied. Files store tensors as `dtype`. The folder is replaced atomically. Raises OSError if the disk is full.
+    A collective. `parameters` [*shape] are this rank's tensors. `layouts` has one entry a rank: which part of each
+    tensor it stores. `source` is the drafter's original folder. Its config.json and its maps between both vocabularies
+    are copied. Files store tensors as `dtype`. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     maps = _unchanged_tensors(source)
     forms = {name: (size, dtype) for name, size in shape.tensors.items()}

@@ -26,7 +26,7 @@ KINDS = ("weights", "sampler_weights")
 """Kinds of checkpoints: to train on, and to sample from."""
 _RECORD = "service.json"
 _PARTIAL, _REPLACED = ".partial_", ".replaced_"
-"""Beginnings of the names of unfinished folders, and of folders that a newer checkpoint replaces."""
+"""Beginnings of the names of unfinished folders, and of folders being replaced by a newer checkpoint."""
 # A state of rank-32 adapters of a 14B model has 1.5 GB, so this is about 700 of them.
 MOST_BYTES = 2**40
 """Default of the maximum bytes of one account's checkpoints."""

@@ -35,7 +35,7 @@ from megarl.types import ConfigError
 _WORKERS = "megarl.service.rank_worker"
 """Module with the classes of the workers on the ranks."""
 ENGINE_SLOTS = 4
-"""Adapters that an engine samples from at once, unless the command says otherwise."""
+"""Number of adapters in use by an engine at once, unless the command says otherwise."""
 _ENGINE_SECONDS = 0.1
 """Maximum seconds of sampling in one call of an engine."""
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
@@ -47,7 +47,7 @@ UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mix
 class Service:
     """A service with checked inputs, ready to start. `folder` holds its logs and checkpoints.
 
-    `num_slots` is the number of adapters that an engine samples from at once; 0: it gets merged weights.
+    `num_slots` is the number of adapters in use by an engine at once; 0: it gets merged weights.
     """
 
     recipe: Recipe

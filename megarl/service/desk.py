@@ -69,10 +69,10 @@ class _Model:
     is_on_disk: bool = False
     failure: str | None = None
     moving_weights: Weights | None = None
-    """Weights of the sampling sessions that follow the model: those of its last save for them."""
+    """Weights of the sampling sessions following the model, from its last save for them."""
 
     def note_skipped(self, number: int) -> None:
-        """Fail the next step: the request that did not arrive may have had a part of its gradients."""
+        """Fail the next step: the missing request may have had a part of its gradients."""
         self.failure = f"request {number} did not arrive"
 
 
@@ -270,7 +270,7 @@ class Desk:
         return self.ledger.submit(model.model_id, message.seq_id, digest, work, tokens=wire.count_tokens(message))
 
     def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
-        """Accept a numbered request that is not supported. Its promise fails, so that its number is used."""
+        """Accept an unsupported numbered request. Its promise fails, so its number is used."""
         address, model = self._numbered(values, owner)
 
         async def work() -> Reply:

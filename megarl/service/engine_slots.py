@@ -1,4 +1,4 @@
-"""The engines' slots for adapters, as the driver knows them: which version is where, and who samples from it."""
+"""The engines' slots for adapters, as the driver knows them: their versions and users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class EngineSlot:
-    """A slot of all engines. `version` names its adapter (None: the base model's, which adds nothing)."""
+    """A slot of all engines. `version` names its adapter (None: an adapter without effect, for the base model)."""
 
     index: int
     version: str | None = None
@@ -21,7 +21,7 @@ class EngineSlot:
 
 
 class EngineSlots:
-    """The slots in the order of their last use. A version that nobody samples from gives its slot to another."""
+    """The slots in the order of their last use. An unused version gives its slot to another."""
 
     def __init__(self, count: int) -> None:
         self._slots = [EngineSlot(index) for index in range(count)]

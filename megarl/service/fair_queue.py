@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 @dataclass(eq=False, slots=True)
 class _Backlog(Generic[Item]):
-    """A tenant's waiting items with their tokens, oldest first, and the tokens that it may still use in its turn."""
+    """A tenant's waiting items with their tokens, oldest first, and its tokens left in this turn."""
 
     items: deque[tuple[int, Item]] = field(default_factory=deque)
     deficit: int = 0
@@ -34,7 +34,7 @@ class FairQueue(Generic[Item]):
         return sum(len(backlog.items) for backlog in self._backlogs.values())
 
     def put(self, tenant: Hashable, tokens: int, item: Item) -> None:
-        """Add an item that costs `tokens`."""
+        """Add an item with a cost of `tokens`."""
         if tenant not in self._backlogs:
             self._backlogs[tenant] = _Backlog()
             self._turns.append(tenant)
@@ -65,7 +65,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def refund(self, tenant: Hashable, tokens: int) -> None:
-        """Give back tokens that an item did not use. Without effect for a tenant without waiting items."""
+        """Give back tokens not used by an item. Without effect for a tenant without waiting items."""
         if tenant in self._backlogs:
             self._backlogs[tenant].deficit += tokens
 

@@ -23,10 +23,10 @@ READ_SECONDS = 600.0
 """Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
 # The SDK polls for every result from its request on, so only a lost client reads nothing for so long.
 UNREAD_SECONDS = 3600.0
-"""Seconds until a result that was never read ends."""
+"""Seconds until an unread result ends."""
 # SDK 0.38 gives a request up after five minutes of retries, and a custom loss computes between its two halves.
 GAP_SECONDS = 900.0
-"""Seconds that later requests wait for a missing number. Then it is skipped, so that its client does not hang."""
+"""Seconds for which later requests wait for a missing number. Then it is skipped, so its client does not hang."""
 # Requests before their turn keep their bodies in memory, so their number is limited.
 MOST_AHEAD = 10_000
 """Maximum distance of a request's number from the next missing one."""
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 200.0
 """Seconds of refusals after which a training request is accepted above the limits of waiting tokens."""
 _JSON = "application/json"
 _SKIPPED = b"skipped"
-"""Digest of the promise of a number that never arrived. No hash has its length."""
+"""Digest of the promise of a missing number. No hash has its length."""
 
 
 class Reply(NamedTuple):
@@ -89,7 +89,7 @@ class _Sequence:
 
     owner: str
     on_skip: Callable[[int], object]
-    """Function that is called, in the number's turn, with a number that never arrived."""
+    """Function called with a missing number, in its turn."""
     next_number: int = 1
     waiting_since: float | None = None
     """Time when the wait for the next missing number began; None: no later request waits for it."""
@@ -103,14 +103,14 @@ class _Sequence:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request can run: those that wait lack an earlier one."""
+        """Whether no request can run: the waiting ones lack an earlier one."""
         return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
 class Ledger:
     """Promises by id, and the numbered requests of each model. `report` is called with errors of the service.
 
-    `limits` are those of the tokens that wait. A request above them raises BusyError, and can be sent again.
+    `limits` concern waiting tokens. A request above them raises BusyError, and can be sent again.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Ledger:
     def open_model(self, model_id: str, owner: str, on_skip: Callable[[int], object]) -> None:
         """Begin the numbers of a model, with 1. Only the first call has an effect.
 
-        `on_skip` is called, in its turn, with a number that did not arrive within `GAP_SECONDS` of later ones.
+        `on_skip` is called with a number still missing `GAP_SECONDS` after later ones, in its turn.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
@@ -186,7 +186,7 @@ class Ledger:
     ) -> Promise:
         """Accept a request without order, and run it. A request with the same key and body gets the first promise.
 
-        `tokens` are those of the request. Raises BusyError.
+        `tokens` is the size of the request. Raises BusyError.
         """
         if (earlier := self._single.get(key)) is not None:
             if earlier.digest == digest:
@@ -219,7 +219,7 @@ class Ledger:
         return promise.reply
 
     def expire(self) -> None:
-        """Forget results, a while after they were read, and skip numbers that never arrived. All stay used."""
+        """Forget results, a while after they were read, and skip missing numbers. All stay used."""
         oldest = self._clock() - READ_SECONDS
         oldest_unread = self._clock() - UNREAD_SECONDS
         is_old = {
@@ -262,7 +262,7 @@ class Ledger:
         return promise
 
     def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
-        """Raise BusyError if a request of a model that has others to run exceeds the limits of waiting tokens."""
+        """Raise BusyError if a request exceeds the limits of waiting tokens, and its model has others to run."""
         refused_number, refused_at = sequence.refused
         if refused_number == number and self._clock() - refused_at > PATIENCE_SECONDS:
             return

@@ -82,7 +82,7 @@ class Listing:
 
 
 def _past_run(checkpoints: Sequence[Stored]) -> RunState:
-    """Return the state of a run that has ended, from its checkpoints, newest first."""
+    """Return the state of an ended run, from its checkpoints, newest first."""
     newest = checkpoints[0]
     return RunState(newest.run, newest.record["owner"], newest.record["time"], newest.record.get("run_metadata"))
 

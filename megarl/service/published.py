@@ -23,7 +23,7 @@ MOST_PUBLISHED = 32
 class Weights:
     """Weights of one or more sampling sessions.
 
-    `version` is their name in the trainer: None for the base model, and for a checkpoint that is not in memory.
+    `version` is their name in the trainer: None for the base model, and for a checkpoint on disk only.
     `folder` is the checkpoint. Copies of a model have none, so they end when they leave the memory.
     """
 
@@ -55,7 +55,7 @@ class PublishedWeights:
 
     @asynccontextmanager
     async def used(self, weights: Weights) -> AsyncIterator[str | None]:
-        """Context of a request that samples from these weights, with their version. Raises UserError if they ended."""
+        """Context of a request sampling from these weights, with their version. Raises UserError if they ended."""
         # Counted before the first await: weights in use never leave the memory.
         weights.num_users += 1
         try:
@@ -72,7 +72,7 @@ class PublishedWeights:
             await self._forget([weights])
 
     def end_session(self, session_id: str) -> list[str]:
-        """End a session's weights, and return the versions that the trainer must forget."""
+        """End a session's weights, and return the versions to forget in the trainer."""
         ended = [weights for weights in self._published if weights.session_id == session_id]
         self._published = [weights for weights in self._published if weights not in ended]
         versions = [weights.version for weights in ended if weights.version is not None]

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class RankEngines(Engines):
-    """The engines of a service, and the trainer that sends them adapters.
+    """The engines of a service, and the trainer sending them adapters.
 
     `num_slots` is the number of their slots; 0: they have one set of weights, with an adapter merged in.
     """

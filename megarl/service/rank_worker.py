@@ -14,7 +14,7 @@ from megarl.worker.trainer_worker import TrainerWorker
 
 
 class ServiceTrainer(TrainerWorker):
-    """Worker of a rank of a service that only trains. The driver calls `adapters` by name."""
+    """Worker of a rank with the trainer of a service only. The driver calls `adapters` by name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -22,7 +22,7 @@ class ServiceTrainer(TrainerWorker):
 
 
 class ServiceEngine(EngineWorker):
-    """Worker of a rank of a service that only samples. Its engine has `num_slots` slots for adapters."""
+    """Worker of a rank with an engine of a service only. Its engine has `num_slots` slots for adapters."""
 
     def __init__(self, *args: Any, num_slots: int, **kwargs: Any) -> None:
         # Before the engine is built, in the constructor of the base class.
@@ -38,7 +38,7 @@ class ServiceEngine(EngineWorker):
 
 
 class ServiceWorker(Worker):
-    """Worker of a rank of a service that trains and samples. Its engine has `num_slots` slots for adapters."""
+    """Worker of a rank with trainer and engine of a service. Its engine has `num_slots` slots for adapters."""
 
     def __init__(self, *args: Any, num_slots: int, **kwargs: Any) -> None:
         # Before the engine is built, in the constructor of the base class.

@@ -30,7 +30,7 @@ _MOST_TOP_TOKENS = 20
 _MOST_PROMPT_TOP_TOKENS = 128
 """Maximum number of most likely tokens at each position of a prompt."""
 _MOST_METADATA = 16_384
-"""Maximum characters of a client's metadata, which stays in memory and in every listing."""
+"""Maximum characters of a client's metadata: it stays in memory and in every listing."""
 # vLLM compares the text's end with each of them after every token.
 _MOST_STOPS = 64
 """Maximum number of stop strings or stop tokens."""

@@ -32,7 +32,7 @@ REFUSED = {
     ("POST", "create_custom_loss"): "create_custom_loss: losses on the service are not supported; the SDK computes "
     "forward_backward_custom on the client",
 }
-"""Texts of routes that are refused, by method and path."""
+"""Texts of refused routes, by method and path."""
 
 
 class RestRoutes:

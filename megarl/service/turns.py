@@ -18,16 +18,16 @@ from megarl.service.engine_slots import EngineSlot, EngineSlots
 from megarl.service.fair_queue import FairQueue
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default="")
-"""Account of the request that the current task works on. The ledger sets it."""
+"""Account of the current task's request. The ledger sets it."""
 QUANTUM = 4096
 """Tokens of an account's turn. Smaller turns share more evenly, but change the model on the trainer more often."""
 
 
 class Engines(Protocol):
-    """Calls of trainer and engines that turns make, one at a time."""
+    """Calls of trainer and engines made by turns, one at a time."""
 
     async def free_device(self) -> None:
-        """Put engines that share ranks with the trainer to sleep: the trainer then has the device."""
+        """Put engines on the trainer's ranks to sleep: the trainer then has the device."""
         ...
 
     async def wake(self) -> None:
@@ -41,7 +41,7 @@ class Engines(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Work that waits for its turn. `begin` takes what it needs; its result is that of `granted`.
+    """Work that waits for its turn. `begin` takes the resources; `granted` has its result.
 
     `give_back` is called with this result if the work was cancelled meanwhile.
     """
@@ -76,7 +76,7 @@ class _Lane:
             raise
 
     def refund(self, tokens: int) -> None:
-        """Give back tokens that the current account's work did not use."""
+        """Give back unused tokens of the current account's work."""
         self._queue.refund(TENANT.get(), tokens)
 
     async def _run(self) -> None:
@@ -101,7 +101,7 @@ class Turns:
     """Turns of training calls, one at a time, and of sampling requests, several versions at a time.
 
     `is_shared`: engines and trainer have the same ranks. The engines have `num_slots` slots for versions, and sample at
-    most `num_sequences` at once: what exceeds this waits here, where accounts have equal shares.
+    most `num_sequences` at once. Further requests wait here, where accounts have equal shares.
     """
 
     def __init__(self, engines: Engines, *, is_shared: bool, num_slots: int, num_sequences: int) -> None:
@@ -121,7 +121,7 @@ class Turns:
     async def training(self, tokens: int, check: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """Context of a training call: it has the trainer alone. `check` is called when its turn comes, and may raise.
 
-        `tokens` are those of the call.
+        `tokens` is the size of the call.
         """
         await self._training.enter(tokens, partial(self._begin_training, check), self._end_training)
         try:
@@ -135,8 +135,8 @@ class Turns:
     ) -> AsyncIterator[Callable[[int], None]]:
         """Context of a sampling request: the engines have this version, which stays to the end of the request.
 
-        `tokens` are those of the prompts and of the longest samples. The context's value is a function that takes the
-        number of them that were not used. `check` is called when the turn comes, and may raise.
+        `tokens` counts the prompts and the longest samples. The context's value is a function
+        taking the number of unused ones. `check` is called when the turn comes, and may raise.
         """
         begin = partial(self._begin_sampling, version, num_sequences, check)
         end = partial(self._end_request, num_sequences=num_sequences)

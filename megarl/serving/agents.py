@@ -100,7 +100,7 @@ Pauses of the engines extend the limit, so a single long wait would end too earl
 _MAX_LOSSES = 2
 """Lost containers after which an attempt ends with an error. Its program may be what ends them."""
 _LOSSES = ("ContainerLost: ", "PeerLostError: ")
-"""Beginnings of the failures of an attempt whose container, or its node's agent, has ended."""
+"""Beginnings of the failures of an attempt without its container or its node's agent."""
 _LABEL = "agent"
 """Label of the agent's program among the programs of its container."""
 

@@ -102,7 +102,7 @@ class AttemptContainer:
         )
 
     async def join(self, label: str) -> Executed:
-        """Wait for the end of a program that an earlier driver started in the container. See `execute`."""
+        """Wait for the end of a program started in the container by an earlier driver. See `execute`."""
         return await self._await_end("join", label=label)
 
     async def _await_end(self, verb: str, **fields: Any) -> Executed:
@@ -187,7 +187,7 @@ class Containers:
     ) -> AsyncIterator[AttemptContainer]:
         """Start a container for an attempt, and end it afterwards. Raises ContainerError.
 
-        `image` replaces the recipe's. `limits` are fields of `Limits` that replace those of the recipe.
+        `image` and `limits`, fields of `Limits`, replace the recipe's.
         """
         async with self._startable:
             node, name, answer = await self._start(attempt, image or self._config.image, limits or {})

@@ -49,7 +49,7 @@ class HarborTask:
 
     @property
     def container_limits(self) -> dict[str, float]:
-        """The task's limits that replace those of the recipe, by fields of the container's `Limits`."""
+        """The task's limits, in place of the recipe's, by fields of the container's `Limits`."""
         limits = {"cpus": "cpus", "memory_bytes": "memory_bytes", "disk_bytes": "storage_bytes"}
         return {name: self.fields[field] for name, field in limits.items() if self.fields[field] is not None}
 

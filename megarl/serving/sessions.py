@@ -50,7 +50,7 @@ class Limits:
 
 
 class SessionJournal(Protocol):
-    """Journal of a session: what a later driver needs besides the answers to go on with it."""
+    """Journal of a session: facts needed by a later driver, besides the answers, to go on with it."""
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         """Record a request, before its answer."""
@@ -94,7 +94,7 @@ class Session:
         self.fork_texts: list[str] = []
         self.ended = asyncio.Event()
         self.outcome: str | None = None
-        """Limit that ends the attempt, as `KIND: text`; None: none is exceeded."""
+        """Exceeded limit, which ends the attempt, as `KIND: text`; None: there is none."""
         self._num_sampled = 0
         self._seed = seed
         self._pool, self._codec, self._journal = pool, codec, journal
@@ -449,7 +449,7 @@ class Session:
     ) -> None:
         """Record request `number` in the journal: a chat, or a `text` to complete.
 
-        A chat has only its new `messages`: those after the messages of the earlier call `continued`.
+        A chat has only its new `messages`, after the messages of the earlier call `continued`.
         """
         if self._journal is not None:
             values = {
@@ -501,7 +501,7 @@ class Session:
 
     @property
     def _num_tokens_left(self) -> int | None:
-        """Number of tokens that may be sampled; None: there is no limit."""
+        """Number of tokens left to sample; None: there is no limit."""
         limit = self.limits.sampled_tokens
         return None if limit is None else max(0, limit - self._num_sampled)
 

@@ -26,14 +26,14 @@ from megarl.training.host_optimizer import set_host_fraction
 
 
 class UpdateRule(Protocol):
-    """A rule by which some parameters are updated in Adam's place, or with another learning rate."""
+    """A rule updating some parameters in Adam's place, or with another learning rate."""
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
         """Return Megatron's overrides that put these parameters into groups of their own."""
         ...
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
-        """Put an optimizer with this rule in the place of Adam, which Megatron built, if it needs another one."""
+        """Put an optimizer with this rule in the place of Megatron's Adam, if the rule needs one."""
         ...
 
 

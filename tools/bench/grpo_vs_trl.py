@@ -68,8 +68,8 @@ def theirs(options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
 
 def train_with_trl(options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
     # TRL and what it needs stand in --peer alone.
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 

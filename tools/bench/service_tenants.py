@@ -71,6 +71,7 @@ async def run_tenant(trainer: RankTrainer, number: int, name: str, options: argp
     sampling = SamplingSettings(max_new_tokens=options.new_tokens, temperature=1.0, top_p=1.0, top_k=0)
     await trainer.create_model(name, seed=number)
     logprobs, norms, versions_used = [], [], []
+    version, prompt, samples = "", np.zeros(0, np.int32), []
     for step in range(options.steps):
         version = f"{name} {step}"
         await trainer.publish(name, version)

@@ -154,7 +154,7 @@ class Agent:
                 await answering
 
     async def _answer(self, request: int, work: Awaitable[Any]) -> None:
-        """Send the result of a request, or the error that it raised."""
+        """Send the result of a request, or its error."""
         try:
             self._tell({"id": request, "result": await work})
         except OSError as error:
@@ -244,7 +244,7 @@ class Agent:
         batch.gathered.clear()
 
     async def _read_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
-        """Return the stacks that ranks write to their logs when they are asked, by process.
+        """Return the stacks written by ranks to their logs on request, by process.
 
         The text of a rank that writes none within `seconds` is empty. A rank reacts even while Python waits in C code.
         """
@@ -274,7 +274,7 @@ class Agent:
                 return stacks
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
-        """Return the processes that the kernel has stopped, by SIGSTOP for example, each with its obstacle."""
+        """Return the processes stopped by the kernel, on SIGSTOP for example, each with its obstacle."""
         obstacles = {number: rank.obstacle for number, rank in self._living(processes).items()}
         return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
 

@@ -21,9 +21,9 @@ from megarl.cluster.agents.handshake import introduce, meet
 from megarl.types import PeerLostError
 
 _PART_BYTES = 1 << 24
-"""Bytes that are sent, received or checked at a time."""
+"""Bytes sent, received or checked at a time."""
 _OFFER_SECONDS = 600.0
-"""Seconds after which an offer that nobody fetched ends."""
+"""Seconds until an offer not fetched by anybody ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,8 +158,8 @@ class GroupRanks:
     ) -> dict[RankHandle, Any]:
         """Let each agent do something for the ranks of its node. Returns its answers by rank.
 
-        The answer of an agent that is lost, or silent for `patience_seconds`, is None for each of its ranks. A rank
-        that an agent's answer omits is left out.
+        The answer of an agent lost, or silent for `patience_seconds`, is None for each of its ranks. A rank omitted by
+        an agent's answer is left out.
         """
         of_agent = self._by_agent(handles)
         answers = await asyncio.gather(

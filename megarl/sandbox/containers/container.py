@@ -32,7 +32,7 @@ _USER_SETTINGS = (
     "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
     "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
 )  # fmt: skip
-"""Variables that lead podman, docker and apptainer to their settings, images and daemon."""
+"""Variables leading podman, docker and apptainer to their settings, images and daemon."""
 # As long as the keeper may take to remove a container (`command_lines._SECONDS`).
 _REMOVAL_SECONDS = 60.0
 # Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper reports that itself.
@@ -89,7 +89,7 @@ class Container:
         """Base URL of the endpoint, as the container's programs reach it."""
         self.seconds_to_start = 0.0
         self.running = ""
-        """Label of the program that ran when the container was adopted."""
+        """Label of the program running when the container was adopted."""
         self.seconds_running = 0.0
         """Seconds since that program began."""
         self._launched: LaunchedProgram | None = None
@@ -162,9 +162,9 @@ class Container:
         )
 
     async def join(self, label: str) -> Executed:
-        """Wait for the end of a program that an earlier host started. Raises ContainerError if there is none.
+        """Wait for the end of a program started by an earlier host. Raises ContainerError if there is none.
 
-        Another program that runs is killed. Cancelling the call kills all.
+        Another running program is killed. Cancelling the call kills all.
         """
         return await self._await_end("join", label=label)
 

@@ -123,7 +123,7 @@ def _serve(
 
 
 def _patience(settings: dict[str, Any]) -> float:
-    """Return the seconds for which connections wait for an endpoint that is away."""
+    """Return the seconds for which connections wait for an absent endpoint."""
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 

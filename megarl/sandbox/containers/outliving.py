@@ -31,7 +31,7 @@ supervise(json.loads(sys.argv[2]))
 
 
 def launch_outliving(name: str, command: Sequence[str], environment: Mapping[str, str]) -> LaunchedProgram:
-    """Start the keeper of a container under a supervisor that outlives this process. Raises OSError."""
+    """Start the keeper of a container under a supervisor outliving this process. Raises OSError."""
     folder = _folder()
     _remove_ended(folder)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -66,7 +66,7 @@ def remove_socket(name: str) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder of the sockets, which only this user can read. Raises OSError."""
+    """Return the folder of the sockets, readable for this user only. Raises OSError."""
     folder = Path(_FOLDER.format(user=os.geteuid()))
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -79,7 +79,7 @@ def _folder() -> Path:
 
 @cache
 def _remove_ended(folder: Path) -> None:
-    """Remove the sockets of containers that ended without a host. A process looks once."""
+    """Remove the sockets of containers ended without a host. A process looks once."""
     for file in folder.iterdir():
         with socket.socket(socket.AF_UNIX) as probe:
             try:

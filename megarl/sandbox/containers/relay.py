@@ -12,13 +12,13 @@ _PART_BYTES = 64 << 10
 _MAX_CONNECTIONS = 64
 """Connections of one container at once. Further ones wait."""
 _RETRY_SECONDS = 0.25
-"""Interval of the attempts to reach an endpoint that is away."""
+"""Interval of the attempts to reach an absent endpoint."""
 
 
 class Relay:
     """Accepts connections on `listener`, in the network of a container, and passes their bytes to `address`.
 
-    A connection waits `patience` seconds for an endpoint that does not listen.
+    A connection waits `patience` seconds for an absent endpoint.
     """
 
     def __init__(self, listener: socket.socket, address: tuple[str, int], patience: float = 0.0) -> None:

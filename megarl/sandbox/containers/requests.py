@@ -109,9 +109,9 @@ class RequestLoop:
         self._label, self._began, self._answered_id = "", 0.0, 0
         """Label, start and request of the running program."""
         self._results: dict[str, dict[str, Any]] = {}
-        """Ends of programs by their labels. The host that started one may have ended before it."""
+        """Ends of programs by their labels. The host of one may have ended before it."""
         self._deferred: dict[str, Any] | None = None
-        """Request that had to wait for the end of a program."""
+        """Request deferred to the end of a program."""
 
     def run(self) -> None:
         """Execute requests until the host closes the connection or the lease ends."""

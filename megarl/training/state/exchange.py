@@ -71,7 +71,7 @@ def write_state(state: HeldState, file: Path) -> None:
 
 
 def read_state(file: Path) -> HeldState:
-    """Return a state that `write_state` wrote."""
+    """Return a state written by `write_state`."""
     values = torch.load(file, map_location="cpu", weights_only=True)
     return HeldState(values["tensors"], values["moments"], values["steps"], None)
 
