@@ -8,7 +8,7 @@
 # --cuda runs the CUDA builds without a GPU, on the stand-in of tools/standin_gpu: first it makes the CUDA environment
 # (8.6 GB, minutes) in the folder GPU_VENV, by default ~/.cache/megarl/gpu_venv, then the stand-in (under a minute).
 # VERSIONS, PYTHON and MEGARL_WHEELS are those of launch/setup.sh.
-# All tests but the long ones take about 30 minutes on two cores, `--tier fast` four. `--tier long` runs the tests
+# All tests but the long ones take about 15 minutes on two cores with 20 GiB, `--tier fast` four. `--tier long` runs the tests
 # marked `long`, of all tiers. Nothing is installed outside .venv unless --install-slurm asks for it: Slurm, the tool
 # that checks the scripts, shellcheck, and podman with runc for containers of agents (Debian, Ubuntu; as root).
 # The last lines say which tests are left out here and why; pytest's own closing line is the very last.
@@ -72,9 +72,17 @@ export PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE
 
 # The tests of Slurm bring up a cluster of their own.
-if [ -n "$installs_slurm" ] && ! command -v sbatch >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-    (timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y --no-install-recommends \
-        slurm-wlm munge iproute2 shellcheck podman runc) >/dev/null 2>&1 || echo "launch/test.sh: Slurm could not be installed"
+# Installs packages unless a program of theirs is there. Each call by itself: one missing package fails all of a call.
+install() {
+    local name="$1" program="$2"
+    shift 2
+    if command -v "$program" >/dev/null; then return; fi
+    (timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y \
+        --no-install-recommends "$@") >/dev/null 2>&1 || echo "launch/test.sh: $name could not be installed"
+}
+if [ -n "$installs_slurm" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    install Slurm sbatch slurm-wlm munge iproute2 shellcheck
+    install podman podman podman runc
 fi
 command -v sbatch >/dev/null ||
     echo "launch/test.sh: no Slurm here: the tests marked slurm are left out; --install-slurm installs it (as root, by apt-get)"
