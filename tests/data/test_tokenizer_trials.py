@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_each_file_but_weights_changes_the_digest(folder: Path) -> None:
     (folder / "new.json").rename(folder / "newer.json")
     digests.add(digest_of_folder(folder))
     assert len(digests) == 5
+
+
+def test_a_name_that_is_not_valid_utf_8_changes_the_digest(folder: Path) -> None:
+    before = digest_of_folder(folder)
+    (folder / os.fsdecode(b"caf\xe9.txt")).touch()
+    after = digest_of_folder(folder)
+    # A random digest would differ each time.
+    assert after != before and after == digest_of_folder(folder)
 
 
 def test_a_folder_that_cannot_be_read_equals_none(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ def digest_of_folder(folder: Path) -> str:
     try:
         for path in sorted([*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]):
             if path.suffix not in WEIGHTS and path.is_file():
-                content = path.read_bytes()
-                # The length separates a name and its content from the next file.
-                digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode())
-                digest.update(content)
+                # In chunks, because a folder may hold large files of other programs. Both digests have a fixed length,
+                # so that files with other names and contents never give the same bytes. A name may be invalid UTF-8.
+                digest.update(hashlib.sha256(os.fsencode(path.relative_to(folder))).digest())
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError:
         return os.urandom(32).hex()
     return digest.hexdigest()
