@@ -24,8 +24,8 @@ from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0
 """Seconds after a cancellation within which every waiting rank leaves the cross-world process group."""
-_SLACK_SECONDS = 20.0
-"""Maximum seconds, with short time limits, to find a stopped rank and to end its group."""
+_SLACK_SECONDS = 30.0
+"""Maximum seconds, with short time limits, to find a stopped rank and to end its group. A debugger takes 10 of them."""
 _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
 
@@ -218,7 +218,7 @@ class ReshardCalls:
             await self._cancelled.wait()
             await asyncio.sleep(_LEAVE_SECONDS)
             what = f"did not leave `{method}` after its process group was aborted"
-            # Stacks of ranks on other nodes may arrive late, through a shared file system.
+            # The agent of a busy node may answer late.
             await self._end_stopped(self._ranks.groups, what, limit / 2)
 
         watching = asyncio.create_task(watch())
