@@ -33,6 +33,7 @@ class GroupEnd:
     |---|---|---|---|
     | a `MegarlError` of a rank | `explain` | that class; a full disk is a DiskFullError | none |
     | any other error of a rank | `explain` | `RankFailedError` | none |
+    | an answer that the driver cannot decode | `explain` | the driver's own error | none |
     | a rank ended, lost its device or peers, or its node | `explain` | `RankLostError` | these |
     | a rank missed a deadline | `explain` | `RankLostError`; a note has all stacks | silent outside a collective |
     | a rank is stopped | `because_stopped`, `if_stopped` | the same | the stopped ones |

@@ -13,9 +13,6 @@ from megarl.cluster.calls.group_ranks import GroupRanks
 from megarl.cluster.ranks.rank_handle import names_of
 from megarl.cluster.ranks.stacks import is_complete, summary, waits_in_collective
 
-_LOOK_SECONDS = 0.1
-"""Minimum seconds between two checks of a call."""
-
 
 async def watch(
     call: Call,
@@ -38,7 +35,7 @@ async def watch(
     # At the deadline, the call itself names the silent ranks.
     while (next_at := min(late_at, search_at)) < deadline:
         if (left := next_at - time.monotonic()) > 0:
-            await asyncio.sleep(max(_LOOK_SECONDS, left))
+            await asyncio.sleep(left)
             continue
         seconds = time.monotonic() - call.started
         try:
