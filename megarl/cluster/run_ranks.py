@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class RanksNodes(Protocol):
-    """The nodes of a run; `launchers.RunNodes` implements it."""
+    """The nodes of a run; `launchers.run_nodes.RunNodes` implements it."""
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
 

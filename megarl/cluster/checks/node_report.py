@@ -36,7 +36,7 @@ class NodeReport:
     def look(
         self, models: Sequence[str], run_folder: str, chosen: Collection[int] = (), first_rank: int = 0
     ) -> dict[str, Any] | None:
-        """Inspect this rank's node and return the findings as plain data; `faults` evaluates them.
+        """Inspect this rank's node and return the findings as plain data; `node_checks.faults` evaluates them.
 
         Ranks with LOCAL_RANK 0 do so, and the `chosen` ones of nodes without such a rank, by their number in the run.
         `first_rank` is the number of the group's rank 0.
