@@ -31,6 +31,7 @@ CASES = {
     "assert a < b": [],
     "return 'text'": [],
     "return zip(a, b, strict=True)": [("swapped arguments", "a, b", "b, a")],
+    "return load(a, strict=True)": [("constant", "True", "False")],
 }
 
 
