@@ -101,7 +101,8 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
     rotary = read_rotary(config)
     if rotary.fraction != 1:
         raise DataError(f"it rotates {rotary.fraction} of a head's channels; only all of them are trained")
-    layers = tuple(eagle.get(_LAYER_IDS) or default_layers(policy))
+    # vLLM concatenates the states in the order of the layers, whatever the order of the numbers in config.json.
+    layers = tuple(sorted(_layer_ids(config, policy)))
     if max(layers) >= policy.num_layers:
         raise DataError(f"it reads the output of layer {max(layers)}; only inputs of layers can be trained from")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -123,6 +124,11 @@ def published_name(name: str) -> str:
     """Return a drafter's tensor name in its usual form, from one of the forms in published files."""
     name = name.removeprefix("model.")
     return name.replace(_MIDDLE[1], _MIDDLE[0], 1) if name.startswith(_MIDDLE[1]) else name
+
+
+def _layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
+    """Return the numbers of the policy's layers as config.json has them, in the place that vLLM 0.30 prefers."""
+    return config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
 
 
 def default_layers(policy: ModelShape) -> tuple[int, int, int]:
@@ -156,7 +162,7 @@ def drafter_faults(folder: str, policy: ModelShape) -> Iterator[str]:
         yield "it is not proved with linear or latent attention of the policy"
         return
     yield from _size_faults(config, policy)
-    layers = (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
+    layers = _layer_ids(config, policy)
     if len(set(layers)) != _NUM_STATES or not 0 <= min(layers) <= max(layers) <= policy.num_layers:
         yield f"it reads the hidden states at the layers {list(layers)} of a policy of {policy.num_layers} layers"
     shapes: dict[str, tuple[int, ...]] = {}

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import pytest
 
 from megarl.config import Recipe
-from megarl.families.eagle3 import WITHOUT_EAGLE3, read_stored_bytes
+from megarl.families.eagle3 import WITHOUT_EAGLE3, read_drafter_shape, read_stored_bytes
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import read_model_shape
 from megarl.preflight import check
@@ -268,6 +268,20 @@ def test_forms_of_a_drafter_that_the_trainer_does_not_compute_are_refused(
         assert ("layer 8" if name == "eagle_config" else name) in text and "leave it out, so that it is frozen" in text
     (text,) = training_faults(make_eagle3(tmp_path / "own", policy, own_embedding=True))
     assert "embed_tokens.weight" in text
+
+
+def test_layers_are_those_that_vllm_reads_in_its_order(policy: Path, tmp_path: Path) -> None:
+    """vLLM sorts them, and prefers the field outside of eagle_config."""
+    shape = read_model_shape(policy)
+    numbers = "eagle_aux_hidden_state_layer_ids"
+    configs: dict[str, dict[str, Any]] = {
+        "sorted": {"eagle_config": {numbers: [6, 1, 4]}},
+        "outside": {numbers: [4, 6, 1], "eagle_config": {numbers: [0, 2, 3]}},
+    }
+    for name, config in configs.items():
+        folder = make_eagle3(tmp_path / name, policy, config=config)
+        assert read_drafter_shape(str(folder), shape).aux_layers == (1, 4, 6)
+    assert read_drafter_shape(str(make_eagle3(tmp_path / "default", policy)), shape).aux_layers == (2, 4, 5)
 
 
 def test_families_without_hidden_states_are_those_of_vllm() -> None:
