@@ -39,7 +39,7 @@ OFFSETS, IS_DRAFTED = "d2t", "t2d"
 own number, and whether the policy's token is drafted. No training changes them."""
 _OTHER_FORMS = {
     "attention_bias": False, "mlp_bias": False, "norm_output": False, "fc_norm": False, "norm_before_fc": False,
-    "logit_scale": 1.0, "hidden_act": "silu",
+    "logit_scale": 1.0, "hidden_act": "silu", "bias": False, "qkv_bias": False, "is_causal": True,
 }  # fmt: skip
 """Fields of config.json that change what vLLM 0.30 computes, with the one value that the trainer computes."""
 
@@ -93,6 +93,8 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
             raise DataError(f"{name} in its config.json is {options[name]}; only {value} can be trained")
     if options.get("use_aux_hidden_state") is False:
         raise DataError("use_aux_hidden_state in its config.json is false; only states of three layers are trained")
+    if "sliding_attention" in (config.get("layer_types") or ())[:1]:
+        raise DataError("its layer has a sliding window (layer_types); only attention to all tokens can be trained")
     names = {published_name(name) for name in stored_names(folder)}
     if "embed_tokens.weight" in names:
         raise DataError("it has an embedding of its own, embed_tokens.weight; it must have none to be trained")

@@ -261,6 +261,7 @@ def test_forms_of_a_drafter_that_the_trainer_does_not_compute_are_refused(
     assert "set rollout.vllm.speculative_config with method eagle3" in text
     values = {
         "attention_bias": True, "norm_output": True, "fc_norm": True, "norm_before_fc": True, "logit_scale": 2.0,
+        "layer_types": ["sliding_attention"],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]},
     }  # fmt: skip
     for name, value in values.items():
