@@ -16,16 +16,19 @@ from megarl.config import Recipe
 from megarl.loops.saving.best_model import BEST, BestModel, BestRecord
 from megarl.types import DataError
 
+COMPANIONS = ("adapter", "drafter")
+FOLDERS = {"hf_best", "adapter_best", "drafter_best"}
+
 
 class Ranks:
-    """Writes, where ranks would export a model, how many it has exported; with adapters next to it."""
+    """Writes, where ranks would export a model, how many it has exported; with adapters and a drafter next to it."""
 
     exports = 0
 
     async def call(self, method: str, folder: Path) -> None:
         assert method == "export"
         Ranks.exports += 1
-        for written in (folder, folder.with_name(folder.name.replace("hf", "adapter"))):
+        for written in (folder, *(folder.with_name(folder.name.replace("hf", name)) for name in COMPANIONS)):
             written.mkdir()
             (written / "weights").write_text(str(Ranks.exports))
 
@@ -60,7 +63,8 @@ class Run:
     def kept(self) -> tuple[int, float]:
         found = json.loads((self.folder / "hf_best/best.json").read_text())
         assert found["metric"] == self.metric
-        assert (self.folder / "adapter_best/weights").read_text() == (self.folder / "hf_best/weights").read_text()
+        weights = {name: (self.folder / name / "weights").read_text() for name in FOLDERS}
+        assert len(set(weights.values())) == 1
         return found["step"], found["value"]
 
     @property
@@ -86,7 +90,7 @@ def test_the_model_of_the_best_evaluated_step_is_kept(
         run.step(best, number, value)
     assert run.kept == expected and best.step == expected[0]
     assert (tmp_path / "hf_best/weights").read_text() == "2"
-    assert Ranks.exports == 5 and run.names == {"hf_best", "adapter_best"}
+    assert Ranks.exports == 5 and run.names == FOLDERS
 
 
 def test_a_resumed_run_goes_on_from_the_best_that_it_had(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_a_death_between_the_names_of_model_and_adapters_is_ended_by_the_resume(
     (tmp_path / "adapter_best").rename(tmp_path / ".adapter_best.removed")
     (tmp_path / "adapter_candidate").rename(tmp_path / "adapter_best")
     assert run.begin(resumed_step=4).step == 4
-    assert run.kept == (4, 0.75) and run.names == {"hf_best", "adapter_best"}
+    assert run.kept == (4, 0.75) and run.names == FOLDERS
 
 
 def test_a_death_between_two_renames_loses_no_model(tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_a_death_between_two_renames_loses_no_model(tmp_path: Path) -> None:
     assert run.begin(resumed_step=2).step == 2 and run.kept == (2, 0.5)
     (tmp_path / ".hf_best.removed").mkdir()
     run.begin(resumed_step=2)
-    assert run.names == {"hf_best", "adapter_best"}
+    assert run.names == FOLDERS
 
 
 def test_a_metric_that_no_evaluation_has_is_reported(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class BestModel:
             return
         with storage_faults_named(folder.path):
             # Complete renames interrupted by a kill before anything is read.
-            for model_folder in (self._kept, _adapter(self._kept)):
+            for model_folder in (self._kept, *_companions(self._kept)):
                 _settle(model_folder)
             candidate = BestRecord.read(self._candidate)
             # The value is written only after the verdict, so this candidate won and only the renaming is missing.
@@ -118,7 +118,7 @@ class BestModel:
                 f"checkpoint.best = {self._metric}: is not a metric of this run's evaluations; they have {measured}",
             )
         if value is None or not self._is_best(value):
-            for folder in (self._candidate, _adapter(self._candidate)):
+            for folder in (self._candidate, *_companions(self._candidate)):
                 shutil.rmtree(folder, ignore_errors=True)
             return
         # After this line the candidate counts as the best. If the run is killed before the folders are renamed, the
@@ -128,9 +128,10 @@ class BestModel:
         self.step, self._value = step, value
 
     def _keep(self) -> None:
-        # Adapters first: `hf_best/best.json`, in the model folder, then implies that both are complete.
-        if _adapter(self._candidate).exists():
-            _replace(_adapter(self._kept), _adapter(self._candidate))
+        # The model last: its `hf_best/best.json` then implies that all are complete.
+        for best, candidate in zip(_companions(self._kept), _companions(self._candidate), strict=True):
+            if candidate.exists():
+                _replace(best, candidate)
         _replace(self._kept, self._candidate)
 
     def _is_best(self, value: float) -> bool:
@@ -141,8 +142,9 @@ class BestModel:
         return self.step is None or (value < self._value if is_falling else value > self._value)
 
 
-def _adapter(folder: Path) -> Path:
-    return folder.with_name("adapter" + folder.name.removeprefix("hf"))
+def _companions(folder: Path) -> list[Path]:
+    """Return the folders that an export may write next to a model folder: LoRA adapters, and a trained drafter."""
+    return [folder.with_name(name + folder.name.removeprefix("hf")) for name in ("adapter", "drafter")]
 
 
 def _removal_path(folder: Path) -> Path:
