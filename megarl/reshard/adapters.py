@@ -21,6 +21,7 @@ class AdapterReshard:
     """
 
     is_probed = False
+    converts = True
     _adapter: DirectReshard
 
     def __init__(self, base: DirectReshard, plan_adapter: Callable[[], DirectReshard]) -> None:

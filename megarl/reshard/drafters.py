@@ -21,6 +21,7 @@ class ReshardWithDrafter:
         self._policy, self._drafter = policy, drafter
         self.is_probed = policy.is_probed
         """Whether `verify` cannot compare the policy's weights. It always compares the drafter's."""
+        self.converts = policy.converts
 
     def run(self) -> CopyReport:
         """Copy the weights of policy and drafter to the engine."""

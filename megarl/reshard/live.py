@@ -81,6 +81,11 @@ class LiveReshard(Protocol):
         """Whether `verify` cannot compare the weights, so that the caller compares log-probs of a prompt."""
         ...
 
+    @property
+    def converts(self) -> bool:
+        """Whether the engine's parameters cannot be compared with the trainer's weights box by box."""
+        ...
+
     def run(self) -> CopyReport:
         """Copy all weights."""
         ...
@@ -234,6 +239,7 @@ class GatheredReshard:
     """
 
     is_probed = True
+    converts = True
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.layouts.packed import checkpoint_names
 from megarl.reshard.layouts.vllm_slots import live_parameters, without_adapters
-from megarl.reshard.live import DirectReshard
 from megarl.reshard.staging import gather_values
 from megarl.types import TrainingSequence
 from megarl.worker.reshard.planning import ReshardEnds, ReshardPlan
@@ -120,8 +119,7 @@ class ReshardChecks:
         first_rank = 0 if ends.group is None else ends.parallel.leaders()[ends.replica]
         holder = f"engine rank {first_rank + dist.get_rank()}"
         live = live_parameters(engine.model)
-        live_reshard = self._plan.live_reshard
-        if isinstance(live_reshard, DirectReshard) and not live_reshard.converts:
+        if not self._plan.live_reshard.converts:
             return Ledger(holder, self._plan.recorded, live)
         adapter = engine.find_part(TrainedAdapter)
         slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}
