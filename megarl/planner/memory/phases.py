@@ -239,7 +239,7 @@ class RankPhases:
             return
         policy = self.memory.models.policy
         sent = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
-        yield Use("weights being sent", device_bytes=sent)
+        yield Use("weights being sent", device_bytes=sent + self.memory.drafter_weights)
         if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
             yield Use("staging", device_bytes=self.memory.staging)
 
@@ -263,11 +263,13 @@ class RankPhases:
     def _idle_engine(self) -> list[Use]:
         """Return the memory of an idle engine. On a GPU it sleeps and takes none; on a CPU it cannot sleep.
 
-        An engine with a LoRA adapter keeps its weights on the host while it sleeps.
+        An engine with a LoRA adapter or an EAGLE-3 drafter keeps its weights on the host while it sleeps.
         """
         if not self.memory.platform.is_gpu:
             return self._awake_engine()[:2]
-        return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if self.memory.adapter_slots else []
+        has_drafter = self.memory.has_engine and self.memory.recipe.drafter is not None
+        is_copied = has_drafter or self.memory.adapter_slots > 0
+        return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if is_copied else []
 
     def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
         """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""

@@ -262,7 +262,8 @@ class RankMemory:
             optimizer=optimizer.name,
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
-            whole=self.drafter.tensors.values() if self.drafter and built is self.models.policy else (),
+            # A tuple, so that equal sizes are computed once.
+            whole=tuple(self.drafter.tensors.values()) if self.drafter and built is self.models.policy else (),
             host_fraction=self.recipe.trainer.optimizer_offload_fraction,
         )
 
@@ -276,6 +277,11 @@ class RankMemory:
         except (DataError, OSError, KeyError):
             # The checks before a start report these.
             return None
+
+    @property
+    def drafter_weights(self) -> int:
+        """Return the bytes of the trained drafter's weights; 0 without one."""
+        return 0 if self.drafter is None else sum(map(math.prod, self.drafter.tensors.values())) * self.itemsize
 
     def drafter_pass(self) -> int:
         """Return the bytes of a row's drafts in an update of the policy; 0 without a trained drafter."""

@@ -79,7 +79,7 @@ TERMS = {
         "megarl's own code; vLLM 0.30",
     ),
     "sleeping engine": Term(
-        "engine weights in host memory, if the engine has a LoRA adapter",
+        "engine weights in host memory, if the engine has a LoRA adapter or an EAGLE-3 drafter",
         _OWN,
     ),
     "KV cache": Term(

@@ -9,7 +9,7 @@ Megatron-Core 0.16.1, distributed/param_and_grad_buffer.py and optimizer/distrib
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 from typing import Literal
@@ -89,15 +89,14 @@ def trainer_states(
     optimizer: OptimizerName,
     is_pinned: bool,
     adapters: MegatronLayouts | None = None,
-    whole: Iterable[tuple[int, ...]] = (),
+    whole: tuple[tuple[int, ...], ...] = (),
     host_fraction: float = 0.0,
 ) -> TrainerStates:
     """Return the bytes of a trained model's states on a rank, with `itemsize` bytes per weight.
 
     With the layouts of LoRA `adapters`, only the adapters are trained. `whole` are the shapes of further trained
     tensors that each rank has whole (a drafter). `is_pinned`: the host's share of the optimizer is copied through
-    pinned memory.
-    `host_fraction`: share of the parameters whose optimizer is in host memory.
+    pinned memory. `host_fraction`: share of the parameters whose optimizer is in host memory.
     """
     frozen, merged = 0, 0
     trained = layouts
