@@ -206,6 +206,19 @@ def test_a_state_of_another_optimizer_is_refused(recipe: Recipe, home: Path, bef
     assert str(caught.value).startswith(f"optimizer.name = {now}: ") and f"optimizer.name={before}" in str(caught.value)
 
 
+def test_a_drafter_that_a_checkpoint_lacks_is_refused(recipe: Recipe, home: Path) -> None:
+    values = plain_recipe(recipe)
+    drafter = {"method": "eagle3", "model": "d", "num_speculative_tokens": 2}
+    values["rollout"] = {"vllm": {"speculative_config": drafter}}
+    values["trainer"] = {"drafter_learning_rate": 1e-4}
+    training = Recipe.model_validate(values)
+    with RunFolder(training, resume=True) as folder, pytest.raises(ConfigError, match="the checkpoint has no drafter"):
+        find_origin(training, folder, "if-any")
+    _write_checkpoint(home / "step_000008", training, 8)
+    with RunFolder(training, resume=True) as folder:
+        assert find_origin(training, folder, "if-any").checkpoint == home / "step_000008"
+
+
 def test_a_model_with_a_text_section_is_the_same_in_another_dtype(recipe: Recipe, tmp_path: Path) -> None:
     """An export writes its dtype into the section, too."""
     config = tmp_path / "model/config.json"

@@ -125,6 +125,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
+        _refuse_new_drafter(earlier, recipe)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
         position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
@@ -263,6 +264,16 @@ def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None
                 f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or begin a new run "
                 "with model.path set to an export of this one"
             )
+
+
+def _refuse_new_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if the recipe trains a drafter whose state the checkpoint lacks."""
+    field = "trainer.drafter_learning_rate"
+    if recipe.trains_drafter and _value_at(earlier["recipe"], field) is None:
+        raise ConfigError(
+            f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave it out, "
+            "or begin a new run with model.path set to an export of this one"
+        )
 
 
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
