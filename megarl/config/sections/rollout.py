@@ -301,7 +301,7 @@ class RolloutConfig(Section):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, by their own names. Those that need another executor, or keep something of
     old weights, are refused. speculative_config: a drafter without weights (method ngram, suffix, custom_class; on GPUs
-    ngram_gpu), trained MTP layers (mtp), or a published drafter, frozen or trained (eagle3). perf/accepted_length."""
+    ngram_gpu), trained MTP layers (mtp), or a published drafter (eagle3). Metric: perf/accepted_length."""
 
     @property
     def drafts_with_model_layers(self) -> bool:

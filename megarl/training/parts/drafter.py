@@ -30,7 +30,8 @@ METRICS = (
     MetricRow(
         "drafter/loss",
         "nats",
-        "mean KL from the policy's distribution to the drafter's, over trained tokens and steps, among drafted tokens",
+        "mean KL from the policy's distribution over the drafter's vocabulary to the drafter's, over trained tokens "
+        "and steps",
         condition="trainer.drafter_learning_rate",
     ),
 )
@@ -119,7 +120,7 @@ class DrafterPart(EnginePart):
 
 
 class DrafterRate:
-    """Adam for all parameters, with a learning rate of the drafter's own. It follows the policy's schedule."""
+    """The policy's optimizer for all parameters, with a learning rate of the drafter's own on the policy's schedule."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
         rate = shard.recipe.trainer.drafter_learning_rate
@@ -135,4 +136,4 @@ class DrafterRate:
         return {**get_standard_config_overrides(settings), ParamKey(predicate=is_drafters): overrides}
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
-        """Keep Megatron's Adam."""
+        """Keep the optimizer that Megatron built."""
