@@ -266,9 +266,10 @@ class DrafterHead:
         outs = []
         for first in range(0, len(places), _CHUNK_QUERIES):
             chunk = slice(first, first + _CHUNK_QUERIES)
-            at, begin = places[chunk], starts[places[chunk]]
-            span = np.arange(begin[0], at[-1] + 1)
-            mask = torch.from_numpy((span >= begin[:, None]) & (span <= at[:, None])).to(query.device)
+            chunk_places, chunk_starts = places[chunk], starts[places[chunk]]
+            span = np.arange(chunk_starts[0], chunk_places[-1] + 1)
+            is_seen = (span >= chunk_starts[:, None]) & (span <= chunk_places[:, None])
+            mask = torch.from_numpy(is_seen).to(query.device)
             keys = slice(int(span[0]), int(span[-1]) + 1)
             later = [[tensor[chunk] for tensor in tensors] for tensors in (later_keys, later_values)]
             outs.append(checkpoint(attend, query[chunk], key[keys], value[keys], *later, mask, use_reentrant=False))
