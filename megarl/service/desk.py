@@ -212,12 +212,14 @@ class Desk:
 
     def load_weights(self, body: LoadWeights, owner: str) -> Promise:
         """Make a model from a checkpoint. Raises MalformedError for a request without a model."""
+        number: int | None = None
         if body.session_id is not None and body.model_seq_id is not None:
             session = self._session(body.session_id, owner)
             model_id = f"{session.session_id}:train:{body.model_seq_id}"
         elif body.model_id is not None and body.seq_id is not None:
             session, model = self._model(body.model_id, owner)
-            model_id = model.model_id
+            self._note_use(session, model)
+            model_id, number = model.model_id, body.seq_id
         else:
             raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
 
@@ -234,8 +236,8 @@ class Desk:
                 await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
             return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
-        if body.seq_id is not None and body.model_id is not None:
-            return self.ledger.submit(model_id, body.seq_id, _digest(body), work)
+        if number is not None:
+            return self.ledger.submit(model_id, number, _digest(body), work)
         return self._begin_model(session, model_id, _digest(body), work)
 
     def forward_backward(self, raw: bytes, owner: str) -> Promise:
