@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,7 @@ class Desk:
         # Sessions have the monotonic time of their last request, and clients want that of a calendar.
         self._epoch = time.time() - clock()
         self._published = PublishedWeights(trainer, checkpoints)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def served(self) -> ServedModel:
@@ -232,8 +234,15 @@ class Desk:
             self._check_record(record, body.path)
             if body.optimizer and record["kind"] != "weights":
                 raise UserError(f"path = {body.path}: has no optimizer state; load it without")
-            with self.checkpoints.reading(folder):
-                await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
+
+            async def read() -> None:
+                with self.checkpoints.reading(folder):
+                    await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
+                # `_end` may have released the model before this load made it again. `_begin_model` handles new models.
+                if number is not None and self._sessions.get(session.session_id) is not session:
+                    await self._trainer.forget(models=[model_id], versions=[])
+
+            await self._run_to_end(read())
             return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
         if number is not None:
@@ -477,13 +486,27 @@ class Desk:
             "user_metadata": body.user_metadata,
             "run_metadata": model.metadata,
         }
-        try:
-            await self._trainer.save(model.model_id, partial)
-            self.checkpoints.complete(partial, name, record, body.ttl_seconds)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+
+        async def write() -> None:
+            try:
+                await self._trainer.save(model.model_id, partial)
+                self.checkpoints.complete(partial, name, record, body.ttl_seconds)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+
+        await self._run_to_end(write())
         return self.checkpoints.path_of(model.model_id, kind, name)
+
+    async def _run_to_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await work of the ranks on a folder, which goes on if the end of a session cancels its request.
+
+        A folder that vanished under the ranks would be an error of theirs, which ends the whole service.
+        """
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
 
     def _begin_model(
         self,

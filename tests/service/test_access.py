@@ -303,3 +303,30 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
     file.write_text(f"# team\nann {digest('tml-a')}\n")
     accounts = read_accounts(file, "0.0.0.0")
     assert accounts.owner_of("tml-a") == "ann" and accounts.owner_of("tml-b") is None
+
+
+def test_a_save_whose_session_ends_is_finished_before_its_folder_moves(tmp_path: Path) -> None:
+    class SlowTrainer(FakeTrainer):
+        begun, goes_on, has_folder = asyncio.Event(), asyncio.Event(), False
+
+        async def save(self, model_id: str, folder: Path) -> None:
+            self.begun.set()
+            await self.goes_on.wait()
+            self.has_folder = folder.exists()
+
+    async def run() -> None:
+        trainer = SlowTrainer()
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            session_id, model_id = await make_model(client)
+            await client.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "last"})
+            await trainer.begun.wait()
+            assert (await client.post(f"sessions/{session_id}/finish"))[0] == 200
+            trainer.goes_on.set()
+            path = {"tinker_path": f"tinker://{model_id}/weights/last"}
+            async with asyncio.timeout(20):
+                while (await client.post("weights_info", path))[0] != 200:
+                    await asyncio.sleep(0.01)
+            assert trainer.has_folder
+
+    asyncio.run(run())
