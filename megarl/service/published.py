@@ -43,14 +43,24 @@ class PublishedWeights:
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
         self._trainer, self._checkpoints = trainer, checkpoints
         self._published: list[Weights] = []
+        self._used: set[Weights] = set()
+        """Weights of requests that run. Those of a checkpoint may not be in memory yet."""
 
     async def copy_model(self, model_id: str, owner: str, session_id: str) -> Weights:
         """Copy a model's present weights in memory, for session `session_id`. Returns the copy."""
         version = secrets.token_hex(8)
-        await self._trainer.publish(model_id, version)
-        weights = Weights(owner, session_id, version)
+        # Listed before the copy exists: if the session ends meanwhile, the trainer must forget it.
+        weights = Weights(owner, session_id, version, num_users=1)
         self._published.append(weights)
-        await self._make_room(owner)
+        try:
+            await self._trainer.publish(model_id, version)
+            await self._make_room(owner)
+        except BaseException:
+            if weights in self._published:
+                self._published.remove(weights)
+            raise
+        finally:
+            weights.num_users -= 1
         return weights
 
     @asynccontextmanager
@@ -58,12 +68,15 @@ class PublishedWeights:
         """Context of a request sampling from these weights, with their version. Raises UserError if they ended."""
         # Counted before the first await: weights in use never leave the memory.
         weights.num_users += 1
+        self._used.add(weights)
         try:
             yield await self._version(weights)
         finally:
             weights.num_users -= 1
-            if weights.is_ended and not weights.num_users:
-                await self._forget([weights])
+            if not weights.num_users:
+                self._used.discard(weights)
+                if weights.is_ended:
+                    await self._forget([weights])
 
     async def end(self, weights: Weights) -> None:
         """End weights without a later request. Running requests go on."""
@@ -73,7 +86,8 @@ class PublishedWeights:
 
     def end_session(self, session_id: str) -> list[str]:
         """End a session's weights, and return the versions to forget in the trainer."""
-        ended = [weights for weights in self._published if weights.session_id == session_id]
+        # Copies of checkpoints that the trainer still makes are forgotten by their last request.
+        ended = [weights for weights in {*self._published, *self._used} if weights.session_id == session_id]
         self._published = [weights for weights in self._published if weights not in ended]
         versions = [weights.version for weights in ended if weights.version is not None]
         for weights in ended:
@@ -101,8 +115,10 @@ class PublishedWeights:
         else:
             return None
         self._published.append(weights)
+        # If the session ends during the wait, the weights lose their version. None would be the base model's.
+        version = weights.version
         await self._make_room(weights.owner)
-        return weights.version
+        return version
 
     async def _make_room(self, owner: str) -> None:
         """Remove an account's least recently used copies beyond the limit."""

@@ -13,6 +13,7 @@ from aiohttp import ClientSession
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import MOST_MODELS, Desk
+from megarl.service.published import PublishedWeights, Weights
 from megarl.service.requests import CreateModel, CreateSession, LoraSettings
 from megarl.types import ConfigError
 from tests.service.fake_trainer import FakeTrainer
@@ -328,5 +329,35 @@ def test_a_save_whose_session_ends_is_finished_before_its_folder_moves(tmp_path:
                 while (await client.post("weights_info", path))[0] != 200:
                     await asyncio.sleep(0.01)
             assert trainer.has_folder
+
+    asyncio.run(run())
+
+
+def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path) -> None:
+    class SlowTrainer(FakeTrainer):
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def publish_folder(self, folder: Path, version: str) -> None:
+            self.begun.set()
+            await self.goes_on.wait()
+            self.versions[version] = self.versions[None]
+
+    async def run() -> None:
+        trainer, checkpoints = SlowTrainer(), Checkpoints(tmp_path)
+        partial = checkpoints.begin("a1:train:0", "weights", "saved", "ann", overwrite=False)
+        checkpoints.complete(partial, "saved", {"owner": "ann"}, None)
+        published = PublishedWeights(trainer, checkpoints)
+        weights = Weights("ann", "session", folder=partial.with_name("saved"))
+
+        async def sample() -> None:
+            async with published.used(weights) as version:
+                assert version in trainer.versions and version is not None
+
+        request = asyncio.create_task(sample())
+        await trainer.begun.wait()
+        assert published.end_session("session") == []
+        trainer.goes_on.set()
+        await request
+        assert trainer.versions.keys() == {None}
 
     asyncio.run(run())
