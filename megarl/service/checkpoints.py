@@ -142,13 +142,16 @@ class Checkpoints:
         replace_text(folder / _RECORD, json.dumps(record))
 
     @contextmanager
-    def reading(self, folder: Path) -> Iterator[None]:
-        """Context of the ranks' reading of a checkpoint: it is neither deleted nor replaced. Raises NotFoundError.
+    def reading(self, folder: Path, saved_at: float) -> Iterator[None]:
+        """Context of the ranks' reading of a checkpoint: it is neither deleted nor replaced.
 
-        A file that vanished under the ranks would be an error of theirs, which ends the whole service.
+        Raises NotFoundError if it is not the one with this time of its record any more. A file that vanished under the
+        ranks would be an error of theirs, which ends the whole service.
         """
-        if not (folder / _RECORD).exists():
-            raise NotFoundError(f"{folder.name}: the checkpoint was deleted, or has expired; use another one")
+        record = self._read_record(folder)
+        if record is None or record["time"] != saved_at:
+            problem = "the checkpoint was deleted or replaced, or has expired; use another one"
+            raise NotFoundError(f"{folder.name}: {problem}")
         self._readers[folder] += 1
         try:
             yield

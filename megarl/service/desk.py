@@ -236,7 +236,7 @@ class Desk:
                 raise UserError(f"path = {body.path}: has no optimizer state; load it without")
 
             async def read() -> None:
-                with self.checkpoints.reading(folder):
+                with self.checkpoints.reading(folder, record["time"]):
                     await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
                 # `_end` may have released the model before this load made it again. `_begin_model` handles new models.
                 if number is not None and self._sessions.get(session.session_id) is not session:
@@ -365,7 +365,7 @@ class Desk:
         folder, record = self.checkpoints.find(body.model_path, owner)
         self._check_record(record, body.model_path)
         # The weights are read by the first request for them.
-        weights = Weights(owner, session.session_id, folder=folder)
+        weights = Weights(owner, session.session_id, folder=folder, saved_at=record["time"])
         session.add_sampler(_Sampler(sampler_id, weights, body.model_path))
         return sampler_id
 

@@ -24,13 +24,15 @@ class Weights:
     """Weights of one or more sampling sessions.
 
     `version` is their name in the trainer: None for the base model, and for a checkpoint on disk only.
-    `folder` is the checkpoint. Copies of a model have none, so they end when they leave the memory.
+    `folder` is the checkpoint, saved at `saved_at` (seconds since 1970). Copies of a model have none, so they end when
+    they leave the memory.
     """
 
     owner: str
     session_id: str
     version: str | None = None
     folder: Path | None = None
+    saved_at: float = 0.0
     num_users: int = 0
     """Requests that use them now."""
     is_ended: bool = False
@@ -107,7 +109,8 @@ class PublishedWeights:
             async with weights.loading:
                 if weights.version is None:
                     version = secrets.token_hex(8)
-                    with self._checkpoints.reading(weights.folder):
+                    # A later save of the same name must not change the weights of a sampling session.
+                    with self._checkpoints.reading(weights.folder, weights.saved_at):
                         await self._trainer.publish_folder(weights.folder, version)
                     weights.version = version
             if weights in self._published:

@@ -347,7 +347,8 @@ def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path)
         partial = checkpoints.begin("a1:train:0", "weights", "saved", "ann", overwrite=False)
         checkpoints.complete(partial, "saved", {"owner": "ann"}, None)
         published = PublishedWeights(trainer, checkpoints)
-        weights = Weights("ann", "session", folder=partial.with_name("saved"))
+        folder, record = checkpoints.find("tinker://a1:train:0/weights/saved", "ann")
+        weights = Weights("ann", "session", folder=folder, saved_at=record["time"])
 
         async def sample() -> None:
             async with published.used(weights) as version:

@@ -79,9 +79,9 @@ def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Pat
     checkpoints = Checkpoints(tmp_path, lambda: now[0])
     save(checkpoints, "kept", "first")
     path = f"tinker://{RUN}/weights/kept"
-    folder, _ = checkpoints.find(path, "ann")
+    folder, record = checkpoints.find(path, "ann")
     checkpoints.set_lifetime(path, "ann", 3600)
-    with checkpoints.reading(folder):
+    with checkpoints.reading(folder, record["time"]):
         with pytest.raises(UserError, match="being loaded"):
             checkpoints.delete(path, "ann")
         with pytest.raises(UserError, match="being loaded"):
@@ -91,7 +91,10 @@ def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Pat
         assert (folder / "state").exists()
     checkpoints.delete_expired()
     assert not folder.exists()
-    with pytest.raises(NotFoundError), checkpoints.reading(folder):
+    with pytest.raises(NotFoundError), checkpoints.reading(folder, record["time"]):
+        pass
+    save(checkpoints, "kept", "second")
+    with pytest.raises(NotFoundError, match="replaced"), checkpoints.reading(folder, record["time"]):
         pass
 
 
