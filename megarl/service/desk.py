@@ -130,6 +130,8 @@ class Desk:
     ) -> None:
         self._trainer, self.checkpoints, self._clock = trainer, checkpoints, clock
         self._idle_seconds = idle_seconds
+        self.report = report
+        """Function that is called with errors of the service."""
         self.ledger = Ledger(report, clock, limits)
         self._sessions: dict[str, _Session] = {}
         # Sessions have the monotonic time of their last request, and clients want that of a calendar.
@@ -182,10 +184,11 @@ class Desk:
     async def expire(self) -> None:
         """End silent sessions, move idle models to disk, forget old results, and delete expired checkpoints."""
         oldest = self._clock() - SILENT_SECONDS
+        # First what needs no turn of the trainer: a long call of one model must not keep another one's numbers waiting.
+        self.ledger.expire()
         for session in [session for session in self._sessions.values() if session.seen_at < oldest]:
             await self._end(session)
         await self._move_idle_models()
-        self.ledger.expire()
         self.checkpoints.delete_expired()
 
     async def _move_idle_models(self) -> None:

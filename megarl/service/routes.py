@@ -105,7 +105,11 @@ class _Routes:
         async def expire() -> None:
             while True:
                 await asyncio.sleep(EXPIRY_SECONDS)
-                await self._desk.expire()
+                try:
+                    await self._desk.expire()
+                except Exception as error:
+                    # One file that cannot be deleted must not keep sessions and results for ever.
+                    self._desk.report(f"search for old sessions and results: {type(error).__name__}: {error}")
 
         task = asyncio.create_task(expire())
         yield
