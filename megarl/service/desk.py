@@ -177,9 +177,9 @@ class Desk:
         """Note a sign of life of a session's client. Raises NotFoundError."""
         self._session(session_id, owner).seen_at = self._clock()
 
-    async def finish_session(self, session_id: str, owner: str) -> None:
-        """End a session, and free its memory. Saved checkpoints stay."""
-        await self._end(self._session(session_id, owner))
+    def finish_session(self, session_id: str, owner: str) -> None:
+        """End a session. Its memory is freed soon. Saved checkpoints stay."""
+        self._end(self._session(session_id, owner))
 
     async def expire(self) -> None:
         """End silent sessions, move idle models to disk, forget old results, and delete expired checkpoints."""
@@ -187,7 +187,7 @@ class Desk:
         # First what needs no turn of the trainer: a long call of one model must not keep another one's numbers waiting.
         self.ledger.expire()
         for session in [session for session in self._sessions.values() if session.seen_at < oldest]:
-            await self._end(session)
+            self._end(session)
         await self._move_idle_models()
         self.checkpoints.delete_expired()
 
@@ -506,10 +506,14 @@ class Desk:
 
         A folder that vanished under the ranks would be an error of theirs, which ends the whole service.
         """
+        await asyncio.shield(self._start(work))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
+        # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
+        return task
 
     def _begin_model(
         self,
@@ -581,14 +585,14 @@ class Desk:
                 return session, session.samplers[sampler_id]
         raise NotFoundError(f"sampling_session_id = {sampler_id:.100}: does not exist")
 
-    async def _end(self, session: _Session) -> None:
-        # The session leaves before the await below, so that no new request reaches its models.
+    def _end(self, session: _Session) -> None:
         self._sessions.pop(session.session_id, None)
         for model_id in session.models:
             self.ledger.close_model(model_id)
         self.ledger.forget_owner_keys(session.session_id)
         versions = self._published.end_session(session.session_id)
-        await self._trainer.forget(models=list(session.models), versions=versions)
+        # Not awaited: its turn may come after minutes, and the SDK repeats a request that has no answer for so long.
+        self._start(self._trainer.forget(models=list(session.models), versions=versions))
 
     def _check_base(self, name: str | None) -> None:
         if name != self.served.name:

@@ -175,7 +175,7 @@ class _Routes:
     async def _finish_session(self, request: web.Request, owner: str) -> web.StreamResponse:
         # A 404 would be raised in the client's program, though the session has only ended by itself.
         with contextlib.suppress(NotFoundError):
-            await self._desk.finish_session(request.match_info["session_id"], owner)
+            self._desk.finish_session(request.match_info["session_id"], owner)
         return web.json_response({})
 
     async def _telemetry(self, request: web.Request, owner: str) -> web.StreamResponse:
