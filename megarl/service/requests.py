@@ -38,6 +38,11 @@ _TTL_SECONDS = (3600, 10 * 366 * 86400)
 """Shortest and longest life of a checkpoint, as in the SDK: an hour, and ten years."""
 
 
+# Python's integers have no limit, and a model's number is a part of the names of its files.
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number that the client counts."""
+
+
 class Body(BaseModel):
     """A request's body. Names beginning with `model_` are the SDK's."""
 
@@ -97,7 +102,7 @@ class OptimizerKind(Body):
 
 class CreateModel(Body):
     session_id: str
-    model_seq_id: NonNegativeInt
+    model_seq_id: Number
     base_model: str
     lora_config: LoraSettings | None = None
     user_metadata: Metadata | None = None
@@ -110,7 +115,7 @@ class LoadWeights(Body):
     path: str
     optimizer: bool
     session_id: str | None = None
-    model_seq_id: NonNegativeInt | None = None
+    model_seq_id: Number | None = None
     model_id: str | None = None
     seq_id: int | None = None
     base_model: str | None = None
@@ -142,7 +147,7 @@ class SaveWeights(Numbered):
 
 class SaveForSampler(Numbered):
     path: Annotated[str, Field(pattern=NAME)] | None = None
-    sampling_session_seq_id: NonNegativeInt | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
     user_metadata: Metadata | None = None
@@ -150,7 +155,7 @@ class SaveForSampler(Numbered):
 
 class CreateSampler(Body):
     session_id: str
-    sampling_session_seq_id: NonNegativeInt
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -184,7 +189,7 @@ class SampleAddress(Body):
     """A sampling request's session, its number in the session, and how many samples it asks for."""
 
     sampling_session_id: str
-    seq_id: NonNegativeInt
+    seq_id: Number
     num_samples: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 1
 
 
