@@ -5,6 +5,7 @@ One model is live in the policy. The others are copies in host memory, and on di
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -172,10 +173,11 @@ class Adapters:
                 head.count = 0
         return self._policy.unpack_outputs(results)
 
-    def move_to_disk(self, names: Sequence[str], folder: Path) -> None:
+    def move_to_disk(self, names: Sequence[str], folder: Path) -> str | None:
         """Write models without calls to a folder, and free their host memory. Their next call reads them back.
 
-        A model with gradients since its last step stays in memory.
+        A model with gradients since its last step stays in memory. If the disk fails, all models that are left do too,
+        and this rank returns the error.
         """
         if self._live in names:
             self.hold_live()
@@ -183,9 +185,16 @@ class Adapters:
             state = self._held.get(name)
             if state is not None and state.reduction is None:
                 file = folder / f"{name}_{dist.get_rank()}.pt"
-                write_state(state, file)
+                try:
+                    write_state(state, file)
+                # torch's writer raises RuntimeError for a full disk.
+                except (OSError, RuntimeError) as error:
+                    with contextlib.suppress(OSError):
+                        file.unlink(missing_ok=True)
+                    return f"{file}: {type(error).__name__}: {error!s:.300}"
                 del self._held[name]
                 self._on_disk[name] = file
+        return None
 
     def forget(self, models: Sequence[str], versions: Sequence[str]) -> None:
         for name in models:

@@ -148,7 +148,9 @@ class RankTrainer:
         self._versions.add(version)
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        await self._train("move_to_disk", list(models), self._idle_folder)
+        errors = await self._train("move_to_disk", list(models), self._idle_folder)
+        if error := next(filter(None, errors), None):
+            raise OSError(f"idle models stay in memory: {error}")
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
         # First here: accounts' calls have another order than their requests, so one may still wait for its turn.

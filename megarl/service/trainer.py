@@ -77,7 +77,10 @@ class Trainer(Protocol):
         ...
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        """Free the memory of models without calls. Their next call brings them back, with the same bits."""
+        """Free the memory of models without calls. Their next call brings them back, with the same bits.
+
+        Raises OSError if the disk is full. The models that are left then stay in memory.
+        """
         ...
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:

@@ -69,7 +69,10 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
                 # Between two calls of a model another one is sampled, saved and loaded.
                 adapters.publish(str(model), "version")
                 # Those without pending gradients go to disk, and their next calls bring them back.
-                adapters.move_to_disk([str(other) for other in calls], folder)
+                names = [str(other) for other in calls]
+                failure = adapters.move_to_disk(names, folder / "missing")
+                assert bool(failure) == (len(calls) > 1) and not adapters._on_disk
+                adapters.move_to_disk(names, folder)
                 assert bool(adapters._on_disk) == (len(calls) > 1)
                 adapters.show("version")
                 adapters.save(str(model), folder / "saved")
