@@ -48,5 +48,5 @@ class EngineSlots:
         self._slots.append(slot)
 
     def clear(self, slot: EngineSlot) -> None:
-        """Forget a slot's version."""
-        slot.version, slot.is_used, slot.ready = None, False, None
+        """Forget a slot's version. `ready` stays, with the error of a failed load for the requests that wait for it."""
+        slot.version, slot.is_used = None, False
