@@ -16,6 +16,8 @@ class _Backlog(Generic[Item]):
 
     items: deque[tuple[int, Item]] = field(default_factory=deque)
     deficit: int = 0
+    paid: int = 0
+    """Tokens that it took while other tenants waited, less those given back."""
 
 
 class FairQueue(Generic[Item]):
@@ -56,6 +58,8 @@ class FairQueue(Generic[Item]):
             self._backlogs[self._turns[0]].deficit += self._quantum
         backlog.items.popleft()
         backlog.deficit -= tokens
+        if len(self._turns) > 1:
+            backlog.paid += tokens
         if not backlog.items:
             # A tenant without work saves no tokens: otherwise it could later keep the others waiting.
             del self._backlogs[tenant]
@@ -66,8 +70,11 @@ class FairQueue(Generic[Item]):
 
     def refund(self, tenant: Hashable, tokens: int) -> None:
         """Give back tokens not used by an item. Without effect for a tenant without waiting items."""
-        if tenant in self._backlogs:
-            self._backlogs[tenant].deficit += tokens
+        if (backlog := self._backlogs.get(tenant)) is not None:
+            # Tokens cost a tenant nothing while it was alone. Given back, they would keep a later one waiting.
+            tokens = min(tokens, backlog.paid)
+            backlog.paid -= tokens
+            backlog.deficit += tokens
 
     def _skip_rounds(self) -> None:
         """Add the quanta of all whole rounds in which no tenant could take its first item."""

@@ -69,3 +69,16 @@ def test_unused_tokens_count_again() -> None:
             # Each of its samples ended after half of its tokens.
             queue.refund("first", 50)
     assert Counter(order)["first"] in (6, 7)
+
+
+def test_tokens_that_were_free_are_not_given_back() -> None:
+    queue: FairQueue[str] = FairQueue(10)
+    for _ in range(40):
+        queue.put("early", 100, "early")
+    for _ in range(20):
+        queue.pop()
+    for _ in range(20):
+        queue.put("late", 100, "late")
+    for _ in range(20):
+        queue.refund("early", 90)
+    assert abs(Counter(queue.pop() for _ in range(20))["late"] - 10) <= 1
