@@ -27,14 +27,14 @@ class Admission:
 
     def check(self, owner: str, tokens: int) -> None:
         """Raise BusyError if a request of so many tokens exceeds a limit. An account without any is always accepted."""
-        own, limits = self._tokens[owner], self._limits
+        num_tokens, limits = self._tokens[owner], self._limits
         # Otherwise a request above the limit, or other accounts' requests, could keep an account out for ever.
-        if not own:
+        if not num_tokens:
             return
-        if own + tokens > limits.tokens_per_key:
+        if num_tokens + tokens > limits.tokens_per_key:
             raise BusyError(
-                f"this key has requests with {own} tokens waiting, and at most {limits.tokens_per_key}; this one has "
-                f"{tokens}. Send it again when others have finished"
+                f"this key has requests with {num_tokens} tokens waiting, and at most {limits.tokens_per_key}; this "
+                f"one has {tokens}. Send it again when others have finished"
             )
         if self._tokens.total() + tokens > limits.tokens:
             raise BusyError(f"all keys together have at most {limits.tokens} tokens waiting; send the request again")

@@ -68,7 +68,7 @@ class Checkpoints:
             raise UserError(f"path = {name}: {self.path_of(run, kind, name)} exists; use another name, or overwrite")
         self._refuse_if_read(folder)
         stored = self.list_stored(owner)
-        total = sum(one.record["size_bytes"] for one in stored)
+        total = sum(checkpoint.record["size_bytes"] for checkpoint in stored)
         if total >= self._most_bytes or len(stored) >= MOST_CHECKPOINTS:
             raise UserError(
                 f"this key has {len(stored)} checkpoints with {total / 2**30:.1f} GiB; the limits are "
@@ -127,7 +127,7 @@ class Checkpoints:
             if record is not None and record.get("owner") == owner and not self._is_expired(record):
                 parts = folder.parent.parent.name, folder.parent.name, folder.name
                 stored.append(Stored(*parts, self.path_of(*parts), record))
-        return sorted(stored, key=lambda one: (one.record["time"], one.path), reverse=True)
+        return sorted(stored, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
         """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read."""

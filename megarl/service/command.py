@@ -110,8 +110,8 @@ def prepare(
         context_tokens=recipe.context_tokens,
     )
     folder = Path(recipe.runs_folder) / recipe.name
-    given = [name for name in UNUSED if name in written.model_fields_set]
-    notices = (f"not used by a service: {', '.join(given)}. The client's program decides these",) if given else ()
+    unused = [name for name in UNUSED if name in written.model_fields_set]
+    notices = (f"not used by a service: {', '.join(unused)}. The client's program decides these",) if unused else ()
     if not recipe.sends_adapter and (engine_slots or 1) > 1:
         raise ConfigError(
             f"--engine-slots = {engine_slots}: with lora.sync = {recipe.lora.sync} the engines get merged weights, of "

@@ -530,8 +530,8 @@ class Desk:
             # The first promise expires. A copy of its request that comes later must not reset a trained model.
             if model_id in session.models:
                 raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
-            sessions = [each for each in self._sessions.values() if each.owner == session.owner]
-            num_models = sum(len(each.models) + len(each.starting) for each in sessions)
+            sessions = [open_session for open_session in self._sessions.values() if open_session.owner == session.owner]
+            num_models = sum(len(open_session.models) + len(open_session.starting) for open_session in sessions)
             if num_models >= MOST_MODELS:
                 raise UserError(
                     f"this key has {MOST_MODELS} models in memory; close their sessions, or save and stop some"
