@@ -171,6 +171,8 @@ class Turns:
         # A request above the limit runs alone; the pool then queues its samples.
         while self._num_running and self._num_running + num_sequences > self._max_sequences:
             await self._wait_for_change()
+        # For a version in a slot too: otherwise all waiting requests of a lost client would be sampled for nobody.
+        check()
         slot = self._slots.find(version)
         if slot is None:
             slot = await self._start_loading(version, check)

@@ -176,6 +176,11 @@ def test_work_of_an_ended_session_fails_and_the_next_goes_on() -> None:
                     raise AssertionError
         await engines.train("a")
         await engines.sample("a", "u")
+        # Its version may still be in a slot.
+        with pytest.raises(UserError):
+            async with engines.turns.sampling("u", tokens=1, num_sequences=1, check=ended):
+                raise AssertionError
+        await engines.sample("a", "u")
 
     run(work())
 
