@@ -184,6 +184,8 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
     display = Display()
     with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
         async with AsyncExitStack() as stack:
+            # After the ranks have ended: nobody can ask for these models again.
+            stack.callback(shutil.rmtree, idle_folder, ignore_errors=True)
             ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
