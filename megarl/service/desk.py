@@ -274,7 +274,9 @@ class Desk:
             except BaseException as error:
                 # A cancelled call counts as failed too: the ranks may still add its gradients.
                 if not message.forward_only:
-                    model.failure = f"forward_backward {message.seq_id} failed: {error}"
+                    # As in the ledger, the client does not learn the text of an error of the service.
+                    reason = error if isinstance(error, UserError) else type(error).__name__
+                    model.failure = f"forward_backward {message.seq_id} failed: {reason}"
                 raise
             # The clients' chunks are combined by the names' endings.
             metrics = {"loss:sum": float(losses.astype(np.float64).sum())}
