@@ -217,7 +217,8 @@ class Desk:
 
     def load_weights(self, body: LoadWeights, owner: str) -> Promise:
         """Make a model from a checkpoint. Raises MalformedError for a request without a model."""
-        number: int | None = None
+        model: _Model | None = None
+        number = 0
         if body.session_id is not None and body.model_seq_id is not None:
             session = self._session(body.session_id, owner)
             model_id = f"{session.session_id}:train:{body.model_seq_id}"
@@ -241,14 +242,17 @@ class Desk:
             async def read() -> None:
                 with self.checkpoints.reading(folder, record["time"]):
                     await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
+                if model is not None:
+                    # All gradients were dropped with the earlier state.
+                    model.failure = None
                 # `_end` may have released the model before this load made it again. `_begin_model` handles new models.
-                if number is not None and self._sessions.get(session.session_id) is not session:
+                if model is not None and self._sessions.get(session.session_id) is not session:
                     await self._trainer.forget(models=[model_id], versions=[])
 
             await self._run_to_end(read())
             return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
-        if number is not None:
+        if model is not None:
             return self.ledger.submit(model_id, number, _digest(body), work)
         return self._begin_model(session, model_id, _digest(body), work)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
+from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import MOST_MODELS, Desk
@@ -360,5 +361,22 @@ def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path)
         trainer.goes_on.set()
         await request
         assert trainer.versions.keys() == {None}
+
+    asyncio.run(run())
+
+
+def test_a_load_drops_what_a_failed_call_left(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            address = {"model_id": model_id}
+            saved = await client.result("save_weights", address | {"seq_id": 1, "path": "saved"})
+            failing = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=2, loss_fn="unknown")
+            assert (await client.post("forward_backward", raw=failing.SerializeToString()))[0] == 200
+            body = {"seq_id": 3, "path": saved["path"], "optimizer": True}
+            assert (await client.result("load_weights", address | body))["model_id"] == model_id
+            reply = await client.result("optim_step", address | {"seq_id": 4, "adam_params": {}})
+            assert "metrics" in reply
 
     asyncio.run(run())
