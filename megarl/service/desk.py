@@ -254,7 +254,7 @@ class Desk:
 
         if model is not None:
             return self.ledger.submit(model_id, number, _digest(body), work)
-        return self._begin_model(session, model_id, _digest(body), work)
+        return self._begin_model(session, model_id, _digest(body), work, body.user_metadata)
 
     def forward_backward(self, raw: bytes, owner: str) -> Promise:
         """Accept a training call. Raises MalformedError for any other body than the SDK's message."""

@@ -119,6 +119,7 @@ class LoadWeights(Body):
     model_id: str | None = None
     seq_id: int | None = None
     base_model: str | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerKind | None = None
 
 
