@@ -25,11 +25,22 @@ loop: rl
 model: {{path: {model}, dtype: float32}}
 data: {{train: data/train.jsonl, max_prompt_tokens: 48}}
 cluster: {{ranks_per_node: {num_ranks}}}
-trainer: {{max_tokens_per_microbatch: 512}}
+trainer: {{{trainer}max_tokens_per_microbatch: 512}}
 lora: {{rank: 8}}
 rollout: {{{placement}, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
 train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 """
+
+
+SIZES = {
+    "colocated": (1, "", "placement: colocated"),
+    "separate": (2, "", "placement: separate, ranks: 1"),
+    "dp 2": (2, "", "placement: colocated"),
+    "tp 2": (2, "tp: 2, ", "tp: 2, placement: colocated"),
+}
+"""Number of ranks, fields of `trainer` and of `rollout`, by name."""
+# Adapters leave the vocabulary's embeddings as they are. With small ones, no adapter can prefer a half of the tokens.
+LEARNER = {"initializer_range": 0.2, "num_layers": 2}
 
 
 @pytest.fixture(params=["colocated", pytest.param("separate", marks=pytest.mark.long)])
@@ -37,9 +48,9 @@ def server(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> Iterator[subprocess.Popen[str]]:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
-    num_ranks = {"colocated": 1, "separate": 2}[request.param]
-    placement = {"colocated": "placement: colocated", "separate": "placement: separate, ranks: 1"}[request.param]
-    recipe = RECIPE.format(model=tiny_model(), placement=placement, num_ranks=num_ranks)
+    num_ranks, trainer, placement = SIZES[request.param]
+    model = tiny_model() if request.param in ("colocated", "separate") else tiny_model(**LEARNER)
+    recipe = RECIPE.format(model=model, placement=placement, num_ranks=num_ranks, trainer=trainer)
     (tmp_path / "recipe.yaml").write_text(recipe)
     command = [sys.executable, "-m", "megarl", "service", "recipe.yaml", "--port", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)
@@ -71,5 +82,21 @@ def test_a_program_trains_saves_samples_and_resumes(
     assert results["forward"][0] == results["forward"][1]
     folder = str(tiny_model())
     check_sampling(asyncio.run(run_program(url, "sampling", folder, SDK_TOKENIZER=folder)))
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 75
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("server", ["dp 2", "tp 2"], indirect=True)
+def test_loops_learn_on_two_ranks(server: subprocess.Popen[str], tiny_model: Callable[..., Path]) -> None:
+    url = read_url(server.stdout)
+    supervised = asyncio.run(run_program(url, "supervised", str(tiny_model(**LEARNER)), SDK_RATE="0.01"))
+    assert supervised["losses"][-1] < 0.9 * supervised["losses"][0], supervised["losses"]
+    reinforced = asyncio.run(run_program(url, "reinforce", str(tiny_model(**LEARNER)), SDK_STEPS="24", SDK_RATE="0.01"))
+    # A step has 24 samples of 8 tokens, so its reward is noisy: 0.04 is its deviation.
+    rewards = reinforced["rewards"]
+    assert np.mean(rewards[-8:]) > np.mean(rewards[:8]) + 0.1, rewards
+    # Log-probs of the engine against the trainer's, in nats.
+    assert reinforced["gap"] < 1e-4
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 75
