@@ -210,8 +210,8 @@ class Containers:
                 break
             node = candidates[0]
             tried.add(node)
-            # Unique on every node of the run, also after a restart of the driver.
-            name = f"megarl-{os.getpid()}-{attempt}-{next(self._numbers)}"
+            # Unique on every node of the run, also after a restart of the driver. podman and docker refuse blanks.
+            name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(self._numbers)}"
             # Counted before it lives, so that attempts starting together choose different nodes.
             node.names.add(name)
             began = time.monotonic()

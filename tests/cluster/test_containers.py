@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -39,8 +40,10 @@ async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path
         stack.push_async_callback(containers.close)
         agents = [process.pid for process in nodes.processes]
         opened: list[AttemptContainer] = [
-            await stack.enter_async_context(containers.container(f"0.{n}")) for n in range(4)
+            await stack.enter_async_context(containers.container(f"draw 0.{n}")) for n in range(4)
         ]
+        # podman and docker accept no other names.
+        assert all(re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", container.name) for container in opened)
         assert containers.num_living == 4
         # Both agents read the memory of one machine, so they take turns.
         assert Counter(container.node.name for container in opened) == {node.name: 2 for node in containers.nodes}
