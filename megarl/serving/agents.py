@@ -309,9 +309,9 @@ class AgentProgram:
         program, limit = self.config.command[0], self.config.timeout_seconds
         if harbor is not None:
             limit = harbor.limit_seconds(limit)
+        seconds_left = limit - (container.seconds_running or 0.0)
         if container.seconds_running is not None:
             running = container.join(_LABEL)
-            limit -= container.seconds_running
         else:
             running = container.execute(
                 self.config.command,
@@ -321,7 +321,7 @@ class AgentProgram:
                 label=_LABEL,
             )
         try:
-            ended = await self._wait_within_limit(running, engine, session, limit)
+            ended = await self._wait_within_limit(running, engine, session, seconds_left)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {limit:g} s"
             raise _ProgramError(text) from None

@@ -75,7 +75,7 @@ class AttemptContainer:
         self.node, self.name = node, name
         self.url, self.seconds_to_start = url, seconds_to_start
         self.seconds_running = seconds_running
-        """Seconds since the start of the program of an adopted container; None: it is new."""
+        """Seconds since the start of an adopted container's program, 0 if it has ended; None: the container is new."""
         self.is_leaked = False
         """Whether the container could not be ended. It ends with its lease then."""
 

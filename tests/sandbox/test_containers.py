@@ -314,6 +314,8 @@ def test_a_later_host_goes_on_with_a_container(
         assert isinstance(verifying.exception(), ContainerError)
         third = Container(of_container)
         await third.adopt()
+        # The verifier that still runs has no label.
+        assert (third.running, third.seconds_running) == ("", 0.0)
         # The end of the agent is still known, and the program that ran is killed.
         assert await third.join("agent") == ran
         assert is_left()

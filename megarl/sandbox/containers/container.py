@@ -91,7 +91,7 @@ class Container:
         self.running = ""
         """Label of the program running when the container was adopted."""
         self.seconds_running = 0.0
-        """Seconds since that program began."""
+        """Seconds since that program began; 0: there is none."""
         self._launched: LaunchedProgram | None = None
         self._supervisor: int | None = None
         """Process that ends last, as a pidfd. Only of a container that outlives its host."""

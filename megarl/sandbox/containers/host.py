@@ -47,7 +47,7 @@ class ContainerHost:
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over a container started by an earlier host process. The answer has its program's running time."""
+        """Take over a container started by an earlier host process. The answer has its program's seconds, or 0."""
         container = Container(_read_settings(settings))
         await container.adopt()
         self._containers[container.settings.name] = container

@@ -153,8 +153,10 @@ class RequestLoop:
         self._send({"id": self._answered_id, **answer})
 
     def _greet(self) -> None:
-        """Send the first message to a host. `running` is the label of the running program."""
-        self._send({"ready": True, **self._facts, "running": self._label, "seconds": time.monotonic() - self._began})
+        """Send the first message to a host. `running` is the label of the running program, empty if there is none."""
+        # The end of an earlier program is known (`_results`), so no time limit applies to it any more.
+        seconds = time.monotonic() - self._began if self._label else 0.0
+        self._send({"ready": True, **self._facts, "running": self._label, "seconds": seconds})
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
