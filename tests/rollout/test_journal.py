@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -253,6 +256,32 @@ async def test_a_full_disk_ends_the_attempt(tmp_path: Path, no_file_may_grow: An
         await play(log, Pool(), FIRST)
     with pytest.raises(Exception, match=r"attempts\.journal"):
         await log.end(Trajectory("command", PROBLEM, 0, 0, (), None))
+
+
+async def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record after a gap could not be read, and the run could not be resumed."""
+    journal, file = opened(tmp_path, 1), tmp_path / "attempts.journal"
+    log = journal.begin("a", "s")
+    log.open_session("session", "key", "driver", "container")
+    await play(log, Pool(), FIRST)
+    content, errors, write = file.read_bytes(), [OSError(errno.ENOSPC, "full")], os.write
+
+    def fail_once(descriptor: int, data: bytes) -> int:
+        if descriptor == journal._descriptor and errors:
+            raise errors.pop()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", fail_once)
+    may_write = threading.Event()
+    journal._thread.submit(may_write.wait)
+    log.note_received("r0", 1)
+    ending = asyncio.create_task(log.end(Trajectory("command", PROBLEM, 0, 0, (), None)))
+    # The end waits for the thread, behind the write that fails.
+    await asyncio.sleep(0.1)
+    may_write.set()
+    with pytest.raises(Exception, match=r"attempts\.journal"):
+        await ending
+    assert file.read_bytes() == content
 
 
 def test_a_line_is_json_with_its_checksum() -> None:

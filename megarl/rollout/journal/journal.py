@@ -22,7 +22,7 @@ import secrets
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,7 @@ class AttemptJournal:
         self.append(values)
         content = self._take_pending()
         # The thread of `_flush` writes this too, so records keep their order in the file.
-        self._thread.submit(self._write, content, is_flushed=False).add_done_callback(self._note_failure)
-
-    def _note_failure(self, writing: Future[None]) -> None:
-        if (error := writing.exception()) is not None and isinstance(error, Exception):
-            self._failure = error
+        self._thread.submit(self._write, content, is_flushed=False)
 
     async def write_answer(
         self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, request_id: str
@@ -196,12 +192,7 @@ class AttemptJournal:
         # Records appended from here on are part of the next flush.
         content = self._take_pending()
         num_lines = self._num_appended
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
-        except Exception as error:
-            # All later writes fail too: records after a gap could not be read.
-            self._failure = error
-            raise
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
         self._num_durable = max(self._num_durable, num_lines)
 
     def _take_pending(self) -> bytes:
@@ -209,13 +200,20 @@ class AttemptJournal:
         return content
 
     def _write(self, content: bytes, *, is_flushed: bool = True) -> None:
-        with storage_faults_named(self._file):
-            # `os.write` may write only a part of its bytes.
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-            if is_flushed:
-                os.fdatasync(self._descriptor)
+        # Also writes that wait for this thread: records after a gap could not be read.
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with storage_faults_named(self._file):
+                # `os.write` may write only a part of its bytes.
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                if is_flushed:
+                    os.fdatasync(self._descriptor)
+        except Exception as error:
+            self._failure = error
+            raise
 
 
 class AttemptLog:
