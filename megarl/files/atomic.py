@@ -51,11 +51,17 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode("utf-8"))
 
 
-def replace_bytes(path: Path, content: bytes) -> None:
-    """Replace a file's bytes atomically and durably, like `replace_text`. Raises OSError."""
+def replace_bytes(path: Path, content: bytes, *, is_private: bool = False) -> None:
+    """Replace a file's bytes atomically and durably, like `replace_text`. Raises OSError.
+
+    `is_private`: only this user may read them.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
+            if is_private:
+                # Before the first byte, which another user could read.
+                os.fchmod(file.fileno(), 0o600)
             file.write(content)
             file.flush()
             # Before the rename: otherwise a power failure could leave the new name with empty contents.

@@ -73,9 +73,8 @@ class AttemptJournal:
         records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
         # A new file: the end of the old one may be cut short.
         with storage_faults_named(file):
-            replace_bytes(file, b"".join(map(encode_line, records)))
-            # It has the texts of attempts, which others need not read.
-            os.chmod(file, 0o600)
+            # It has the texts of attempts, and the keys of their sessions.
+            replace_bytes(file, b"".join(map(encode_line, records)), is_private=True)
             self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
 
     def begin(self, attempt: str, settings: str) -> AttemptLog:
