@@ -237,7 +237,14 @@ class Containers:
             node = next((node for node in self.nodes if node.name == node_name), None)
             if node is None:
                 raise ContainerError(f"ContainerLost: the run has no node {node_name}")
-            answer = await node.ask("adopt", settings=self._settings(name, node, self._config.image, {}))
+            try:
+                answer = await node.ask("adopt", settings=self._settings(name, node, self._config.image, {}))
+            except ContainerError:
+                raise
+            # As in `_start`: a cancelled request may have adopted the container.
+            except BaseException:
+                await self._stop(node, name)
+                raise
             node.names.add(name)
             container = AttemptContainer(node, name, answer["url"], 0.0, answer["seconds_running"])
             try:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
+from megarl.sandbox.containers.host import ContainerHost
 from megarl.sandbox.containers.outliving import connect_to
 from megarl.sandbox.containers.relay import Relay
 from megarl.sandbox.containers.requests import Limits
@@ -330,6 +332,32 @@ def test_a_later_host_goes_on_with_a_container(
             with suppress(OSError):
                 connect_to(name).close()
             await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(drive(), 120))
+
+
+@pytest.mark.parametrize("outlives_host", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_ends_a_container_that_is_starting(
+    kind: str, outlives_host: bool, settings: Callable[..., ContainerSettings], tmp_path: Path
+) -> None:
+    """The agent of a node does not see that the driver cancelled the start."""
+    name = f"megarl-test-{tmp_path.name}-{os.getpid()}"
+
+    async def drive() -> None:
+        host = ContainerHost()
+        of_container = asdict(settings(kind, name=name, outlives_host=outlives_host))
+        starting = asyncio.create_task(host.request("start", {"settings": of_container}))
+        await asyncio.sleep(0)
+        # Its command shows shortly after its start. The event loop stands still meanwhile, so the start is under way.
+        while not any(name in command for command in commands()):
+            time.sleep(0.001)
+        await host.request("stop", {"name": name})
+        assert starting.cancelled()
+        # The kernel kills a keeper after its supervisor.
+        while any(name in command for command in commands()):
+            await asyncio.sleep(0.05)
+        assert (await host.request("renew", {}))["names"] == []
 
     asyncio.run(asyncio.wait_for(drive(), 120))
 

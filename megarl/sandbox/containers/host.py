@@ -20,6 +20,8 @@ class ContainerHost:
 
     def __init__(self) -> None:
         self._containers: dict[str, Container] = {}
+        self._starting: dict[str, asyncio.Task[Any]] = {}
+        """Request in progress that starts or adopts a container, by its name."""
         self._running: dict[str, asyncio.Task[Any]] = {}
         """Program in progress by the name of its container."""
 
@@ -37,21 +39,31 @@ class ContainerHost:
 
     async def _start(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         container = Container(_read_settings(settings))
-        try:
-            await container.start()
-        # A cancelled start leaves a keeper that is not in `_containers` yet, so `close` would miss it.
-        except BaseException:
-            await container.stop()
-            raise
-        self._containers[container.settings.name] = container
+        await self._hold(container, container.start())
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Take over a container started by an earlier host process. The answer has its program's seconds, or 0."""
         container = Container(_read_settings(settings))
-        await container.adopt()
-        self._containers[container.settings.name] = container
+        await self._hold(container, container.adopt())
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
+
+    async def _hold(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
+        """Hold a container once it has started. A stop meanwhile cancels the start."""
+        task = asyncio.current_task()
+        assert task is not None, "requests are carried out in tasks"
+        name = container.settings.name
+        self._starting[name] = task
+        try:
+            try:
+                await starting
+            finally:
+                del self._starting[name]
+        # Its keeper may live, and is not in `_containers`, so `close` would miss it.
+        except BaseException:
+            await container.stop()
+            raise
+        self._containers[name] = container
 
     async def _execute(self, name: str, **fields: Any) -> dict[str, Any]:
         return await self._await_end(name, self._find(name).execute(**fields))
@@ -86,6 +98,10 @@ class ContainerHost:
         return {"content": await self._find(name).get(path, max_bytes)}
 
     async def _stop(self, name: str) -> dict[str, Any]:
+        # An agent on another node does not see that the driver cancelled its start.
+        if (starting := self._starting.get(name)) is not None:
+            starting.cancel()
+            await asyncio.wait({starting})
         # Removed before the wait, so that a second stop and renewals skip it.
         if (container := self._containers.pop(name, None)) is not None:
             await container.stop()
