@@ -106,8 +106,9 @@ class Container:
         began = time.monotonic()
         try:
             if self.settings.outlives_host:
-                self._launched = launch_outliving(self.settings.name, *_keeper(self.settings))
-                connection = connect_to(self.settings.name)
+                self._launched, connection = launch_outliving(self.settings.name, *_keeper(self.settings))
+                # From the start, so that `stop` has a limit of time for a keeper that does not answer yet.
+                self._supervisor = os.pidfd_open(self._launched.pid)
             else:
                 self._process = start_keeper(self.settings)
                 # A duplicate: the process closes its own end when it is stopped.
@@ -139,7 +140,7 @@ class Container:
                 await self._process.stop()
             raise ContainerError(f"ContainerError: it does not start: {first['refused']}")
         self.url, self.running, self.seconds_running = first["url"], first["running"], first["seconds"]
-        if self.settings.outlives_host:
+        if self.settings.outlives_host and self._supervisor is None:
             self._supervisor = os.pidfd_open(first["supervisor"])
         self._reading = asyncio.create_task(self._read(reader))
 

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,6 +23,8 @@ from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
 # Not TMPDIR: an agent of a node has a folder of its own there, which ends with it.
 _FOLDER = "/tmp/megarl-containers-{user}"
+_NEW_SECONDS = 60.0
+"""Age up to which the file of a socket is not removed."""
 _SUPERVISOR = """
 import json, sys
 sys.path.append(sys.argv[1])
@@ -30,8 +33,13 @@ supervise(json.loads(sys.argv[2]))
 """
 
 
-def launch_outliving(name: str, command: Sequence[str], environment: Mapping[str, str]) -> LaunchedProgram:
-    """Start the keeper of a container under a supervisor outliving this process. Raises OSError."""
+def launch_outliving(
+    name: str, command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[LaunchedProgram, socket.socket]:
+    """Start the keeper of a container under a supervisor outliving this process.
+
+    Returns the supervisor and a connection to the keeper. Raises OSError.
+    """
     folder = _folder()
     _remove_ended(folder)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -39,13 +47,20 @@ def launch_outliving(name: str, command: Sequence[str], environment: Mapping[str
         listener.listen()
         number = listener.fileno()
         settings = {"command": [*command, str(number)], "control": None, "connection": number, "log_file": None}
-        return LaunchedProgram(
-            [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, str(PACKAGE.parent), json.dumps(settings)],
-            environment=environment,
-            stdout=DEVNULL,
-            stderr=DEVNULL,
-            descriptors=[number],
-        )
+        # Before the start: else a keeper whose host is killed in between would wait for a host forever.
+        connection = connect_to(name)
+        try:
+            launched = LaunchedProgram(
+                [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, str(PACKAGE.parent), json.dumps(settings)],
+                environment=environment,
+                stdout=DEVNULL,
+                stderr=DEVNULL,
+                descriptors=[number],
+            )
+        except BaseException:
+            connection.close()
+            raise
+        return launched, connection
 
 
 def connect_to(name: str) -> socket.socket:
@@ -83,6 +98,9 @@ def _remove_ended(folder: Path) -> None:
     for file in folder.iterdir():
         with socket.socket(socket.AF_UNIX) as probe:
             try:
+                # Before it listens, the socket of another process's new container refuses connections too.
+                if time.time() - file.lstat().st_mtime < _NEW_SECONDS:
+                    continue
                 # A living keeper may have a full queue, and a blocking call would then wait.
                 probe.setblocking(False)
                 probe.connect(os.fspath(file))
