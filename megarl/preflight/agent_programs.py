@@ -199,8 +199,8 @@ def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> It
     )
     for name, needed, unit, cap, value in caps:
         # Seconds have one unit; memory and files have bytes in the task and GiB in the recipe.
-        most = None if value is None else value * (1 if unit == 1 else 1 << 30)
-        if needed is not None and most is not None and needed > most:
+        limit = None if value is None else value * (1 if unit == 1 else 1 << 30)
+        if needed is not None and limit is not None and needed > limit:
             yield (
                 f"{where}: {name} = {needed / unit:g}: is more than {cap} = {value:g}; raise that, or lower the task's"
             )

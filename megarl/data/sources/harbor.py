@@ -23,9 +23,9 @@ _UNSUPPORTED = {
     # `memory` and `storage` are older names, with units.
     "environment": ("env", "healthcheck", "mcp_servers", "gpus", "memory", "storage"),
 }
-_INSTEAD = {"memory": "write memory_mb", "storage": "write storage_mb"}
-"""Remedies other than removing a setting."""
 """Settings without effect here, by section. A task needing one would be graded in another state."""
+_REMEDIES = {"memory": "write memory_mb", "storage": "write storage_mb"}
+"""Remedies other than removing a setting."""
 _VERIFIER_SECONDS = 600.0
 """Harbor's default."""
 
@@ -63,7 +63,7 @@ def read_task(path: Path) -> dict[str, Any]:
         for name in names:
             # Programs run as the container's root anyway.
             if (value := _section(path, settings, section).get(name)) and value != "root":
-                remedy = _INSTEAD.get(name, "remove it, or the task")
+                remedy = _REMEDIES.get(name, "remove it, or the task")
                 raise DataError(f"{path}: {section}.{name} = {value!r}: is not supported; {remedy}")
     task = {
         "folder": str(folder.resolve()),
