@@ -150,6 +150,11 @@ class AgentProgram:
         A program that outlived the last driver goes on. If a container is lost, the attempt begins again.
         """
         self.endpoint.accept()
+        earlier = None if engine.log is None else engine.log.reopened
+        if earlier is not None and (self.config.outlive_seconds is None or self.make_agent is not None):
+            # The recipe has changed since the last start: programs end with the driver now.
+            self.sessions.cease_to_expect(earlier.key)
+            engine.begin_again()
         began = time.monotonic()
         for is_last in (*(False,) * _MAX_LOSSES, True):
             try:
