@@ -449,7 +449,9 @@ async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[floa
     try:
         return await harbor.verify(container), None
     except VerifierError as error:
-        return None, str(error)
+        # A lost container is not the verifier's failure: the attempt begins again.
+        cause = str(error.__cause__)
+        return None, cause if cause.startswith(_LOSSES) else str(error)
 
 
 def _task_input(task: Task) -> dict[str, Any]:

@@ -25,10 +25,12 @@ from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
-from megarl.serving.agents import AgentProgram
+from megarl.sandbox.containers.container import ContainerError
+from megarl.serving.agents import AgentProgram, _verify
 from megarl.serving.codec import Codec
 from megarl.serving.containers import Containers
 from megarl.serving.endpoint import Endpoint
+from megarl.serving.harbor import HarborTask
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive
@@ -332,6 +334,22 @@ def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
         assert found.failure is not None and found.failure.startswith("VerifierError: ") and failure in found.failure
         assert found.reward is None
     assert found.metrics["verifier_seconds"] > 0 and found.num_sampled > 0
+
+
+def test_a_container_lost_in_the_verifier_is_a_loss(harbor_task: Callable[..., dict[str, Any]]) -> None:
+    """The attempt begins again then. Another failure of the verifier ends it."""
+
+    class Ending:
+        def __init__(self, failure: str) -> None:
+            self.failure = failure
+
+        async def put(self, *_: Any) -> None:
+            raise ContainerError(self.failure)
+
+    task = HarborTask(harbor_task("")["harbor"])
+    for failure, expected in (("ContainerLost: it ended", ""), ("OSError: no room", "VerifierError: ")):
+        container: Any = Ending(failure)
+        assert asyncio.run(_verify(task, container)) == (None, f"{expected}{failure}")
 
 
 LIMITED_GRADER = """
