@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_container_of_docker_is_driven_by_its_command_line(
     wait_until(lambda: not (tmp_path / "pid").exists(), seconds=20)
     calls = (tmp_path / "calls").read_text().splitlines()
     [run, *_] = [call for call in calls if call.startswith("run ")]
-    label, run = run.split(" --label megarl=")[0], run
+    label, run = run.split(" --label megarl-")[0], run
     assert label == "run --rm --interactive --pull=never --name megarl-1-0.0-1"
     assert run.endswith(
         " --cap-drop=ALL --cap-add=CHOWN --cap-add=DAC_OVERRIDE --cap-add=FOWNER --security-opt=no-new-privileges "
@@ -194,8 +195,12 @@ def test_the_network_of_the_machine_is_a_choice() -> None:
         "image": "debian",
         "limits": {"processes": None, "memory_bytes": None, "cpus": None},
     }
-    assert run_arguments(settings, 7) == [
-        "run", "--rm", "--interactive", "--pull=never", "--name", "a", "--label", "megarl=7", "--cap-drop=ALL",
+    arguments = run_arguments(settings, 7)
+    # The label names machine, processes' namespace and user, in which the owner's number is valid.
+    label = arguments.pop(arguments.index("--label") + 1)
+    assert re.fullmatch("megarl-[0-9a-f]{16}=7", label)
+    assert arguments == [
+        "run", "--rm", "--interactive", "--pull=never", "--name", "a", "--label", "--cap-drop=ALL",
         "--cap-add=CHOWN", "--cap-add=DAC_OVERRIDE", "--cap-add=FOWNER", "--security-opt=no-new-privileges",
         "--network=host", "--entrypoint", "sh", "debian", "-c",
         "until cat; do :; done",

@@ -7,6 +7,7 @@ container, and `--rm` removes it.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import os
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from megarl.files.pid_space import stat_fields
+from megarl.files.pid_space import boot_id, pid_namespace, stat_fields
 from megarl.platform.commands import run_command
 from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
 from megarl.processes.process_tree import adopt_orphans, descendants, fork_child, send_signal
@@ -29,7 +30,6 @@ _START_SECONDS = 300.0
 """Seconds for a container to start, without the download of its image."""
 SHORT_SECONDS = 60.0
 """Seconds for any other short command."""
-_LABEL = "megarl"
 # A waiting shell reaps the processes that programs leave. As zombies they would use up the limit of processes.
 # `kill_all` kills `cat`, and the end of the input ends it with success.
 _MAIN = "until cat; do :; done"
@@ -47,7 +47,7 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     limits = settings["limits"]
     # Without a pull a missing image fails at once. A download could exceed `_START_SECONDS`.
     arguments = ["run", "--rm", "--interactive", "--pull=never", "--name", settings["name"]]
-    arguments += ["--label", f"{_LABEL}={owner}", "--cap-drop=ALL"]
+    arguments += ["--label", f"{_owner_label()}={owner}", "--cap-drop=ALL"]
     arguments += [*(f"--cap-add={name}" for name in _CAPABILITIES), "--security-opt=no-new-privileges"]
     arguments.append(f"--network={'none' if settings['network'] == 'endpoint' else 'host'}")
     if limits["processes"] is not None:
@@ -166,11 +166,11 @@ class CommandLinePlace:
 
     def _remove_leftovers(self) -> None:
         """Remove containers of processes that have ended. Only a daemon that was killed too leaves one."""
-        containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_LABEL}").split()
+        containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_owner_label()}").split()
         if not containers:
             return
         # Only `inspect` has one template for podman and docker. It fails if one of them was removed meanwhile.
-        template = f'{{{{.Id}}}} {{{{index .Config.Labels "{_LABEL}"}}}}'
+        template = f'{{{{.Id}}}} {{{{index .Config.Labels "{_owner_label()}"}}}}'
         listed = run_command([self._program, "inspect", "--format", template, *containers], seconds=SHORT_SECONDS)
         for line in listed.stdout.splitlines():
             container, _, owner = line.partition(" ")
@@ -186,6 +186,13 @@ class CommandLinePlace:
         if done.returncode != 0:
             raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")
         return done.stdout
+
+
+def _owner_label() -> str:
+    """Return the name of the label that holds the process id of a container's owner."""
+    # A daemon serves other users and namespaces too. Their owners' ids are hidden here, or those of other processes.
+    place = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
+    return f"megarl-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
 def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
