@@ -175,7 +175,7 @@ class AgentProgram:
             try:
                 if self.make_agent is None:
                     # Ahead of the attempt's turn.
-                    container = await stack.enter_async_context(self._living_or_new(task, harbor, engine))
+                    container = await stack.enter_async_context(self._adopt_or_start(task, harbor, engine))
             except ContainerError as error:
                 start_failure = str(error)
             # The semaphore limits the programs running at once (rollout.agent.max_processes).
@@ -266,7 +266,7 @@ class AgentProgram:
         return None if reward is None else _check_reward(reward)
 
     @asynccontextmanager
-    async def _living_or_new(
+    async def _adopt_or_start(
         self, task: Task, harbor: HarborTask | None, engine: AttemptEngine
     ) -> AsyncIterator[AttemptContainer]:
         """Go on with the container of the last driver if it lives, else start one. Raises ContainerError."""
@@ -275,9 +275,7 @@ class AgentProgram:
             earlier = None if engine.log is None else engine.log.reopened
             if earlier is not None:
                 try:
-                    container = await stack.enter_async_context(
-                        self.containers.adopted(earlier.node, earlier.container)
-                    )
+                    container = await stack.enter_async_context(self.containers.adopt(earlier.node, earlier.container))
                 except ContainerError:
                     self.sessions.cease_to_expect(earlier.key)
                     engine.begin_again()

@@ -231,7 +231,7 @@ class Containers:
         raise failure
 
     @asynccontextmanager
-    async def adopted(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
+    async def adopt(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
         """Go on with a container of an earlier driver, and end it afterwards. Raises ContainerError if it has ended."""
         async with self._startable:
             node = next((node for node in self.nodes if node.name == node_name), None)
