@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from megarl.cluster.calls.rank_errors import RankLostError
 from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.launchers.local import LocalGroup
 from megarl.loops.saving.state_replication import StateReplication
 
 pytestmark = pytest.mark.anyio
@@ -52,3 +54,17 @@ async def test_a_run_that_copied_only_for_a_resize_is_not_copied_again(tmp_path:
     recorded.calls.clear()
     await replication.renew(ranks)
     assert recorded.calls == []
+
+
+@pytest.mark.distributed
+async def test_a_rank_that_ends_while_its_copies_are_opened_is_named(tmp_path: Path) -> None:
+    """The error is one that a run recovers from, and not that of a missing file."""
+    group = await LocalGroup(1).start("tests.loops.ending_rank:EndingRank", {}, log_folder=tmp_path)
+    replication = StateReplication(4, tmp_path / "copies")
+    try:
+        await replication.begin(group, 4, None, None, None)
+        with pytest.raises(RankLostError):
+            await replication.complete(group, wait=True)
+    finally:
+        await group.close()
+    assert replication.newest is None

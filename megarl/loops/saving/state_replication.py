@@ -107,7 +107,12 @@ class StateReplication:
         if None in files_of_ranks:
             return
         # From now on the copies outlive the ranks. Only then may they overwrite the copies of the step before.
-        await hold(ranks, files_of_ranks)
+        try:
+            await hold(ranks, files_of_ranks)
+        except OSError:
+            # A rank that ended since its answer has no files left. If so, this call raises the error that names it.
+            await ranks.call("replicated_state.finish", False)
+            raise
         await drop_others([place.agent for place in ranks.places], self._begun.step)
         before, self.newest, self._begun = self.newest, self._begun, None
         if before is not None and before.driver != self.newest.driver:
