@@ -361,7 +361,8 @@ class TrainingEngine(ModelShard):
         losses = [loss for row in rows for loss in losses_of(row)]
         num_tokens = sum(tokens.number for tokens in select(rows, TOKENS))
         # Without a trained token, weight decay and momentum would still move the weights.
-        finite, has_tokens = self._all_and_any(bool(np.isfinite(losses).all()), num_tokens > 0)
+        losses_are_finite = bool(np.isfinite(losses).all())
+        finite, has_tokens = self._all_and_any(losses_are_finite, num_tokens > 0, self._unnormed_gradients_are_finite())
         is_mismatch_exceeded = self._is_mean_above(self.role.max_logprob_gap, rows, MISMATCH)
         strayed = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
         is_spike = self._is_sum_above(limits.loss, rows, LOSS)
@@ -396,10 +397,26 @@ class TrainingEngine(ModelShard):
         )
         return Update(measured, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
 
-    def _all_and_any(self, holds_here: bool, occurs_here: bool) -> tuple[bool, bool]:
-        """Return whether the first flag is True on all ranks, and the second on any rank."""
-        # One collective for both: the host waits for it.
+    def _unnormed_gradients_are_finite(self) -> list[Tensor]:
+        """Return bool [] for each gradient on this rank that Megatron leaves out of the norm: whether it is finite.
+
+        The other gradients show in the norm. These would make weights NaN in an update that counts as good.
+        """
+        # Megatron marks these parameters as shared.
+        parameters: Any = [p for p in self.parameters.values() if p.requires_grad and getattr(p, "shared", False)]
+        return [parameter.main_grad.isfinite().all() for parameter in parameters]
+
+    def _all_and_any(
+        self, holds_here: bool, occurs_here: bool, device_flags: Sequence[Tensor] = ()
+    ) -> tuple[bool, bool]:
+        """Return whether the first flag and all `device_flags` (bool [] on the device) are True on all ranks.
+
+        Also returns whether the second flag is True on any rank.
+        """
+        # One collective for all: the host waits for it. Reading the device's flags here would be a wait each.
         flags = torch.tensor([float(holds_here), -float(occurs_here)], device=self.device)
+        for flag in device_flags:
+            flags[0] *= flag
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
         holds, occurs = flags.tolist()
         return holds == 1, occurs == -1

@@ -78,6 +78,30 @@ def make_sequences() -> list[TrainingSequence]:
     return sequences
 
 
+def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool, bool]:
+    """Update once with a drafter's gradient of NaN: whether it was applied, was seen, and changed weights."""
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size
+    from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.training.training_engine import TrainingEngine
+
+    shape = read_model_shape(recipe.model.path)
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
+
+    def load(tensors: Mapping[str, torch.Tensor]) -> None:
+        safetensors.load(recipe.model.path, layouts[dist.get_rank()], tensors)
+
+    engine = TrainingEngine(recipe, parallel, shape, load)
+    before = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+    [faulty] = [parameter for name, parameter in engine.parameters.items() if name.endswith("drafter.norm.weight")]
+    # Only one rank of two has the fault. The loss stays finite.
+    if dist.get_rank() == 0:
+        faulty.register_hook(lambda gradient: gradient * float("nan"))
+    outcome = engine.update([TokenBatch.from_sequences(make_sequences()[:2])]).outcome
+    is_changed = any(not torch.equal(before[name], parameter) for name, parameter in engine.parameters.items())
+    return outcome.applied, outcome.not_finite, is_changed
+
+
 def updated(recipe: Recipe, parallel: ParallelConfig, num_updates: int) -> dict[str, Any]:
     """One rank's log-probs, then its metrics, gradients and weights of the last update, and the policy's gradients."""
     from megarl.checkpoint import safetensors
@@ -252,3 +276,13 @@ def test_the_drafter_learns_with_a_rate_of_its_own(outcome: Callable[..., dict[s
     assert plain["rates"] == [0.001, 0.01]
     for name, value in plain["weights"].items():
         torch.testing.assert_close(other["weights"][name], value, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_gradient_of_the_drafter_that_is_not_finite_skips_the_update(
+    ranks: RankPool, policy: Path, drafter: Path, distributed: bool
+) -> None:
+    recipe = recipe_of(policy, drafter, 1e-2, distributed_optimizer=distributed)
+    parallel = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1)
+    results = ranks.run(update_with_a_fault, recipe, parallel, world_size=2)
+    assert results == [(False, True, False)] * 2
