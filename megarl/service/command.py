@@ -16,6 +16,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.families.shape import read_model_shape
 from megarl.files.atomic import storage_faults_named
+from megarl.files.folder_lock import FolderLock
 from megarl.loops.models import models_of
 from megarl.loops.stopping import leaving_on_signals
 from megarl.planner.defaults import with_memory_defaults
@@ -173,17 +174,23 @@ def _for_service(recipe: Recipe) -> Recipe:
 
 
 async def run(service: Service, announce: Callable[[str], object]) -> None:
-    """Start the ranks, and serve until a signal arrives. `announce` is called with the URL. Raises StoppedError."""
+    """Start the ranks, and serve until a signal arrives. `announce` is called with the URL.
+
+    Raises StoppedError, or RunFolderLockedError if another service has the folder.
+    """
     recipe = service.recipe
     logs, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
     with storage_faults_named(logs):
         logs.mkdir(parents=True, exist_ok=True)
+        # Two services of one folder would delete each other's models.
+        lock = FolderLock(service.folder / "service", recipe.name)
         # Sessions end with their service, so nobody can ask for the models that an earlier one left here.
         shutil.rmtree(idle_folder, ignore_errors=True)
         idle_folder.mkdir()
     display = Display()
     with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
         async with AsyncExitStack() as stack:
+            stack.callback(lock.release)
             # After the ranks have ended: nobody can ask for these models again.
             stack.callback(shutil.rmtree, idle_folder, ignore_errors=True)
             ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)

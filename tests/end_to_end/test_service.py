@@ -15,6 +15,7 @@ from typing import IO
 import numpy as np
 import pytest
 
+from megarl.types import RunFolderLockedError
 from tests.service.served import check_sampling, run_program
 
 pytestmark = pytest.mark.end_to_end
@@ -71,7 +72,7 @@ def read_url(output: IO[str] | None) -> str:
 
 
 def test_a_program_trains_saves_samples_and_resumes(
-    server: subprocess.Popen[str], tiny_model: Callable[..., Path]
+    server: subprocess.Popen[str], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     url = read_url(server.stdout)
     results = asyncio.run(run_program(url, "supervised", str(tiny_model())))
@@ -82,6 +83,9 @@ def test_a_program_trains_saves_samples_and_resumes(
     assert results["forward"][0] == results["forward"][1]
     folder = str(tiny_model())
     check_sampling(asyncio.run(run_program(url, "sampling", folder, SDK_TOKENIZER=folder)))
+    # A second service of the folder would delete the models of the first.
+    second = subprocess.run(server.args, cwd=tmp_path, capture_output=True, text=True)
+    assert second.returncode == RunFolderLockedError.exit_code, second.stderr
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 75
 
