@@ -22,9 +22,9 @@ from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
-from megarl.types import TrainingSequence
 from tests.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
+from tests.training.uneven_sequences import make_sequences
 
 STEPS, DECAY = 3, 0.8
 SIZES: dict[str, Any] = dict(
@@ -66,20 +66,8 @@ def recipe_of(policy: Path, drafter: Path, rate: float | None, **trainer: Any) -
     )  # fmt: skip
 
 
-def make_sequences() -> list[TrainingSequence]:
-    """Prompts and answers of odd lengths, some with an untrained part, one of two tokens; uneven weights."""
-    random = np.random.default_rng(3)
-    sequences = []
-    for length, prompt in ((13, 4), (2, 1), (21, 1), (9, 8), (17, 5), (6, 2)):
-        mask = np.arange(length) >= prompt
-        mask[7:9] = False
-        weights = (random.uniform(0.2, 1.0, length) / 40).astype(np.float32)
-        sequences.append(TrainingSequence(random.integers(1, 200, length), mask, token_weights=weights))
-    return sequences
-
-
-def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool, bool]:
-    """Update once with a drafter's gradient of NaN: whether it was applied, was seen, and changed weights."""
+def build_engine(recipe: Recipe, parallel: ParallelConfig) -> Any:
+    """This rank's engine, with the weights of the recipe's model."""
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
@@ -91,7 +79,12 @@ def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool,
     def load(tensors: Mapping[str, torch.Tensor]) -> None:
         safetensors.load(recipe.model.path, layouts[dist.get_rank()], tensors)
 
-    engine = TrainingEngine(recipe, parallel, shape, load)
+    return TrainingEngine(recipe, parallel, shape, load)
+
+
+def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool, bool]:
+    """Update once with a drafter's gradient of NaN: whether it was applied, was seen, and changed weights."""
+    engine = build_engine(recipe, parallel)
     before = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
     [faulty] = [parameter for name, parameter in engine.parameters.items() if name.endswith("drafter.norm.weight")]
     # Only one rank of two has the fault. The loss stays finite.
@@ -104,18 +97,7 @@ def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool,
 
 def updated(recipe: Recipe, parallel: ParallelConfig, num_updates: int) -> dict[str, Any]:
     """One rank's log-probs, then its metrics, gradients and weights of the last update, and the policy's gradients."""
-    from megarl.checkpoint import safetensors
-    from megarl.families.shape import padded_vocab_size
-    from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.training_engine import TrainingEngine
-
-    shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
-    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
-
-    def load(tensors: Mapping[str, torch.Tensor]) -> None:
-        safetensors.load(recipe.model.path, layouts[rank], tensors)
-
-    engine = TrainingEngine(recipe, parallel, shape, load)
+    engine = build_engine(recipe, parallel)
     batch = TokenBatch.from_sequences(make_sequences())
     rows = pack(
         batch.lengths,
@@ -123,7 +105,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, num_updates: int) -> dict[
         num_ranks=parallel.dp,
         multiple=parallel.sequence_multiple * parallel.tp,
         rows_multiple=parallel.rows_multiple,
-    )[parallel.coordinates(rank).dp]
+    )[parallel.coordinates(dist.get_rank()).dp]
     own = [batch.select(row) for row in rows]
     logprobs = engine.forward(own)
     metrics = [engine.update(own).metrics for _ in range(num_updates)]

@@ -20,10 +20,10 @@ from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
-from megarl.types import TrainingSequence
 from tests.mtp_layer import MtpOracle
 from tests.rank_pool import RankPool
 from tests.training.invariance import cut_out, join
+from tests.training.uneven_sequences import make_sequences
 
 COEFFICIENT = 0.3
 SIZES: dict[str, Any] = dict(
@@ -77,18 +77,6 @@ def recipe_of(folder: Path, coefficient: float | None, **trainer: Any) -> Recipe
             "optimizer": {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "clip_grad_norm": 0.1},
         }
     )
-
-
-def make_sequences() -> list[TrainingSequence]:
-    """Prompts and answers of odd lengths, one with an untrained part and one of two tokens; uneven weights."""
-    random = np.random.default_rng(3)
-    sequences = []
-    for length, prompt in ((13, 4), (2, 1), (21, 1), (9, 8), (17, 5), (6, 2)):
-        mask = np.arange(length) >= prompt
-        mask[7:9] = False
-        weights = (random.uniform(0.2, 1.0, length) / 40).astype(np.float32)
-        sequences.append(TrainingSequence(random.integers(1, 200, length), mask, token_weights=weights))
-    return sequences
 
 
 def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[str, Any]:
