@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools/bench")]
 
 import report  # noqa: E402
+from item_choice import choose_items  # noqa: E402
 from quarter_items import ITEMS, Item  # noqa: E402
 
 from megarl.files.private_folder import PrivateFolder  # noqa: E402
@@ -169,22 +170,23 @@ class Quarter:
 
     def _choose(self) -> list[Item]:
         """Return the next items of one program that fit in the call, in the order of the list."""
-        size, seconds, items = self._options.size, 0.0, list[Item]()
-        for item in self._pending:
-            if items and item.program is not items[0].program:
-                continue
-            needed = item.seconds[size] + (0.0 if items else item.program.start_seconds[size])
-            if seconds + needed <= self._clock.seconds_left:
-                items.append(item)
-                seconds += needed
-        return items
+        clock = self._clock
+        return choose_items(
+            self._pending,
+            self._options.size,
+            call_seconds=clock.seconds_left,
+            budget_seconds=clock.left_in_budget,
+            end_seconds=END_SECONDS,
+        )
 
     def _reason_without_time(self, item: Item) -> str:
         size = self._options.size
         needed = item.seconds[size] + item.program.start_seconds[size]
         if needed > self._clock.left_in_budget:
             return f"it usually takes {needed:g} s, {max(self._clock.left_in_budget, 0):.0f} s of --budget are left"
-        return f"it usually takes {needed:g} s, {max(self._clock.seconds_left, 0):.0f} s of --call-limit are left"
+        if needed > self._clock.seconds_left:
+            return f"it usually takes {needed:g} s, {max(self._clock.seconds_left, 0):.0f} s of --call-limit are left"
+        return f"it usually takes {needed:g} s, and what is left of --budget is reserved for items of more value"
 
     def _run_program(self, items: Sequence[Item]) -> None:
         """Run the program of some items until its end, or until an item exceeds its limit."""

@@ -78,7 +78,8 @@ ITEMS = (
     Item("update_fp8", UPDATES, "the gain of FP8", {"h200": 25, "tiny": 10}, "trains in FP8 by Transformer Engine"),
     Item("whole_steps", RUN, "the whole step, and the terms of the memory plan", {"h200": 100, "tiny": 60}),
     Item("profiled_rollouts", RUN, "whether the host or the GPU bounds decoding", {"h200": 40, "tiny": 20}),
-    Item("driver_and_vllm", RUN, "the driver's speed against vllm.LLM", {"h200": 100, "tiny": 60}),
+    # 60 s for vllm.LLM to start, and twelve rounds of 69,000 tokens at the 16,800 tokens/s that were measured.
+    Item("driver_and_vllm", RUN, "the driver's speed against vllm.LLM", {"h200": 110, "tiny": 60}),
     Item("fp8_engine", FP8_ENGINE, "the gain of FP8 weights and cache", {"h200": 25, "tiny": 20}),
     Item("rank_starts", STARTS, "a rank's start in a recovery", {"h200": 90, "tiny": 120}),
     gpu_tests("prefix_trees", "tree", "attention over trees of prefixes", "compiles kernels of the GPU", 30),

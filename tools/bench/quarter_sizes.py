@@ -61,7 +61,7 @@ SIZES = {
         profile_requests=(256, 32),
         profile_tokens=64,
         driver_requests=256,
-        driver_new_tokens=768,
+        driver_new_tokens=384,
         start_shape="qwen3-0.6b",
     ),
     "tiny": Size(
