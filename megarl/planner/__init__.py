@@ -1,7 +1,6 @@
-"""The planner: predicted memory and seconds of a recipe, and the one search over changed recipes.
+"""Predict the memory and the seconds of a training step before a run starts, and search for a better recipe.
 
-`memory` predicts bytes by phase and `seconds` the time of a step. `judge` says whether a recipe fits its GPUs. `search`
-is the search by moves: `remedies` make a recipe fit, `defaults` fill in fields that it leaves out, and `layouts` finds
-its fastest layouts. `verdict` is what `megarl plan` prints. `sizes` and `model_sizes` are the rules that searches obey.
-No torch is used.
+`memory` predicts bytes and `seconds` predicts times. `judge` says whether a recipe fits its GPUs. `remedies` make a
+recipe fit, `defaults` fill in fields that the recipe leaves out, and `layouts` finds the fastest parallel sizes. All
+three use `search`. `verdict` is what `megarl plan` prints. No module imports torch.
 """

@@ -1,4 +1,4 @@
-"""Choice of what a reshard sends to the engines in a run with LoRA: adapters alone, or merged weights."""
+"""Chooses what a LoRA run sends to its engines after each update: the adapters alone, or merged weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SYNC = "lora.sync"
 
 
 class Objection(NamedTuple):
-    """A reason why engines cannot receive adapters. `remedy` is an alternative to merged weights; "": there is none."""
+    """A reason why engines cannot receive adapters. `remedy` names a change that removes the reason; "": none."""
 
     reason: str
     remedy: str = ""
@@ -61,10 +61,11 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
 
 
 def with_chosen_sync(recipe: Recipe, *, is_trained: bool = True) -> Recipe:
-    """Return the recipe with a choice in place of `lora.sync: auto`: adapter without any objection, else merged.
+    """Return the recipe with a value in place of `lora.sync: auto`: `adapter` if nothing speaks against it, else
+    `merged`.
 
-    The recipe is returned unchanged if it has no adapters, or if the model cannot be read, which checks report. Engines
-    that are not trained (`is_trained` False) have merged weights: they load an exported model.
+    A recipe without adapters is returned unchanged. So is a recipe whose model cannot be read; checks report that.
+    `is_trained` False: only engines start. They load an exported model, so `merged` is chosen.
     """
     if recipe.lora.sync != "auto" or not recipe.lora.rank or not recipe.has_engine:
         return recipe
@@ -78,7 +79,7 @@ def with_chosen_sync(recipe: Recipe, *, is_trained: bool = True) -> Recipe:
 
 
 def explain_sync(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line with the reason if `with_chosen_sync` chose merged weights for the recipe `written`."""
+    """Yield a line with the reason why `with_chosen_sync` chose merged weights for the recipe `written`."""
     if written.lora.sync == "auto" and completed.lora.sync == "merged":
         shape = planned_shape(completed.model.folder, completed.model.override_config)
         if reason := _first_reason(completed, shape):

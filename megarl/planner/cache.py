@@ -1,4 +1,4 @@
-"""Size of the engines' KV cache: the least that a longest sequence needs, and the default, the rest of a GPU."""
+"""Sizes of an engine's KV cache in GiB: the smallest that holds a longest sequence, and the default."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def is_cache_given(recipe: Recipe) -> bool:
 
 
 def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
-    """Return the default size of one rank's KV cache in GiB: the GPU memory left over by the run, minus a margin.
+    """Return the default KV cache of a rank in GiB: the GPU memory that the run leaves, minus a margin.
 
-    It is at least the size needed by the longest possible sequence.
+    It is never smaller than the longest possible sequence needs.
     """
     least = least_cache_gib(recipe, judge.models.policy.shape)
     # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
@@ -41,8 +41,7 @@ def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """Return the size in GiB, rounded down to tenths, of the largest KV cache for which engine ranks need at most
-    `limit_gib`.
+    """Return the largest KV cache in GiB, rounded down to tenths, at which engine ranks need at most `limit_gib`.
 
     It is negative if no cache fits.
     """
@@ -52,13 +51,13 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
 
 
 def block_tokens(recipe: Recipe) -> int | None:
-    """Return the number of tokens in one KV cache block. None: `block_size` is not a positive whole number."""
+    """Return the tokens of one block of the KV cache. None: `rollout.vllm.block_size` is not a positive integer."""
     block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
     return block if isinstance(block, int) and block >= 1 else None
 
 
 def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) -> int:
-    """Return the bytes of a rank's KV cache for one sequence, plus one block reserved by vLLM."""
+    """Return the bytes of a rank's KV cache for one sequence of `tokens`, and for one block that vLLM reserves."""
     rollout = recipe.rollout
     # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
@@ -70,9 +69,9 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
 
 
 def gib_text(size: int) -> str:
-    """Format bytes as a number of GiB, rounded up to three decimals (below 0.1: to three significant digits).
+    """Format bytes as GiB, rounded up to three decimals (below 0.1: to three significant digits).
 
-    A KV cache of the printed size is therefore never too small.
+    Rounding up: a KV cache of the printed size must hold the bytes.
     """
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:

@@ -1,4 +1,4 @@
-"""Defaults that memory decides: offloading, recomputation, KV cache, rows without gradients, logits, recovery."""
+"""Recipe fields whose defaults depend on GPU memory: offload, recomputation, KV cache, row length, logits, recovery."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ KEEP_LOGITS = "trainer.keep_logits"
 
 
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
-    """Return the recipe with the fields that it leaves out and the memory of its GPUs decides.
+    """Return the recipe with values for the fields that it leaves out and whose defaults depend on memory.
 
-    They are the offloaded states, the recomputed activations, the KV cache, the row length of passes without gradients,
-    whether updates keep their logits, and the recovery from copies in host memory. A later check tests whether all
-    fits. These fields are unchanged if the memory cannot be predicted, or if the recipe starts (`is_start`) on a CPU.
-    `is_trained` False: only engines start, on all ranks. A choice also replaces `lora.sync: auto`, because it decides
-    the memory of the engines.
+    The fields: offloaded states, recomputed activations, size of the KV cache, row length of passes without gradients,
+    kept logits, recovery from copies in host memory, and `lora.sync: auto`. A later check tests whether the whole run
+    fits.
+
+    Except for `lora.sync`, the recipe is returned unchanged if its memory cannot be predicted, or if it starts
+    (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
     """
     recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
@@ -75,7 +76,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
 
 
 def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
-    """Return whether updates of a recipe that keeps logits can do so, and leave `MARGIN_GIB` of each GPU."""
+    """Return whether an update with `trainer.keep_logits` leaves at least `MARGIN_GIB` of each GPU."""
     if unmet(recipe, KEEP_LOGITS) is not None:
         return False
     return not any(
@@ -84,14 +85,13 @@ def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
 
 
 def _make_judge(recipe: Recipe) -> MemoryJudge | None:
-    """Return the judge of a recipe's memory. None: it cannot be predicted."""
     if (gpus := gpu_memory(recipe)) is None or (models := planned_models(recipe)) is None:
         return None
     return MemoryJudge(models, gpus)
 
 
 def _sets_field(recipe: Recipe, field: str) -> bool:
-    """Return whether the recipe sets the offloaded states, or the recomputed activations."""
+    """Return whether the recipe sets `trainer.offload` or `trainer.recompute`, or passes the latter to Megatron-Core."""
     trainer = recipe.trainer
     if field == _RECOMPUTE and not reserved_settings("recompute").keys().isdisjoint(trainer.megatron):
         return True
@@ -99,10 +99,11 @@ def _sets_field(recipe: Recipe, field: str) -> bool:
 
 
 def with_chunk_tokens(recipe: Recipe) -> Recipe:
-    """Return the recipe with the chunk of tokens for log-probs that ranks choose, the least of policy and teachers.
+    """Return the recipe with the number of tokens whose logits are computed at once.
 
-    It is for printing: a run leaves the field out, so that each model chooses for its own sizes. The recipe is returned
-    unchanged if it sets the field or has no log-probs, or if its models cannot be read.
+    The number is the smallest over the policy and its teachers. It is for printing: in a run each model chooses its
+    number. The recipe is returned unchanged if it sets the field, computes no log-probs, or has a model that cannot be
+    read.
     """
     if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
         return recipe
@@ -117,9 +118,7 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
 
 
 def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line with the reason for each field that `with_memory_defaults` or `with_chunk_tokens` added to the
-    recipe `written`.
-    """
+    """Yield a line with the reason for each field that this module added to the recipe `written`."""
     yield from explain_sync(written, completed)
     fields = [
         field for field in (_OFFLOAD, _RECOMPUTE) if _sets_field(completed, field) and not _sets_field(written, field)
@@ -146,16 +145,16 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prediction:
-    """Memory predicted for a recipe with one choice of offloading and recomputation."""
+    """Predicted memory of a recipe with one choice of offload and recomputation."""
 
     fullest: Phase
-    """The phase that leaves least of its GPU."""
+    """Phase that leaves the least memory of its GPU."""
     free_gib: float
-    """GiB that this phase leaves."""
+    """GiB of the GPU that `fullest` leaves."""
     requests: int
-    """Concurrent requests that the KV cache holds at their expected length, at most those of a step."""
+    """Concurrent requests of expected length that fit into the KV cache, at most `wanted_requests`."""
     wanted_requests: int
-    """Concurrent requests of a step. 0: the recipe sets the size of the KV cache, so it is no reason for a choice."""
+    """Concurrent requests of a training step. 0: the recipe sets the size of the KV cache."""
 
     @property
     def is_enough(self) -> bool:
@@ -163,12 +162,15 @@ class _Prediction:
 
     @property
     def gib_within_margin(self) -> float:
-        """Return the free memory, at most the margin: more is no reason for a choice."""
+        """Return `free_gib`, at most the margin: memory above the margin is no reason for a choice."""
         return min(self.free_gib, MARGIN_GIB)
 
 
 def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
-    """Return the score of a choice: the cheapest that is enough, else most free memory, then the largest KV cache."""
+    """Return the sort key of a choice.
+
+    The cheapest sufficient choice comes first. Insufficient ones follow by free memory, then by size of the KV cache.
+    """
     prediction = change.outcome
     if prediction.is_enough:
         return False, change.choice.cost
@@ -177,17 +179,16 @@ def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Savings:
-    """Chooses the least offloading and recomputation of a recipe that leave 8 GiB of each GPU.
+    """Chooses the least offload and recomputation that leave `MARGIN_GIB` of each GPU.
 
-    A KV cache that the recipe leaves out must also hold all concurrent requests of a step. If no choice is enough, the
-    one with the most free memory counts, then the one with the largest cache.
+    If the recipe leaves out the size of the KV cache, the cache must also hold all concurrent requests of a step.
     """
 
     recipe: Recipe
     judge: MemoryJudge
 
     def choose(self) -> Recipe:
-        """Return the recipe with values for those of both fields that it leaves out."""
+        """Return the recipe with values for `trainer.offload` and `trainer.recompute` where it leaves them out."""
         # Offloading costs seconds of a step, recomputation a share of the training time: so it is tried last.
         costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
         moves = [
@@ -204,7 +205,7 @@ class _Savings:
         return ranking.changes[0].recipe
 
     def explain(self, field: str, completed: Recipe) -> str:
-        """Return why a field of the completed recipe has its value: what the next cheaper one would leave."""
+        """Return in words why a field of the completed recipe has its value: what the next cheaper value would leave."""
         choices = self._list_values(field)
         place = next(
             place
@@ -226,20 +227,20 @@ class _Savings:
         )
 
     def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
-        """Return the fullest phase that a field changes: of updates, or for offloading of all others."""
+        """Return the fullest phase whose memory a field changes: updates for recomputation, all others for offload."""
         table = self.judge.predict(recipe)
         phases = [phase for phase in table.phases if (phase.metric == "train") == (field == _RECOMPUTE)]
         return min(phases, key=self.judge.free_gib)
 
     def _list_values(self, field: str) -> list[dict[str, Any]]:
-        """Return the values that a field may get, cheapest first, with those of the fields that depend on it."""
+        """Return the possible values of a field, cheapest first, each with the fields that depend on it."""
         if field == _OFFLOAD:
             return [{_OFFLOAD: states} for states in offloads(self.recipe)]
         choices = [choice.values for choice in recomputations(self.recipe, self.judge.models.policy.shape)]
         return [values for values in choices if self._can_recompute(values)]
 
     def _can_recompute(self, values: Mapping[str, Any]) -> bool:
-        """Return whether this machine's libraries can recompute the modules that these values choose."""
+        """Return whether this machine's libraries can recompute the modules named in these values."""
         # The check yields refusals. A later check of the whole recipe would refuse these values as well.
         refusals = model_sizes.recomputed_modules_fit(
             with_field_values(self.recipe, values), self.judge.models.policy.shape
@@ -262,7 +263,7 @@ class _Savings:
 
     @cached_property
     def _request_tokens(self) -> float:
-        """Return the expected tokens of a request while it is decoded, by the lengths that `--search` assumes."""
+        """Return the expected tokens of a request while it is decoded, with the lengths that `--search` assumes."""
         lengths = [
             assumed_lengths(
                 limit=source.recipe.rollout.sampling.max_new_tokens,
@@ -274,7 +275,7 @@ class _Savings:
 
 
 def _format_left(free_gib: float, leaves: str, takes: str) -> str:
-    """Return in words how much of a GPU a phase leaves, or takes in excess. `leaves` and `takes` are the verbs."""
+    """Return in words the GPU memory that a phase leaves, or exceeds. `leaves` and `takes` are the verbs."""
     if free_gib < 0:
         return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
     return f"{leaves} {free_gib:.1f} GiB of a GPU"
@@ -287,7 +288,7 @@ def _format_field(recipe: Recipe, field: str) -> str:
 
 
 def _engines_alone(policy: Built) -> Built:
-    """Return a recipe in which engines own all ranks, as in `megarl eval`."""
+    """Return the policy with parallel sizes for engines on all ranks, as `megarl eval` starts them."""
     parallel = policy.parallel
     engines = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
     return Built(policy.shape, replace(engines, rollout_ranks=parallel.num_ranks))

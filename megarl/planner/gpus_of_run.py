@@ -1,4 +1,4 @@
-"""GPUs of a run: their memory and kind, as the recipe names them or this machine has them."""
+"""Memory and kind of a run's GPUs, as named in the recipe or installed in this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
 
 NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
-"""End of a message about unknown GPU memory: what to set."""
+"""End of each message about unknown GPU memory."""
 
 
 def gpu_gib(recipe: Recipe) -> float | None:
@@ -22,8 +22,7 @@ def gpu_gib(recipe: Recipe) -> float | None:
 
 
 def gpu_kind(recipe: Recipe) -> str | None:
-    """Return the kind of the trainer's GPUs, for example h200: from the recipe, else from this machine. None:
-    unknown."""
+    """Return the kind of the trainer's GPUs (`h200`), named by the recipe or found in this machine. None: unknown."""
     if isinstance(named_kind := recipe.cluster.gpu_memory_gib, str):
         return named_kind
     names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
@@ -47,11 +46,11 @@ def ranks_on_cpu(recipe: Recipe) -> bool:
 
 
 def uses_this_machine(recipe: Recipe) -> bool:
-    """Return whether the run uses this machine's GPUs. On a login node it does not."""
+    """Return whether the run uses this machine's GPUs. False on a login node of a cluster."""
     # Slurm sets SLURMD_NODENAME on a job's nodes only.
     return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
 def platform_here(recipe: Recipe) -> Platform:
-    """Return the device of the recipe's ranks if they start on this kind of machine."""
+    """Return whether ranks that start on this machine run on GPUs or on CPUs."""
     return CPU if ranks_on_cpu(recipe) else GPU

@@ -1,4 +1,4 @@
-"""The one judge of a changed recipe's memory on GPUs: its prediction, and whether each phase fits its GPU."""
+"""Decides whether the predicted memory of a changed recipe fits its GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryJudge:
-    """Predicts the memory of changed recipes. `models` have the changed recipes' parallel sizes."""
+    """Predicts the memory of changed recipes and compares it with their GPUs.
+
+    `models` must have the parallel sizes of the changed recipes.
+    """
 
     models: Models
     gpus: GpuMemory
@@ -27,15 +30,15 @@ class MemoryJudge:
         return memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine, stages=self.stages)
 
     def free_gib(self, phase: Phase) -> float:
-        """Return the GiB that a phase leaves of its GPU. It is negative if the phase does not fit."""
+        """Return the GiB of its GPU that a phase leaves. Negative: the phase does not fit."""
         return self.gpus.gib_for(phase) - phase.device_bytes / _GIB
 
     def overfull_phases(self, table: MemoryTable, *, margin_gib: float = 0.0) -> list[Phase]:
-        """Return the phases that need more than their GPU has without a margin."""
+        """Return the phases that need more than the memory of their GPU minus `margin_gib`."""
         return [phase for phase in table.phases if phase.device_bytes > (self.gpus.gib_for(phase) - margin_gib) * _GIB]
 
     def accept(self, recipe: Recipe) -> MemoryTable | None:
-        """Return the predicted memory of a recipe that fits. None: it does not."""
+        """Return the predicted memory of a recipe that fits, or None for one that does not fit."""
         table = self.predict(recipe)
         return None if self.overfull_phases(table) else table
 

@@ -1,6 +1,6 @@
 """Rules about sizes and the model: parallel sizes, FP8 blocks, linear attention, recomputed modules.
 
-The planner's searches obey these rules, and `preflight.model.model_sizes` checks each recipe by them.
+The planner's searches propose only recipes that obey them. `preflight.model.model_sizes` checks each recipe by them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM 0.30 pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Values of trainer.recompute_modules that need Transformer Engine: Megatron-Core frees the outputs of these modules,
-and its own layers cannot."""
+"""Values of trainer.recompute_modules that need Transformer Engine. Megatron-Core frees the outputs of these modules,
+and its own layers cannot do that."""
 
 
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
+    """Yield errors of parallel sizes that do not divide the model. `is_sampled`: the recipe's engines are checked too."""
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
@@ -90,7 +91,7 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of parallel sizes that linear attention does not support."""
+    """Yield errors of parallel sizes that the model's linear attention does not support."""
     linear, trainer = shape.linear_attention, recipe.trainer
     if linear is None:
         return
@@ -106,7 +107,7 @@ def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of trainer.recompute_modules: parts that the model or this machine's libraries do not have."""
+    """Yield errors of trainer.recompute_modules that the model or this machine's libraries do not have."""
     trainer = recipe.trainer
     if trainer.recompute != "selective":
         return
@@ -129,10 +130,10 @@ def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, *, vocabulary: int) -> list[str]:
-    """Return the model's sizes (heads, channels, ...) that a tensor-parallel size does not divide.
+    """Return in words the model's sizes (heads, channels, ...) that the tensor-parallel size `tp` does not divide.
 
-    Experts are left out if they are not split. `vocabulary` is the padded size of the vocabulary, or 0 if the padding
-    depends on `tp`.
+    `whole_experts`: experts are not split, so their channels are not checked. `vocabulary`: padded rows of the
+    vocabulary; 0 if the padding depends on `tp`.
     """
     sizes = [(shape.num_heads, "attention heads"), (vocabulary, "rows of the vocabulary, padded as vLLM does")]
     if shape.has_dense_layers:

@@ -20,13 +20,13 @@ from megarl.types import DataError
 
 
 def models_of(recipe: Recipe, parallel: ParallelConfig) -> Models:
-    """Return the models of a recipe, as needed to predict memory. Raises DataError for an invalid config.json."""
+    """Return the models of a recipe with these parallel sizes. Raises DataError for an invalid config.json."""
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     return read_models(recipe, shape, parallel, sizes.parallel_of(recipe.for_teachers))
 
 
 def planned_models(recipe: Recipe) -> Models | None:
-    """Return the models of a recipe. None: its memory cannot be predicted, for a reason that checks report."""
+    """Return the models of a recipe. None: memory cannot be predicted. Checks report the reason."""
     if any(sizes.ranks(recipe)):
         return None
     try:
@@ -37,7 +37,7 @@ def planned_models(recipe: Recipe) -> Models | None:
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each model whose folder is not on this machine. A built-in table gives its sizes."""
+    """Yield a notice for each model that is not on this machine and whose sizes come from a built-in table."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield (
@@ -47,22 +47,24 @@ def not_downloaded(recipe: Recipe) -> Iterator[str]:
 
 
 def table_of(recipe: Recipe, parallel: ParallelConfig) -> MemoryTable:
-    """Return a recipe's predicted memory by phase, for GPUs if the recipe or this environment has any, else for
-    CPUs."""
+    """Return a recipe's predicted memory by phase.
+
+    It is for GPUs if the recipe or this environment has any, else for CPUs.
+    """
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not ranks_on_cpu(recipe)
     return memory_table(recipe, models_of(recipe, parallel), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
-    """Return the predicted bytes of the rank with most memory, keyed by the phases in the metrics memory/PHASE_gib."""
+    """Return the predicted bytes of the fullest rank, keyed by PHASE of the metrics memory/PHASE_gib."""
     return _table_here(recipe, models_of(recipe, sizes.parallel_of(recipe))).bytes_by_metric()
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
-    """Return the predicted bytes of host memory of one rank on GPUs, keyed by the kind of rank (trainer, engine).
+    """Return the predicted host memory of a rank on GPUs, by kind of rank.
 
-    None: the recipe cannot be planned, or its ranks run on CPUs, which `resource_warnings` covers.
+    None: memory cannot be predicted, or ranks run on CPUs. `resource_warnings` covers CPUs.
     """
     if ranks_on_cpu(recipe) or (models := planned_models(recipe)) is None:
         return None
@@ -70,6 +72,6 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
 
 
 def _table_here(recipe: Recipe, models: Models) -> MemoryTable:
-    """Return a recipe's predicted memory by phase, for ranks on this machine's kind of device."""
+    """Return a recipe's predicted memory by phase, on this machine's kind of device."""
     gpus = gpu_memory(recipe)
     return memory_table(recipe, models, platform_here(recipe), gpu_gib=gpus and gpus.engine)

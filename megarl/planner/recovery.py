@@ -1,4 +1,4 @@
-"""Recovery from lost ranks: its default by the host memory of a node, and the cost of a loss."""
+"""Recovery from lost ranks: its default by the host memory of a node, and the steps that a loss costs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megarl.platform.memory.host_memory import machine_bytes
 
 RECOVER, REPLICATE = "cluster.recover", "checkpoint.replicate"
 _HOST_SHARE = 0.75
-"""Share of a node's host memory for ranks with copies: data, rewards and sandboxes need the rest."""
+"""Share of a node's host memory that ranks with copies may take. Data, rewards and sandboxes need the rest."""
 _STEPS_WITHOUT_SAMPLING = 10
-"""Default of checkpoint.replicate in loops without sampling: their steps are short, and each copy takes bandwidth of
-the host. Steps with sampling take tens of seconds, so each of them is copied."""
+"""Default of checkpoint.replicate in loops without sampling. Their steps are short, and each copy takes bandwidth of
+the host. Steps with sampling take tens of seconds, so every step is copied."""
 
 
 def leaves_recovery_open(recipe: Recipe) -> bool:
-    """Return whether a recipe leaves out cluster.recover or checkpoint.replicate, and the run could recover.
+    """Return whether a recipe leaves out cluster.recover or checkpoint.replicate, and could recover.
 
-    The run's nodes must be like this machine, because the memory of other machines is unknown. Runs on a CPU are short.
+    The run must use this machine's GPUs, because the host memory of other nodes is unknown.
     """
     return bool(_open_fields(recipe)) and recipe.train.steps != 0 and uses_this_machine(recipe)
 
 
 def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
-    """Return the recipe with a recovery from copies in host memory, if a node has memory for them.
+    """Return the recipe with a recovery from copies in host memory, if a node has memory for the copies.
 
-    Fields of the recipe keep their values. The recipe is returned unchanged without enough memory.
+    Fields that the recipe sets are unchanged.
     """
     # The prediction includes the copies only for a recipe that asks for them.
     changed = with_field_values(recipe, _open_fields(recipe))
@@ -39,9 +39,9 @@ def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
 
 
 def _open_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the missing fields of a recovery from copies, with their values.
+    """Return values for the fields of a recovery that the recipe leaves out.
 
-    It is empty if another field of the recipe rules such a recovery out.
+    Empty: another field rules such a recovery out.
     """
     # A written value may equal the default. It is still the user's choice.
     sets_recover = "recover" in recipe.cluster.model_fields_set
@@ -57,7 +57,7 @@ def _open_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line for each field added by `with_recovery` to the recipe `written`."""
+    """Yield a line for each field that `with_recovery` added to the recipe `written`."""
     share = f"the copies fit into {_HOST_SHARE:.0%} of a node's memory"
     if completed.cluster.recover != written.cluster.recover:
         yield f"{RECOVER} = {completed.cluster.recover} by default: {share}"
@@ -66,7 +66,7 @@ def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 
 def describe_loss(recipe: Recipe) -> str:
-    """Return in words the effect of the loss of a trainer's rank or node, and its cost in steps."""
+    """Return in words what happens when a trainer's rank or node is lost, and the steps that it costs."""
     checkpoint, recover = recipe.checkpoint, recipe.cluster.recover
     outcomes = {
         "stop": "the run ends",

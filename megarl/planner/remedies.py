@@ -1,4 +1,4 @@
-"""Changes of a recipe that make its run fit into GPU memory, cheapest first: searches with tables of moves."""
+"""Changes of a recipe with which its run fits into GPU memory, cheapest first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CACHE, _SHARE = "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"
 
 
 def moves_to_fit(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
-    """Return the moves that save GPU memory on the same ranks.
+    """Return the changes that save GPU memory on the same ranks.
 
     Offloading costs seconds of each step. A smaller KV cache, shorter rows and recomputation (a third of the training
     time) cost more.
@@ -112,7 +112,7 @@ def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
 
 
 def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
-    """Return the largest KV cache (in GiB, or as a share of the GPU) that fits during sampling. None: no value fits."""
+    """Return the largest KV cache that fits while engines sample, in GiB or as a share of the GPU. None: none fits."""
     table = judge.predict(recipe)
     sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     engine_gib = judge.gpus.engine
@@ -135,8 +135,8 @@ def remedies(
 ) -> list[dict[str, Any]]:
     """Return the cheapest changes with which the recipe fits, as values by field.
 
-    `before` are changes made in any case. Each change is enough by itself, and none of its fields can be left out. If
-    none fits, the search is repeated with the optimizer on the host.
+    `before` are changes made in any case. Each change is enough by itself, and needs all of its fields. If none is
+    enough, the search is repeated with the optimizer on the host.
     """
     first = dict(before or {})
     changed = with_field_values(recipe, first)
@@ -166,8 +166,7 @@ def _changes_more_than_needed(choice: Choice, accepted: Sequence[Choice]) -> boo
 
 
 def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the field values that move the optimizer to the host, the most expensive change. None: this is impossible,
-    or the optimizer is there already."""
+    """Return the field values that move the optimizer to the host. None: impossible, or it is there already."""
     trainer = recipe.trainer
     if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
         return None
@@ -179,7 +178,7 @@ def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
-    """Return a doubled parallel size or number of nodes making the recipe fit, with one more change if needed."""
+    """Return a doubled parallel size or number of nodes with which the recipe fits, with one more change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
     # Ordered by cost: engines first, then trainer sizes on the same nodes, then more nodes.
@@ -215,7 +214,10 @@ def _size_faults(recipe: Recipe, models: Models) -> Iterator[str]:
 
 
 def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
-    """Return changes enlarging the KV cache until it holds the longest possible request. None: its default size."""
+    """Return changes with which the KV cache holds the longest possible request.
+
+    A value of None for the cache's size: leave the field out, its default is enough.
+    """
     share = recipe.rollout.gpu_memory_utilization
     if share is not None:
         # The smallest share, in hundredths.
@@ -242,7 +244,7 @@ def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str,
 
 
 def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> list[dict[str, Any]]:
-    """Return the change to the smallest sufficient KV cache on CPUs. Empty: a node's ranks would exceed its memory."""
+    """Return the change to the smallest sufficient KV cache on CPUs. Empty: it exceeds a node's memory."""
     values = {_CACHE: least_cache_gib(recipe, models.policy.shape)}
     changed = with_field_values(recipe, values)
     table = memory_table(changed, models, CPU)

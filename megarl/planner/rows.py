@@ -1,4 +1,4 @@
-"""Row lengths within the memory of a GPU: of updates, and of passes without gradients."""
+"""Longest rows (packed microbatches) that fit into a GPU: of updates, and of passes without gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from megarl.planner.search import greatest, with_field_values
 
 _GIB = 2**30
 _LONGEST_FORWARD = 8
-"""Greatest row length of a pass without gradients, in row lengths of an update. Longer rows save no more time, and
+"""Greatest row length of a pass without gradients, divided by that of an update. Longer rows save no more time, and
 fewer rows are harder to balance over ranks."""
 
 
 def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
-    """Return the greatest row length, below the present one, with which training fits. None: it could not hold a
-    sample."""
+    """Return the greatest row length in tokens, below the present one, at which training fits. None: even a row of one
+    sample does not fit.
+    """
     multiple = _row_step(recipe, judge.models)
     shortest = -(-(max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)) // multiple)
 
@@ -31,10 +32,10 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
 
 def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
-    """Return the greatest row length at which a pass without gradients needs no more memory than an update.
+    """Return the greatest row length in tokens at which a pass without gradients needs no more memory than an update.
 
-    None: rows stay as long as those of an update. This happens if no longer row fits, without such passes, and with
-    pipeline stages. Longer rows are fewer rows, which leave pipeline stages idle.
+    None: rows stay as long as those of an update. This is so if no longer row fits, without such passes, and with
+    pipeline stages: longer rows are fewer, and leave stages idle.
     """
     if judge.models.policy.parallel.pp > 1:
         return None
@@ -53,7 +54,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
 
 def _row_step(recipe: Recipe, models: Models) -> int:
-    """Return the number of tokens of which a row length is a multiple."""
+    """Return the number of tokens of which each row length is a multiple."""
     parallel = models.policy.parallel
     multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `planner.sizes.row_multiple`.

@@ -1,4 +1,4 @@
-"""Choices of a recipe that save GPU memory, cheapest first: states moved to host memory, and recomputed activations."""
+"""Choices that save GPU memory, cheapest first: states that are offloaded, activations that are recomputed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.families.shape import ModelShape
 _STATES = ("optimizer", "gradients", "parameters")
 """Trainer states that may be offloaded, in the order in which recipes write them."""
 _CHEAPEST_FIRST = ("gradients", "optimizer", "parameters")
-"""The same states by cost. Gradients are dropped and come back as zeros. The others are copied to the host and back.
-The parameters come back twice in a step, because a reshard needs them too."""
+"""The same states, cheapest first. Gradients are dropped and come back as zeros. The others are copied to the host and
+back. Parameters come back twice in a step, because a reshard needs them too."""
 
 
 class Recomputation(NamedTuple):
-    """Recomputed parts of a layer, by the values of two recipe fields."""
+    """Values of `trainer.recompute` and `trainer.recompute_modules`."""
 
     recompute: str
     modules: tuple[str, ...] = ()
@@ -30,19 +30,17 @@ class Recomputation(NamedTuple):
 
     @property
     def attention_share(self) -> float:
-        """Return the share of attention layers that are computed again."""
         return float(self.recompute == "full")
 
     @property
     def feed_forward_share(self) -> float:
-        """Return the share of feed-forward layers that are computed again."""
         # An activation function alone costs no matrix product.
         has_products = self.recompute == "selective" and any(module in ("mlp", "moe") for module in self.modules)
         return float(self.recompute == "full" or has_products)
 
 
 def recomputations(recipe: Recipe, shape: ModelShape) -> list[Recomputation]:
-    """Return the choices of recomputation, without those that router replay excludes."""
+    """Return the possible recomputations, least first, without those that router replay excludes."""
     replays = recipe.trainer.router_replay
     choices = [Recomputation("none")]
     if shape.has_dense_layers:
@@ -68,5 +66,5 @@ def offloads(recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def in_written_order(states: Collection[str]) -> tuple[str, ...]:
-    """Return states in the order in which recipes write them, so that equal choices are equal tuples."""
+    """Return states in the order of recipes, so that equal choices are equal tuples."""
     return tuple(state for state in _STATES if state in states)

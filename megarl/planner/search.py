@@ -1,7 +1,7 @@
-"""The search over changed recipes. Remedies, defaults, cache sizes and layouts are searches by it.
+"""The one search over changed recipes, used for remedies, defaults, cache sizes and layouts.
 
-A `Move` is a row of a table: a recipe field, its alternatives, their cost, and the row's condition. `list_choices`
-combines moves. `search` judges the choices and returns the best ones by their score.
+A `Move` is a row of a table: a recipe field, its alternatives, their cost, and a condition. `list_choices` combines
+moves. `search` judges the choices and returns the best ones by their score.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _SHRINK_COST = 4.0
 
 
 class Fitted(NamedTuple):
-    """Placeholder for a field's value, which is found for the recipe with all earlier changes."""
+    """Placeholder for a value that depends on all other changes of a choice."""
 
     find: Callable[[Recipe], Any | None]
-    """Returns the value. None: no value fits, so the choice is impossible."""
+    """Returns the value for the recipe with the other changes. None: no value fits, so the choice is impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A change of a recipe field, with the fields that change together with it."""
+    """A change of a recipe field, with the fields that must change together with it."""
 
     field: str
     values: Sequence[Mapping[str, Any]]
@@ -36,30 +36,31 @@ class Move:
     cost: float = 0.0
     """Cost of the first alternative. Costs have no unit; they order the choices of one search."""
     step: float = 0.0
-    """Further cost of each later alternative."""
+    """Additional cost of each later alternative."""
     shrinks: bool = False
     """Whether the new value is a smaller number. It costs more, the more the number loses."""
     condition: bool = True
-    """Whether the move is possible in the searched recipe and has an effect there."""
+    """Whether the move is possible in this recipe and has an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One alternative of some moves."""
+    """One alternative of each of some moves."""
 
     values: Mapping[str, Any]
     cost: float = 0.0
     """Cost, without that of numbers that shrink."""
     shrinking: tuple[str, ...] = ()
+    """Fields whose value becomes a smaller number."""
 
     @property
     def key(self) -> frozenset[str]:
-        """Return the changed fields. The best of all choices with equal keys is found."""
+        """Return the changed fields. A search returns the best of all choices with equal keys."""
         return frozenset(self.values)
 
 
 class _Choice(Protocol):
-    """A choice of a search: the moved fields, and the key by which it competes with others."""
+    """What `search` needs to know of a choice: the changed fields, and a key. Of equal keys the best choice counts."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...
@@ -73,11 +74,11 @@ OutcomeT = TypeVar("OutcomeT")
 
 @dataclass(frozen=True, slots=True)
 class Change(Generic[ChoiceT, OutcomeT]):
-    """A choice that the judge accepts, with the changed recipe and the judge's outcome."""
+    """A choice that was accepted, with the changed recipe and what `judge` returned for it."""
 
     choice: ChoiceT
     values: Mapping[str, Any]
-    """New values by field, with those found in place of `Fitted`."""
+    """New values by field. Values found by `Fitted` replace it."""
     recipe: Recipe
     outcome: OutcomeT
 
@@ -94,14 +95,14 @@ class Ranking(Generic[ChoiceT, OutcomeT]):
     """The best accepted choices, best first."""
     num_judged: int
     is_complete: bool
-    """Whether no better choice exists. False: the limit of judged choices was reached."""
+    """Whether no better choice exists. False: the search stopped after `max_judged` choices."""
 
 
 def list_choices(moves: Sequence[Move], *, is_partial: bool) -> list[Choice]:
-    """Return all combinations of the moves whose condition holds, those of few fields first.
+    """Return all combinations of the moves whose condition holds.
 
-    `is_partial`: any part of the moves may be left out, but not all. Otherwise each move takes one of its alternatives,
-    and the combinations are in the order of the moves' alternatives.
+    `is_partial`: moves may be left out, but not all. Combinations of few fields come first. Otherwise each move takes
+    one of its alternatives.
     """
     possible = [move for move in moves if move.condition and move.values]
     ranks = [[*([-1] if is_partial else []), *range(len(move.values))] for move in possible]
@@ -135,10 +136,10 @@ def search(
     skips: Callable[[ChoiceT, Sequence[ChoiceT]], bool] | None = None,
     max_judged: int | None = None,
 ) -> Ranking[ChoiceT, OutcomeT]:
-    """Return the `count` accepted choices with the smallest scores. The judge returns None to refuse a choice.
+    """Return the `count` accepted choices with the smallest scores. `judge` returns None to refuse a choice.
 
     `bound` returns a lower bound of the scores of a choice and of all later ones: with it the search ends early.
-    `skips` decides from the accepted choices whether a choice is skipped. The best one of equal keys counts.
+    `skips` decides from the accepted choices whether a choice is skipped. At most `max_judged` choices are judged.
     """
     best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
     num_judged, is_complete = 0, True
@@ -169,7 +170,7 @@ def search(
 def _judge(
     recipe: Recipe, choice: ChoiceT, judge: Callable[[Recipe, ChoiceT], OutcomeT | None]
 ) -> Change[ChoiceT, OutcomeT] | None:
-    """Return the change that a choice makes. None: a value of it cannot be found, or the judge refuses it."""
+    """Return the change that a choice makes. None: one of its values cannot be found, or `judge` refuses it."""
     values = dict(choice.values)
     placeholders = {field: value for field, value in values.items() if isinstance(value, Fitted)}
     fixed_values = {field: value for field, value in values.items() if field not in placeholders}
@@ -184,7 +185,7 @@ def _judge(
 
 
 def total_cost(recipe: Recipe, change: Change[Choice, Any]) -> float:
-    """Return the cost of a change of the recipe, with that of the numbers that shrink."""
+    """Return the cost of a change, including that of the numbers that shrink."""
     losses = (1 - change.values[field] / value_at(recipe, field) for field in change.choice.shrinking)
     return change.choice.cost + sum(_SHRINK_COST * loss for loss in losses)
 
@@ -204,7 +205,10 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
-    """Return the greatest number of `low` to `high` that `fits`. Greater ones take more memory. None: none fits."""
+    """Return the greatest number from `low` to `high` that `fits`. None: no number fits.
+
+    A number must fit if a greater one does.
+    """
     if low > high or not fits(low):
         return None
     while low < high:
@@ -214,6 +218,6 @@ def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
 
 
 def iterate_in_order(choices: Iterable[Mapping[str, Any]]) -> Iterator[Choice]:
-    """Yield choices of these field values whose cost is their position, so that the first accepted one is the best."""
+    """Yield these field values as choices whose cost is their position: the first accepted one is the best."""
     for position, values in enumerate(choices):
         yield Choice(values=values, cost=float(position))

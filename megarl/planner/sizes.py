@@ -1,6 +1,6 @@
 """Parallel sizes of a recipe, and rules about them: whether ranks, batches and lengths fit each other.
 
-The search of layouts obeys these rules, and `preflight.sizes` checks each recipe by them.
+The search of layouts proposes only sizes that obey them. `preflight.sizes` checks each recipe by them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megarl.config.sections.cluster import NodeGroup
 from megarl.families.shape import ModelShape
 
 WHOLE_EXPERTS = "enable_expert_parallel"
-"""vLLM's name of the choice that an engine rank has whole experts."""
+"""Name of vLLM's setting with which each engine rank has whole experts."""
 _LOWEST_TEMPERATURE = 0.01
-"""Lowest sampling temperature above 0. vLLM 0.30 replaces a lower one by this value, with a warning."""
+"""Lowest sampling temperature above 0. vLLM 0.30 raises lower ones to it, with a warning."""
 
 
 def parallel_of(recipe: Recipe) -> ParallelConfig:
@@ -43,7 +43,7 @@ def has_whole_experts(recipe: Recipe) -> bool:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """Return a number of tokens: a packed microbatch is padded to a multiple of it.
+    """Return the number of tokens of which the length of each row (packed microbatch) is a multiple.
 
     Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
     """
@@ -105,7 +105,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def placement(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if separate engines cannot use their ranks, or leave none to the trainer."""
+    """Yield errors if separate engines cannot use their ranks, or if no rank is left for the trainer."""
     cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
     engines = cluster.groups.engines
     if not recipe.has_engine or rollout.placement != "separate":

@@ -1,4 +1,4 @@
-"""Verdict on a recipe: whether its predicted memory fits into the GPUs, and the changes with which it would."""
+"""Whether a recipe's predicted memory fits, and the changes with which it would fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_toke
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of comparing a recipe's predicted memory with the available memory. `text` is one line about it."""
+    """Result of comparing a recipe's predicted memory with the available memory. `text` says it in one line."""
 
     fits: bool | None
     """Whether the recipe fits. None: the available memory is unknown."""
@@ -39,9 +39,9 @@ class Verdict:
     limits: dict[str, int]
     """Available bytes by phase: of one GPU, or on CPUs of the whole host."""
     excess: dict[str, int]
-    """Bytes above the limit, for each phase that does not fit."""
+    """Bytes above the limit of each phase that does not fit."""
     remedies: tuple[str, ...] = ()
-    """Command-line overrides making the recipe fit, cheapest first."""
+    """Command-line overrides with which the recipe fits, cheapest first."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -53,18 +53,16 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """Return the first lines printed by `megarl plan`: the verdict, and the cheapest change with which the recipe
-        fits."""
+        """Return the first lines of `megarl plan`: the verdict, and the cheapest remedy."""
         return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
 
 
 def verdict_without_gpus() -> Verdict:
-    """Return the result of the check if the memory of the GPUs is unknown."""
     return Verdict(None, f"no verdict: the memory of the run's GPUs is unknown; {NAME_THE_GPU}", {}, {})
 
 
 def refusal(recipe: Recipe, judge: MemoryJudge, over: Sequence[Phase]) -> str:
-    """Return the error for a run too large for its GPUs: the phases above the limit, and up to three changes."""
+    """Return the error for a run that is too large: the phases above the limit, and up to three changes."""
     text = f"{_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
     # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
     if changes := remedies(recipe, judge):
@@ -82,7 +80,7 @@ def _as_overrides(values: Mapping[str, Any]) -> str:
 
 
 def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> Verdict:
-    """Return whether a prediction for GPUs fits. Each phase is compared with the memory of the GPU running it."""
+    """Return whether a prediction for GPUs fits. Each phase is compared with the GPU that runs it."""
     limits = {phase.name: int(judge.gpus.gib_for(phase) * _GIB) for phase in table.phases}
     over = judge.overfull_phases(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
@@ -108,8 +106,7 @@ def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> V
 
 
 def _too_long_request(table: MemoryTable) -> str | None:
-    """Return an error text if the KV cache cannot hold the longest possible request. None: it can, or there is no
-    engine."""
+    """Return an error text if the KV cache cannot hold the longest possible request, else None."""
     if table.cache is None or holds_longest_request(table):
         return None
     return (
@@ -119,8 +116,7 @@ def _too_long_request(table: MemoryTable) -> str | None:
 
 
 def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
-    """Return whether a prediction for CPUs fits: the sum of the maxima of a node's ranks is compared with this
-    machine's memory."""
+    """Return whether a prediction for CPUs fits: the sum over a node's ranks is compared with this machine's memory."""
     needed, limit = fullest_node_bytes(recipe, table), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
@@ -137,7 +133,7 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
 
 
 def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
-    """Return the source of the GPU memory for a message: recipe fields, or this machine."""
+    """Return the available GPU memory for a message, with its source: recipe fields, or this machine."""
     named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
     text = f"cluster.gpu_memory_gib = {named if named is not None else f'{judge.gpus.trainer:.1f} (of this machine)'}"
     if engines is not None and engines.gpu_memory_gib is not None:
@@ -146,7 +142,7 @@ def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
 
 
 def _name_excess(judge: MemoryJudge, over: Sequence[Phase]) -> str:
-    """Return the phases above the limit, largest first: the excess in GiB, and what takes most of the memory."""
+    """Return the phases above the limit in words, largest first, each with its excess and its largest uses."""
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
         f"{phase.device_bytes / _GIB - judge.gpus.gib_for(phase):.1f} too much ({_largest(phase)})"
@@ -155,14 +151,13 @@ def _name_excess(judge: MemoryJudge, over: Sequence[Phase]) -> str:
 
 
 def _largest(phase: Phase) -> str:
-    """Return the three uses (weights, gradients, ...) taking most memory in a phase, in words."""
+    """Return the three largest uses of a phase (weights, gradients, ...) in words."""
     kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 
 
 def verdict_of(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Verdict:
-    """Return whether a recipe's predicted memory fits into the GPUs of the recipe or the machine, or into this
-    machine's memory if ranks run on CPUs."""
+    """Return whether a recipe's predicted memory fits the GPUs of the run, or this machine if ranks run on CPUs."""
     if (gpus := gpu_memory(recipe)) is not None:
         return verdict_on_gpus(recipe, MemoryJudge(models_of(recipe, parallel), gpus), table)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:

@@ -1,5 +1,5 @@
-"""Search for the fastest layout of a recipe on its cluster: parallel sizes, placement, offload, recomputation, rows.
+"""Search for the fastest layout of a recipe: parallel sizes, placement, offload, recomputation, row length.
 
-`candidates` lists all layouts allowed by the checks of a recipe, and counts why others are not. `search` ranks them by
-predicted seconds (`planner.seconds`), under the predicted memory. No torch is used.
+`candidates` lists the layouts that the checks of a recipe allow. `search` ranks them by predicted seconds and leaves
+out layouts that exceed the predicted memory. No module imports torch.
 """

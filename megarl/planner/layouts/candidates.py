@@ -1,4 +1,4 @@
-"""Layouts of trainer and engines that the checks of a recipe allow, and counts of the reasons against others."""
+"""Lists the layouts of trainer and engines that the checks of a recipe allow, and counts the refused ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megarl.planner.sizes import WHOLE_EXPERTS, divisors, has_whole_experts
 _MOST_CP = 16
 """Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
 _VPP = (1, 2, 4)
-"""Model chunks of a pipeline stage. Each further chunk saves less of the bubble and holds more activations."""
+"""Model chunks of a pipeline stage that are tried. More chunks shorten the pipeline's bubble, but store more
+activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class TrainerSizes:
 
 
 class EngineSizes(NamedTuple):
-    """Parallel size of each engine, and whether its ranks have whole experts."""
+    """Tensor-parallel size of each engine; `ep`: whether each of its ranks has whole experts."""
 
     tp: int
     ep: bool
@@ -53,14 +54,15 @@ class EngineSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Ranks that only sample (0: engines share the trainer's), and by how many steps they may sample ahead."""
+    """Where engines run. `ranks`: ranks that only sample; 0: engines share the trainer's ranks. `staleness`: steps that
+    engines may sample ahead.
+    """
 
     ranks: int
     staleness: int
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the recipe fields of this placement."""
         if not self.ranks:
             return {"rollout.placement": "colocated", "rollout.ranks": None, "rollout.max_staleness": None}
         return {
@@ -72,7 +74,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Enumerates the choices of a recipe. `refused` counts the choices that a check refuses, by recipe field."""
+    """Lists the possible placements, engines and trainers of a recipe.
+
+    `refused` counts, by reason, the choices that a check refuses.
+    """
 
     recipe: Recipe
     shape: ModelShape
@@ -81,7 +86,10 @@ class Candidates:
     _multiples: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def placements(self, staleness: int) -> Iterator[Placement]:
-        """Yield the placements: colocated, and separate engines on a share of the nodes (of the ranks, on one node)."""
+        """Yield the placements: colocated, and separate engines on some of the nodes (on one node: of its ranks).
+
+        `staleness` is the number of steps that separate engines may sample ahead.
+        """
         cluster = self.recipe.cluster
         if cluster.groups.engines is not None:
             yield Placement(ranks=cluster.groups.engines.num_ranks, staleness=staleness)
@@ -98,7 +106,7 @@ class Candidates:
                 yield placement
 
     def engines(self, placed: Recipe) -> list[EngineSizes]:
-        """Return the sizes of engines that a recipe with a placement allows."""
+        """Return the sizes of engines that `placed`, a recipe with a placement, allows."""
         engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         has_whole = has_whole_experts(placed)
@@ -115,7 +123,7 @@ class Candidates:
         return engine_sizes
 
     def trainers(self, placed: Recipe) -> list[TrainerSizes]:
-        """Return the parallel sizes of trainers that a recipe with a placement allows."""
+        """Return the parallel sizes of trainers that `placed`, a recipe with a placement, allows."""
         trainer_sizes = []
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
@@ -159,7 +167,7 @@ class Candidates:
         return trainer_sizes
 
     def row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
-        """Return the row lengths in tokens: the longest sequence, and up to four times as many."""
+        """Return the row lengths to try, in tokens: from the longest sequence up to four times as many."""
         # Only these two sizes decide the multiple.
         multiple = self._multiples.get((trainer.tp, trainer.cp))
         if multiple is None:
@@ -174,7 +182,7 @@ class Candidates:
         yield from model_sizes.fp8_channels(candidate, self.shape)
 
     def _count_refusal(self, faults: list[str], times: int = 1) -> bool:
-        """Return whether there are faults. Counts the first one by its recipe field and its kind."""
+        """Return whether there are faults. Adds `times` to the count of the first fault's reason."""
         if faults:
             self.refused[reason_of(faults[0])] += times
         return bool(faults)
@@ -183,7 +191,7 @@ class Candidates:
 SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp", "vpp", "ep", "etp")} | {
     "trainer.dp": None
 }
-"""Fields of a trainer without any split, for checks of engines alone."""
+"""Values of the trainer's parallel sizes without any split, for checks of engines alone."""
 
 
 def _batches(recipe: Recipe) -> Iterator[str]:
@@ -191,7 +199,7 @@ def _batches(recipe: Recipe) -> Iterator[str]:
 
 
 def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
-    """Return `rollout.vllm` with this choice of whole experts, and everything else as in the recipe."""
+    """Return `rollout.vllm` with whole experts on each engine rank (`ep`), or with split experts."""
     if has_whole_experts(recipe) == ep:
         return dict(recipe.rollout.vllm)
     settings = {name: value for name, value in recipe.rollout.vllm.items() if name != WHOLE_EXPERTS}
@@ -199,5 +207,5 @@ def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
 
 
 def reason_of(fault: str) -> str:
-    """Return a fault without its remedy, with N in place of each number, so that equal reasons can be counted."""
+    """Return a fault without its remedy and with N for each number, so that equal reasons count together."""
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])

@@ -1,4 +1,4 @@
-"""All combinations of a placement's trainers, engines and offloads, with a lower bound of each one's seconds."""
+"""All combinations of trainers, engines and offloads under one placement, and their seconds as arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.planner.seconds.trainer import Parts
 
 
 class Row(NamedTuple):
-    """A trainer's sizes with recomputation and row length."""
+    """Parallel sizes of a trainer, its recomputation, and the capacity of its rows in tokens."""
 
     trainer: TrainerSizes
     recomputation: Recomputation
@@ -31,36 +31,40 @@ class Row(NamedTuple):
 
 @dataclass(kw_only=True)
 class Combinations:
-    """All combinations of one placement, as arrays over `rows`, engines and offloads."""
+    """All combinations of one placement. Arrays have axes over `rows`, `engines` and `offloads`."""
 
     placement: Placement
     placement_values: Mapping[str, Any]
     """Recipe fields of the placement."""
     placed: Recipe
+    """Recipe with the values of the placement."""
     rows: list[Row]
     engines: list[EngineSizes]
     offloads: list[tuple[str, ...]]
     update: Parts
-    """Seconds of a step's updates that keep their logits, by cause, each [rows]."""
+    """Seconds of a step's updates by cause, each [rows], if the logits stay for the backward pass."""
     update_without_logits: Parts
-    """The same if updates compute their logits again."""
+    """Like `update`, if the backward pass computes the logits again."""
     logprobs: NDArray[np.float64]
+    """Seconds of a step's passes without gradients [rows]."""
     offload: NDArray[np.float64]
     """Seconds of offloading [rows, offloads]."""
     reshard: NDArray[np.float64]
-    """Seconds of a reshard, a lower bound [engines]."""
+    """Lower bound of a reshard's seconds [engines]."""
     bound: NDArray[np.float64]
-    """Seconds of a step, a lower bound [rows, engines, offloads]."""
+    """Lower bound of a step's seconds [rows, engines, offloads]. Infinite: the combination cannot fit."""
     states: NDArray[np.float64]
-    """Bytes of weights, gradients and optimizer on a rank, a lower bound [rows]."""
+    """Lower bound of a rank's bytes of weights, gradients and optimizer [rows]."""
     least_cache_gib: list[float]
     """GiB of the smallest KV cache that holds a longest sequence [engines]."""
     settings: PassSettings
+    """Settings of the recipe's passes. A row replaces the sizes that differ."""
     refused: Counter[str]
+    """Counts of refused choices by reason, shared by all placements."""
     overfull: set[int] = field(default_factory=set)
-    """Rows whose update does not fit, whatever the engines."""
+    """Indices of rows whose update does not fit, whatever the engines."""
     examined: set[int] = field(default_factory=set)
-    """Rows whose activations were predicted."""
+    """Indices of rows whose activations were predicted."""
 
     @cached_property
     def parallel(self) -> ParallelConfig:
@@ -69,14 +73,17 @@ class Combinations:
 
     @cached_property
     def rows_of(self) -> dict[TrainerSizes, list[int]]:
-        """Return the numbers of the rows of each trainer."""
+        """Return the indices of each trainer's rows."""
         numbers: dict[TrainerSizes, list[int]] = {}
         for number, row in enumerate(self.rows):
             numbers.setdefault(row.trainer, []).append(number)
         return numbers
 
     def at_least_as_full(self, full: Row) -> set[int]:
-        """Return the numbers of the rows that take at least as much memory: longer ones, and without recomputation."""
+        """Return the indices of the trainer's rows that need at least as much memory as the row `full`.
+
+        They are at least as long, and recompute the same or nothing.
+        """
         return {
             number
             for number in self.rows_of[full.trainer]
@@ -87,7 +94,7 @@ class Combinations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoice:
-    """A combination of a group, as a choice of the search: a trainer, engines and offloaded states."""
+    """One combination of trainer, engines and offloaded states, as a choice for `planner.search`."""
 
     group: Combinations
     row_number: int
@@ -96,7 +103,7 @@ class LayoutChoice:
 
     @property
     def index(self) -> tuple[int, int, int]:
-        """Return the place of the combination in `Combinations.bound`."""
+        """Return the index of the combination into `Combinations.bound`."""
         return self.row_number, self.engine_number, self.offload_number
 
     @property
@@ -109,12 +116,12 @@ class LayoutChoice:
 
     @property
     def bound(self) -> float:
-        """Return the seconds of a step, a lower bound."""
+        """Return a lower bound of the seconds of a step."""
         return float(self.group.bound[self.index])
 
     @property
     def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
-        """Return the sizes of trainer and engines: a search shows each pair of them once."""
+        """Return the sizes of trainer and engines. A search returns the best choice of each key."""
         return self.row.trainer, self.engine, self.group.placement
 
     @property
@@ -124,7 +131,7 @@ class LayoutChoice:
 
     @property
     def layout_values(self) -> dict[str, Any]:
-        """Return the recipe fields of this layout. A start chooses those that are None; the cache is the smallest."""
+        """Return the recipe fields of this layout, with the smallest KV cache. A start chooses fields that are None."""
         return {
             **self.row.trainer.values,
             **self.row.recomputation.values,
@@ -140,7 +147,7 @@ class LayoutChoice:
 
 
 def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
-    """Yield the combinations of all groups by their bounds, smallest first, without those that cannot fit."""
+    """Yield the combinations of all placements in ascending order of their bounds, without infinite ones."""
     bounds = [group.bound.ravel() for group in groups]
     if not bounds:
         return

@@ -1,4 +1,4 @@
-"""Seconds of a step's phases in the layouts of a search, and the sizes of states on which they depend."""
+"""Predicted seconds of each phase of a step, in any layout of trainer and engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCosts:
-    """Predicts the seconds of a recipe's steps in any layout. `lengths` are those of its completions."""
+    """Predicts the seconds of a recipe's phases in any layout. `lengths` are those of its completions."""
 
     recipe: Recipe
     models: Models
@@ -39,6 +39,7 @@ class LayoutCosts:
     """Speeds of the engines' GPUs. With shared GPUs they are equal."""
     lengths: Lengths
     staleness: int
+    """Steps that separate engines may sample ahead."""
 
     @property
     def shape(self) -> ModelShape:
@@ -46,7 +47,7 @@ class LayoutCosts:
 
     @cached_property
     def load(self) -> Workload:
-        """Return the samples of a step."""
+        """Return the samples of a training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs; a reference scores everything.
@@ -89,7 +90,7 @@ class LayoutCosts:
         return self.cost_of(self.shape)
 
     def cost_of(self, shape: ModelShape) -> TrainerCost:
-        """Return the cost model of a model on the trainer's GPUs."""
+        """Return the cost of a model with this shape on the trainer's GPUs."""
         work = model_work(shape)
         return TrainerCost(
             work=work,
@@ -110,7 +111,7 @@ class LayoutCosts:
     ) -> Parts:
         """Return the seconds of all updates of a step by cause, each [layouts].
 
-        `recomputations` has one for each layout. `row_tokens` [layouts] is the capacity of an update's rows.
+        `recomputations` has one item for each layout. `row_tokens` [layouts] is the capacity of a row.
         """
         recomputed = Recomputed(
             attention=np.array([recomputation.attention_share for recomputation in recomputations]),
@@ -126,9 +127,9 @@ class LayoutCosts:
         )
 
     def scoring_seconds(self, layouts: Layouts, *, row_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of a step's passes without gradients [layouts]: log-probs, and rewards of a model.
+        """Return the seconds of a step's passes without gradients [layouts]: log-probs, and the reward model's scores.
 
-        `row_tokens` [layouts] is the capacity of the rows of these passes.
+        `row_tokens` [layouts] is the capacity of a row in these passes.
         """
         tokens = self.load.tokens
         scoring = self.trainer_cost.scoring(layouts, tokens=tokens, row_tokens=row_tokens)
@@ -151,9 +152,9 @@ class LayoutCosts:
         )
 
     def rank_state_bytes(self, layouts: Layouts) -> dict[str, NDArray[np.float64]]:
-        """Return the bytes of a rank's trainer states by state, each [layouts]: weights, gradients and optimizer.
+        """Return a lower bound of a rank's bytes by state (weights, gradients, optimizer), each [layouts].
 
-        A lower bound, because the mean of embedding and head over the stages counts.
+        Embedding and head count with their mean over the pipeline stages.
         """
         expert_weights, dense_weights = self.trainer_cost.weights_on_rank(layouts)
         weights = expert_weights + dense_weights
@@ -174,13 +175,13 @@ class LayoutCosts:
         return 2 * moved_bytes / self.speeds.pcie
 
     def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
-        """Return the seconds for copying the weights of models that only score from host memory, once [layouts]."""
+        """Return the seconds for copying each scoring model from host memory once [layouts]."""
         frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
         waiting = sum((experts + dense for experts, dense in frozen), np.zeros(len(layouts.tp)))
         return self._state_bytes["weights"] * waiting / self.speeds.pcie
 
     def reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
-        """Return the least seconds of a reshard to these engines."""
+        """Return a lower bound of the seconds of a reshard to these engines."""
         return reshard_seconds(
             model_work(self.shape),
             engine.tp,
@@ -191,11 +192,11 @@ class LayoutCosts:
 
     @property
     def other_seconds(self) -> float:
-        """Return the seconds of a step outside all phases. They are the same for all layouts."""
+        """Return the seconds of a step outside all phases, which are equal in all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
     def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
-        """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
+        """Return the seconds of a rollout, if each engine has a KV cache of `cache_tokens`."""
         ranks = placement.ranks or self.recipe.cluster.world_size
         engines = EngineLayout(
             tp=engine.tp,

@@ -1,4 +1,4 @@
-"""Command-line overrides that make a recipe a found layout."""
+"""Command-line overrides that turn a recipe into another layout."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megarl.planner.sizes import WHOLE_EXPERTS, has_whole_experts
 
 _CORRECTION = "algorithm.importance_sampling"
 _PLANNED = ("rollout.kv_cache_gib", "trainer.offload", "trainer.recompute")
-"""Fields for which a start plans a value if the recipe leaves them out, instead of the field's default."""
+"""Fields that a start computes from memory if the recipe leaves them out."""
 
 
 def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
-    """Return the recipe fields of a placement, with a correction if stale samples would be trained without one.
+    """Return the recipe fields of a placement.
 
     Fields without effect under the placement get their defaults, for example `weights.overlap` with colocated engines.
+    If samples would be stale and uncorrected, `algorithm.importance_sampling` is set.
     """
     values = dict(placement.values)
     placed = with_field_values(recipe, values)
@@ -36,9 +37,9 @@ def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
 
 
 def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the overrides that give a recipe these values of fields, by dotted name.
+    """Return the overrides that give a recipe these values, keyed by dotted field name.
 
-    A field of the recipe without effect under the new values is removed: `trainer.recompute_modules=default`.
+    A field of the recipe without effect under the new values gets `=default`.
     """
     changed_recipe = with_field_values(recipe, values)
     idle = _idle(recipe, changed_recipe)
@@ -57,7 +58,7 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
 
 
 def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
-    """Return the fields given in a recipe that have no effect in another one. Sources of a mixture are left out."""
+    """Return the fields set in `recipe` that have no effect in `changed_recipe`. Sources of a mixture are left out."""
     # A field of a section inside a section does not depend on the layout.
     return [
         field for field in given_fields(recipe) if field.count(".") == 1 and unmet(changed_recipe, field) is not None

@@ -1,4 +1,4 @@
-"""Predicted seconds of a recipe's steps in its own layout, by the cost model of the search."""
+"""Predicted seconds of a training step in the layout that the recipe itself names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.types import ConfigError
 def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
     """Return the predicted seconds of a step, with the lengths that `--search` assumes.
 
-    None: the cost model does not cover the recipe, or its kind of GPU is unknown. Raises DataError for an invalid
+    None: the cost model does not cover the recipe, or the kind of GPU is unknown. Raises DataError for an invalid
     config.json.
     """
     lengths = assumed_lengths(

@@ -1,4 +1,4 @@
-"""Results of a search of layouts: layouts that fit, with their predictions. Plain data."""
+"""Results of a search: the layouts that fit, with their predicted seconds and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FoundLayout:
     """A layout that fits, with its prediction."""
 
     overrides: tuple[str, ...]
-    """Command-line overrides that make the recipe this layout. A shell needs them in quotes."""
+    """Command-line overrides that turn the recipe into this layout. A shell needs them in quotes."""
     trainer: TrainerSizes
     engine: EngineSizes
     placement: Placement
@@ -37,13 +37,13 @@ class FoundLayout:
 
     @property
     def engine_text(self) -> str:
-        """Return the engines' size in words, with the number of their own ranks if they have any."""
+        """Return the engines' size in words: `tp 2 ep on 4 ranks`. Ranks are named if they only sample."""
         size = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
         return f"{size} on {self.placement.ranks} ranks" if self.placement.ranks else size
 
     @property
     def limit(self) -> str:
-        """Return what takes most of the step's time, in words."""
+        """Return in words what takes most of the step's time: a phase, or a cause within it."""
         phases = {"rollout": self.seconds.rollout, "train": self.seconds.train, "logprobs": self.seconds.logprobs,
                   "offload": self.seconds.offload, "reshard": self.seconds.reshard}  # fmt: skip
         name = max(phases, key=lambda phase: phases[phase])
@@ -82,12 +82,12 @@ class SearchResult:
     num_planned: int
     """Combinations whose memory was planned."""
     refused: Mapping[str, int]
-    """Choices refused by a check, by reason."""
+    """Number of refused choices by reason."""
     search_seconds: float
     is_complete: bool
-    """Whether the ranking is proved. False: the limit of planned layouts was reached."""
+    """Whether no better layout exists. False: the search stopped after `MOST_CHECKED` layouts."""
     lengths: str
-    """Where the lengths of completions are from."""
+    """Source of the lengths of completions, in words."""
     held_out_error: float = HELD_OUT_ERROR
 
     def as_json(self) -> dict[str, Any]:

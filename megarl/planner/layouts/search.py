@@ -1,8 +1,8 @@
-"""The fastest layouts of a recipe on its GPUs, by predicted seconds of a step, under the predicted memory.
+"""Search for the fastest layouts of a recipe that fit its GPUs, by predicted seconds of a step.
 
-Seconds of all layouts are computed at once, with a KV cache that holds all requests. That is a lower bound. Layouts are
-then taken in the order of their bounds: the memory plan says whether each fits and how large its cache is, and its
-seconds are computed again. The search ends when no bound is below the worst layout found.
+First all layouts get a lower bound of their seconds: the time with a KV cache that holds all requests. Then layouts are
+examined in the order of their bounds. The memory prediction says whether a layout fits and how large its cache is, and
+the seconds are computed again with this cache. The search ends when no bound is below the slowest layout in the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megarl.types import ConfigError
 
 _GIB = 2**30
 MOST_CHECKED = 400
-"""Greatest number of layouts whose memory is planned: the limit of the search's time."""
+"""Most layouts whose memory is predicted in one search. It limits the time of the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LayoutSearch:
     costs: LayoutCosts
     gpus: GpuMemory
     refusal: Callable[[Sequence[str]], str | None] | None = None
-    """Returns the error of a start with a layout's overrides. None: it would be accepted."""
+    """Returns the error of a start with a layout's overrides, or None if the start would accept them."""
 
     @property
     def recipe(self) -> Recipe:
@@ -70,7 +70,7 @@ class LayoutSearch:
         return self.costs.shape
 
     def search(self, max_layouts: int = 10) -> SearchResult:
-        """Return the fastest layouts, at most `max_layouts`. Each pair of trainer's and engines' sizes appears once."""
+        """Return at most `max_layouts` layouts, fastest first. Each pair of trainer and engine sizes appears once."""
         started = time.monotonic()
         refused: Counter[str] = Counter()
         candidates = Candidates(self.recipe, self.shape, refused)
@@ -166,20 +166,20 @@ class LayoutSearch:
         )
 
     def _least_states(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """Return the bytes of a rank's states on its GPU during an update, a lower bound [layouts]."""
+        """Return a lower bound of the bytes of a rank's states on its GPU during an update [layouts]."""
         on_gpu = (1 - self.recipe.trainer.optimizer_offload_fraction) * self.recipe.trainer.distributed_optimizer
         return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
 
     def _is_row_overfull(self, group: Combinations, number: int) -> bool:
-        """Return whether an update with a row does not fit, whatever the engines."""
+        """Return whether an update with this row exceeds the GPU, whatever the engines. `number` is the row's index."""
         if number not in group.overfull and number not in group.examined:
             self._examine(group, number)
         return number in group.overfull
 
     def _examine(self, group: Combinations, number: int) -> None:
-        """Find out whether a row's states and saved activations exceed a GPU on the first pipeline stage.
+        """Mark a row as overfull if its states and saved activations exceed the GPU of the first pipeline stage.
 
-        Cheaper than a plan of the memory, and never more than it. Rows that take as much are overfull with it.
+        This lower bound is cheaper than a full prediction. Rows that need at least as much memory are marked as well.
         """
         group.examined.add(number)
         row = group.rows[number]
@@ -207,8 +207,10 @@ class LayoutSearch:
         engines: Sequence[EngineSizes],
         offloads: Sequence[Sequence[str]],
     ) -> NDArray[np.bool_]:
-        """Return whether weights, states and a colocated engine exceed a GPU, in a reshard with the smallest cache
-        [layouts, engines, offloads]. `state_bytes` has the bytes of a rank's states.
+        """Return whether a colocated reshard exceeds a GPU [layouts, engines, offloads].
+
+        Trainer states that are not offloaded and the engine's weights count, without a KV cache. `state_bytes` has a
+        rank's bytes by state, each [layouts].
         """
         on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
         # A reshard needs the parameters in any case.
@@ -222,8 +224,10 @@ class LayoutSearch:
         return total > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
     def _plan_layout(self, recipe: Recipe, choice: LayoutChoice, refused: Counter[str]) -> FoundLayout | None:
-        """Return the layout of a combination, whose recipe is given, with its memory and its KV cache. None: it does
-        not fit."""
+        """Return a layout with its predicted memory, KV cache and seconds. None: it does not fit.
+
+        `recipe` has the values of `choice`. Reasons against layouts are counted in `refused`.
+        """
         group, row, engine, index = choice.group, choice.row, choice.engine, choice.index
         least = group.least_cache_gib[choice.engine_number]
         parallel = sizes.parallel_of(recipe)
@@ -274,7 +278,7 @@ class LayoutSearch:
         )
 
     def _models_on(self, parallel: ParallelConfig) -> Models:
-        """Return the run's models with these parallel sizes. Teachers keep their own."""
+        """Return the run's models with these parallel sizes. Teachers retain theirs."""
 
         def with_parallel(built: Built | None) -> Built | None:
             return None if built is None else Built(built.shape, parallel)
@@ -295,9 +299,9 @@ class LayoutSearch:
 
 
 def _fullest_stages(parallel: ParallelConfig) -> list[int]:
-    """Return the pipeline stages of which one needs most memory: the first, the second, and the last.
+    """Return the pipeline stages that may need the most memory: the first, the second and the last.
 
-    Later stages have fewer rows in flight than the second, and not more layers.
+    Stages between have fewer rows in flight than the second, and not more layers.
     """
     return sorted({0, min(1, parallel.pp - 1), parallel.pp - 1})
 
@@ -308,11 +312,11 @@ def search_of(
     max_staleness: int | None = None,
     refusal: Callable[[Sequence[str]], str | None] | None = None,
 ) -> LayoutSearch:
-    """Return the search of a recipe's layouts. `max_staleness` is the limit for separate engines; None: the recipe's.
+    """Return the search over a recipe's layouts.
 
-    `refusal` returns the error of a start with the overrides of a layout. Without it, they are not checked.
-
-    Raises ConfigError if the cost model does not cover the recipe, or its kind of GPU is unknown.
+    `max_staleness`: steps that separate engines may sample ahead; None: as in the recipe. `refusal` returns the error
+    of a start with the overrides of a layout; None: overrides are not checked. Raises ConfigError if the cost model
+    does not cover the recipe, or if the kind of GPU is unknown.
     """
     if recipe.loop != "rl":
         raise ConfigError(f"loop = {recipe.loop}: --search ranks layouts of the loop rl only; leave it out")

@@ -1,7 +1,6 @@
-"""Prediction of a run's memory before it starts: bytes by phase and by use, on the fullest rank, on its GPU and its
-host.
+"""Predict the memory of a run before it starts: bytes on a rank's GPU and host, by phase and by use.
 
-Modules of functions from sizes to bytes, one for each use: `trainer_bytes`, `activations`, `engine_bytes`. `phases`
-says which uses exist in which phase of a run. Inputs are config.json, the parallel sizes and a few numbers.
-`tools/check.py planner` compares predictions with the tensors of real ranks.
+`trainer_bytes`, `activations` and `engine_bytes` compute the bytes of one use each. `phases` lists the uses that exist
+in each phase. Inputs are config.json, the parallel sizes and the recipe. `tools/check.py planner` compares predictions
+with the tensors of real ranks.
 """

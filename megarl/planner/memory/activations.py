@@ -1,8 +1,8 @@
-"""Bytes of activations: tensors that autograd saves for the backward pass, and temporary ones.
+"""Bytes of activations on a rank: tensors that autograd saves for the backward pass, and temporary ones.
 
-Saved tensors are counted layer by layer, each storage once. Two layer implementations are covered: Megatron's local
-spec with megarl's norm and attention, and Transformer Engine's spec. A row is a packed microbatch; a rank has the row's
-tokens divided by the number of context-parallel ranks. With sequence parallelism, norms and residuals are split over
+A row is a packed microbatch; each context-parallel rank has an equal part of its tokens. Saved tensors are counted
+layer by layer, each storage once. The formulas cover two layer implementations: Megatron's local spec with megarl's
+norm and attention, and Transformer Engine's spec. With sequence parallelism, norms and residuals are split over
 tensor-parallel ranks.
 """
 
@@ -19,8 +19,8 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
 EXPERT_IMBALANCE = 1.25
-"""Assumed load imbalance of experts: tokens of the fullest expert-parallel rank, divided by the mean over these ranks.
-A guess, because routers are trained without load balancing."""
+"""Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks. A guess: routers are
+trained without load balancing."""
 
 _NUMBERS = 64
 """Bytes per token of log-probs, labels and the loss."""
@@ -30,7 +30,7 @@ Spec = Literal["local", "transformer_engine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """How packed rows (microbatches) pass through a model: sizes and recomputation."""
+    """Sizes and recomputation of a pass of packed rows through a model."""
 
     row_tokens: int
     """Tokens of a packed row, over all context-parallel ranks together."""
@@ -50,26 +50,25 @@ class PassSettings:
     pads_attention: bool = False
     """Whether attention pads the sequences of a row: on a CPU, and in float32."""
     shares_prefixes: bool = False
-    """Whether the row stores each shared prefix once, as a tree. `row_tokens` then counts a shared token once."""
+    """Whether a row stores each shared prefix once, as a tree. `row_tokens` then counts its tokens once."""
     lora_rank: int = 0
     """Rank of the LoRA adapters. Above 0, only adapters are trained. 0: all weights are trained."""
     has_logit_kernels: bool = False
-    """Whether kernels read the logits as they are (`models.logit_kernels`). False: torch makes float32 copies."""
+    """Whether kernels read the logits in their type (`models.logit_kernels`). False: torch makes float32 copies."""
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
-    """Load imbalance of the experts: tokens of the fullest expert-parallel rank, divided by the mean over these
-    ranks."""
+    """Tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Widths of one token on a rank, in channels."""
+    """Channels of one token on a rank."""
 
     hidden: int
     query: int
     key: int
-    """Channels of all keys on the rank. The values have as many."""
+    """Channels of all keys on the rank, and of all values."""
     feed_forward: int
     heads: int
     kv_heads: int
@@ -79,7 +78,6 @@ class Widths:
 
 
 def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
-    """Return the widths of a token on one rank of a parallel layout, in channels."""
     # A rank holds at least one key-value head: with more ranks than heads, heads are copied.
     heads, kv_heads = shape.num_heads // parallel.tp, max(1, shape.num_kv_heads // parallel.tp)
     return Widths(
@@ -95,7 +93,7 @@ def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
-    """Return bytes saved by autograd in one layer of a kind for one row, without its recomputed parts."""
+    """Return the bytes that autograd saves in one layer for one row, without the recomputed parts of the layer."""
     attention = (
         _linear_attention(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
@@ -106,7 +104,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
 
 
 def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return the peak bytes saved on a pipeline stage: all rows in flight, in all layers of the stage and the head."""
+    """Return the peak bytes saved on a pipeline stage: its layers for all rows in flight, and the head for one."""
     kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
     rows = rows_in_flight(parallel, stage)
     by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(kinds)}
@@ -146,9 +144,9 @@ def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, sett
 def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
     """Return the maximum number of rows whose activations a pipeline stage holds at a time.
 
-    A row counts fully if all layers of the stage hold its activations. 1F1B schedule: the number of stages from this
-    one to the last. Interleaved schedule: (pp - 1) / (pp vpp) more on the first stage. Source: Megatron-LM (arXiv
-    2104.04473, section 2.2).
+    A row counts as 1 if all layers of the stage hold its activations. 1F1B schedule: number of stages from this one to
+    the last. Interleaved schedule: (pp - 1) / (pp vpp) more on the first stage. Source: Megatron-LM (arXiv 2104.04473,
+    section 2.2).
     """
     if parallel.vpp == 1:
         return float(parallel.pp - stage)
@@ -159,7 +157,7 @@ def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
 def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies.
 
-    Without kernels these copies are those of a chunk, also if the whole row's logits are kept.
+    The copies have the size of one chunk, even if the logits of a whole row stay.
     """
     if shape.has_value_head:
         return 0
@@ -171,7 +169,7 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
 
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of temporary gradients at the widest point of a backward pass, which is a feed-forward layer."""
+    """Return the bytes of temporary gradients at the widest point of a backward pass, a feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     width, layer_sizes = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
@@ -187,7 +185,7 @@ def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
 
 
 def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of a forward pass without gradients, logits excluded: the tensors of one feed-forward layer."""
+    """Return the bytes of a forward pass without gradients and without logits: the tensors of one layer."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
     hidden_states = tokens * shape.hidden_size * size
@@ -202,12 +200,10 @@ def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
 
 
 def _tokens(parallel: ParallelConfig, settings: PassSettings) -> int:
-    """Return the number of a row's tokens on one rank."""
     return settings.row_tokens // parallel.cp
 
 
 def _split(parallel: ParallelConfig, settings: PassSettings) -> int:
-    """Return the number of ranks over which norms and residuals are split."""
     return parallel.tp if settings.sequence_parallel else 1
 
 
@@ -259,7 +255,7 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
 
 
 def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes of latent attention: projections, norms, heads with copied rotary channels, core attention."""
+    """Return the bytes saved by latent attention: projections, norms, heads with rotary channels, core attention."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     saved = _norm(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
@@ -272,7 +268,7 @@ def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig
 
 
 def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes saved by linear attention. With context parallelism a rank has all tokens of some heads."""
+    """Return the bytes saved by linear attention. With context parallelism a rank has all tokens of some heads."""
     tokens = _tokens(parallel, settings) / parallel.tp
     # On CPUs, where attention pads, the rule runs in torch.
     narrow, wide = linear.saved_numbers(in_torch=settings.pads_attention)
@@ -281,7 +277,11 @@ def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelCo
 
 
 def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
-    """Return the bytes per token of the norms of queries and keys. Rotary embeddings do not save the norms' results."""
+    """Return the bytes per token saved by the norms of queries and keys.
+
+    Rotary embeddings do not save the norms' outputs. `copied` channels of the queries are copied out of the fused
+    projection.
+    """
     size = settings.itemsize
     statistics = FLOAT32 * (width.heads + width.kv_heads)
     if settings.spec == "transformer_engine":
@@ -293,7 +293,7 @@ def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
 
 
 def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of core attention: its inputs, and the tensors that it saves itself."""
+    """Return the bytes of core attention: its inputs, and the tensors that it saves."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     inputs = tokens * (width.query + width.key) * size
     if "core_attn" in settings.recomputed:
@@ -338,15 +338,14 @@ def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) 
 def _gated_bytes(channels: float, settings: PassSettings) -> float:
     """Return the bytes saved by a gated feed-forward layer whose channels take `channels` bytes.
 
-    It saves gate, up and their product. Without a fused kernel it also saves the activated gate, and up with Megatron's
-    offset.
+    The layer saves gate, up and their product. Without a fused kernel it also saves the activated gate, and up with
+    Megatron's offset.
     """
     return (3 if settings.fuses_activation else 5) * channels
 
 
 def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the number of tokens that a rank's experts process for one row. A token counts once for each of its
-    experts."""
+    """Return the tokens that a rank's experts process for one row. A token counts once for each of its experts."""
     # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
     # total. Ranks splitting one expert all receive its tokens.
     rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
@@ -375,7 +374,7 @@ def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings
 
 
 def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the last norm, of all tokens' hidden states, and of the tensors saved for log-probs."""
+    """Return the bytes of the last norm, of the hidden states of all tokens, and of the tensors saved for log-probs."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     split = _split(parallel, settings)
     # The head of a tree reads the hidden states of its edges, about one for each token.
@@ -385,9 +384,9 @@ def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -
 
 
 def _draft_layer(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of a trained draft layer: both norms and their projection, the layer, the head.
+    """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head.
 
-    Recomputed as a whole, the layer exists again while the head's own tensors do.
+    If layers are recomputed, the draft layer is recomputed while the tensors of its head exist.
     """
     size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
     layer = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)

@@ -1,8 +1,8 @@
-"""Bytes of NCCL's communicators on a GPU: how many a rank has, of which kind, and what each takes.
+"""GPU memory of NCCL's communicators: how many a rank has, of which kind, and the bytes of each.
 
-NCCL connects peers at the first call that needs them, so a communicator takes what its calls use. Collectives connect
-rings and trees. Sends and receives (all-to-all, pipeline stages, reshards) connect each pair of ranks by more channels.
-Sources are measurements in NVIDIA/nccl's issues; nothing was measured with megarl on several GPUs.
+NCCL connects peers at the first call that needs them, so the bytes depend on the calls. Collectives connect rings and
+trees. Sends and receives (all-to-all, pipeline stages, reshards) connect pairs of ranks by more channels. Sources are
+measurements in NVIDIA/nccl's issues. Nothing was measured with megarl on several GPUs.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from megarl.config.parallel import ParallelConfig
 
 _MIB = 1 << 20
 PAIR_BYTES, GROUP_BYTES = 544 * _MIB, 688 * _MIB
-"""Bytes of a communicator of two ranks, and of more, after an all-reduce. Source: NVIDIA/nccl issue 964, four A100 with
-NVLink. With NCCL 2.22 and newer it is an upper bound, because unused algorithms are not connected."""
+"""Bytes of a communicator of two ranks, and of more ranks, after an all-reduce. Source: NVIDIA/nccl issue 964, four
+A100 with NVLink. With NCCL 2.22 and newer they are upper bounds, because unused algorithms are not connected."""
 CHANNEL_BYTES = 12 * _MIB
 """Bytes of a channel for sends to and receives from one peer: buffers of 10 and 2 MiB. Source: NVIDIA/nccl issue
 1685."""
 CHANNELS_ON_NODE, CHANNELS_BETWEEN_NODES = 32, 2
-"""Channels to a peer of the same node, if all ranks of the group are on it, or if they are not. Sources: NVIDIA/nccl
-issues 1685 (eight H100: 3.28 GB more after the first all-to-all, so 0.47 GB a peer) and 1189."""
+"""Channels to a peer of the same node, if the whole group is on one node, or if the group spans nodes. Sources:
+NVIDIA/nccl issues 1685 (eight H100: 3.28 GB more after the first all-to-all, so 0.47 GB a peer) and 1189."""
 NETWORK_BYTES = 512 * _MIB
 """Bytes of the buffer shared by sends to and receives from other nodes. Source: NVIDIA/nccl issues 1450 and 2363."""
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group of a rank, as NCCL uses it."""
+    """A process group of a rank and its use of NCCL."""
 
     name: str
     num_ranks: int
@@ -37,11 +37,11 @@ class Communicator:
     num_peers: int = 0
     """Ranks of the same node that this rank sends to or receives from."""
     spans_nodes: bool = False
-    """Whether ranks with sends and receives are on several nodes."""
+    """Whether the ranks that send and receive are on several nodes."""
 
     @property
     def num_bytes(self) -> int:
-        """Return its bytes on a GPU. A group of one rank has none."""
+        """Return the communicator's bytes on a GPU. A group of one rank has none."""
         if self.num_ranks < 2:
             return 0
         collectives = (PAIR_BYTES if self.num_ranks == 2 else GROUP_BYTES) * self.has_collectives
@@ -61,11 +61,11 @@ def communicators_of(
     balance_losses: Collection[str] = (),
     gathers_matrices: bool = False,
 ) -> list[Communicator]:
-    """Return the communicators with several ranks of a rank that trains, samples, or both.
+    """Return the communicators, of two or more ranks, of a rank that trains, samples, or both.
 
-    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the
-    first or last stage, and both have the embedding. `balance_losses` are the losses that balance the model's experts.
-    `gathers_matrices`: an optimizer gathers whole matrices from the ranks of a stage.
+    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the first or
+    last stage, and both have the embedding. `balance_losses`: losses that balance the experts. `gathers_matrices`: the
+    optimizer gathers whole matrices from the ranks of a stage.
     """
     communicators: list[Communicator] = []
     if has_trainer:
@@ -104,7 +104,7 @@ def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communic
 
 
 def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
-    """Yield the groups that add up the gradient's norm. A distributed optimizer has parts of it on all ranks."""
+    """Yield the groups that sum the gradient's norm. With a distributed optimizer all ranks have parts of it."""
     if is_distributed:
         yield Communicator("gradient norm", parallel.world_size)
         return
@@ -114,7 +114,7 @@ def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distribute
 
 
 def _matrices(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
-    """Return the sends and receives of whole matrices among the ranks of a pipeline stage."""
+    """Return the group of a pipeline stage whose ranks send each other whole matrices."""
     stage = parallel.world_size // parallel.pp
     peers = min(stage, ranks_per_node) - 1
     return Communicator(
@@ -137,7 +137,10 @@ def _experts(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communic
 
 
 def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
-    """Yield the groups that add up what balancing losses need. Megatron makes each besides others of equal ranks."""
+    """Yield the groups that sum the counts of balancing losses.
+
+    Megatron creates each of them in addition to other groups of the same ranks.
+    """
     if losses:
         yield Communicator("data parallelism", parallel.dp)
     if "seq_aux_loss" in losses:
@@ -147,7 +150,7 @@ def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Comm
 
 
 def _reshard(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
-    """Return the reshard's sends and receives. A rank reads from as many trainers as hold parts of its weights."""
+    """Return the group of a reshard. A rank reads from each trainer that has a part of its weights."""
     parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
     # On a colocated rank one of the parts is its own.
     peers = min(parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)

@@ -1,4 +1,4 @@
-"""Bytes of DeepEP's buffers on a rank (`trainer.moe_dispatcher: flex`), as created by Megatron-Core. Integers only.
+"""Bytes of DeepEP's buffers on a rank (`trainer.moe_dispatcher: flex`), as created by Megatron-Core.
 
 Source: DeepEP 1.2.1 (csrc/config.hpp, deep_ep/buffer.py) and Megatron-Core 0.16.1 (transformer/moe/fused_a2a.py). All
 layers share one buffer. Its size follows DeepEP's configuration for the number of ranks, the larger one of dispatch and
@@ -12,8 +12,7 @@ memory, which is part of CUDA's context.
 from __future__ import annotations
 
 NODE_RANKS = 8
-"""Number of ranks in one node, for DeepEP. A larger number of ranks spans several nodes and must be a multiple of
-it."""
+"""Ranks of one node for DeepEP. More ranks span several nodes and must be a multiple of it."""
 NUM_SMS = 20
 """Number of multiprocessors used by DeepEP's kernels: Megatron-Core's `moe_deepep_num_sms`."""
 
@@ -41,8 +40,7 @@ _HEAP_GRANULE = 512 << 20
 def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: int = NUM_SMS) -> int:
     """Return the bytes of DeepEP's buffers if `num_ranks` (etp * ep) ranks exchange tokens.
 
-    `itemsize` is in bytes per channel. An unsupported number of ranks gives 0, because a check of the recipe rejects
-    it.
+    `itemsize` is in bytes per channel. An unsupported number of ranks gives 0; a check of the recipe rejects it.
     """
     if num_ranks not in RECEIVED_TOKENS:
         return 0

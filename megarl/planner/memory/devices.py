@@ -1,4 +1,4 @@
-"""Memory of GPUs by name, and memory taken by libraries before any tensor is allocated."""
+"""Memory of GPUs by name, and memory that libraries take before any tensor is allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
 """Memory of each GPU as reported by torch, in GiB. Source: NVIDIA's data sheets, minus the driver's share."""
 
 MARGIN_GIB = 8.0
-"""GiB of a GPU kept free when the size of the KV cache is computed, for wrong predictions. NCCL's part was never
+"""GiB of a GPU that stay free when the KV cache is sized, because predictions may be wrong. NCCL's part was never
 measured with megarl."""
 
 CONTEXT_BYTES = int(2.7e9)
@@ -27,7 +27,7 @@ LIBRARY_BYTES = 500 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """Device of a run's ranks: GPUs, or a CPU, where all memory is host memory."""
+    """Device of a run's ranks: GPUs, or CPUs, where all memory is host memory."""
 
     is_gpu: bool
     has_transformer_engine: bool
@@ -49,5 +49,5 @@ class GpuMemory:
     engine: float
 
     def gib_for(self, phase: Phase) -> float:
-        """Return the memory in GiB of the GPU running a phase."""
+        """Return the memory in GiB of the GPU that runs a phase."""
         return self.engine if phase.part == "engine" else self.trainer

@@ -1,4 +1,4 @@
-"""Predicted bytes of the passes of a trained EAGLE-3 drafter (`models.drafter`)."""
+"""Predicted bytes of an update's passes through a trained EAGLE-3 drafter (`models.drafter`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SCORE_COPIES = 3
 
 
 def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int, num_parts: int) -> int:
-    """Return the peak bytes of a row's drafts in an update, beyond those of the policy.
+    """Return the peak bytes of a row's drafts in an update, in addition to those of the policy.
 
-    `num_parts` ranks share the row's positions. Each has the states of the whole row.
+    `num_parts` ranks share the row's positions. Each has the hidden states of the whole row.
     """
     hidden, size = shape.hidden_size, settings.itemsize
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

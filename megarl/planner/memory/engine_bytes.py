@@ -1,4 +1,4 @@
-"""Bytes of a vLLM engine on a rank: weights, KV cache, temporary memory of a step. Integers only."""
+"""Bytes of a vLLM engine on a rank: weights, KV cache, CUDA graphs, temporary memory of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRAPH_LAYER_BYTES = int(0.4 * 2**20)
 """GPU memory of one CUDA graph per layer of the model. Source: vLLM's log lines `Graph capturing finished ... took` for
 Llama-3.2-1B (0.38 MiB, vllm pull request 11349) and Qwen3.5-35B-A3B (0.40 MiB, vllm issue 50722)."""
 _LARGEST_GRAPH = 512
-"""Most tokens of a step replayed as a graph: vLLM 0.30's default, except for Blackwell."""
+"""Tokens of the largest step that is replayed as a CUDA graph: vLLM 0.30's default, except on Blackwell."""
 
 QUANTISED_BLOCK = 128
 """Rows and columns sharing a scale under `rollout.quantization: fp8`."""
@@ -50,10 +50,10 @@ def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantizati
 def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
 
-    Two things take them. First, weights that have only partly arrived (`reshard.quantised`): the plan runs through the
-    layers of the trainer's pipeline `stages` in parallel, with three buckets in flight. Second, the largest module,
-    loaded with padded rows, and the memory for quantising it. Experts are quantised one by one. For a linear layer vLLM
-    holds a padded copy, its absolute values, and both in float32.
+    First part: weights that have arrived partly and wait for the rest of their module (`reshard.quantised`). The
+    reshard runs through the layers of all pipeline `stages` in parallel, with three buckets in flight. Second part: the
+    largest module with padded rows, and the memory for quantising it. Experts are quantised one by one. For a linear
+    layer vLLM holds a padded copy and its absolute values, both in float32.
     """
     modules: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
@@ -71,13 +71,11 @@ def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_
 
 
 def _is_quantised(stack: Stack) -> bool:
-    """Return whether vLLM quantises a tensor: linear layers and experts, not biases, norms, embeddings, head or
-    routers."""
     return stack.stacks_experts or stack.storage.endswith("_proj.weight")
 
 
 def _pad_to_blocks(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a quantised matrix, with each projection of an expert padded to whole blocks."""
+    """Return rows and columns of a quantised matrix, each projection of an expert padded to whole blocks."""
     rows, columns = shape
     if not stack.stacks_experts:
         return rows, columns
@@ -101,22 +99,24 @@ def _round_to_block(size: int) -> int:
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int, draft_layers: int = 0) -> int:
-    """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number.
+    """Return the bytes of one block of a rank's KV cache over all layers. `itemsize` is in bytes per number.
 
-    `draft_layers` are the layers of a drafter with files of its own.
+    `draft_layers`: layers of a drafter that has files of its own.
     """
     layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_draft_layers + draft_layers
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 
 def cache_bytes(asked: int, *, block_bytes: int) -> int:
-    """Return the bytes of vLLM's KV cache under a limit in bytes. It has whole blocks only."""
+    """Return the bytes of the whole blocks of a KV cache that fit into `asked` bytes."""
     return asked // block_bytes * block_bytes
 
 
 def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
-    """Return the bytes of an engine's CUDA graphs: for each captured size one of the layers between attentions, and up
-    to `max_requests` tokens one of the whole model.
+    """Return the bytes of an engine's CUDA graphs.
+
+    Each captured size has a graph of the layers between attentions. Sizes up to `max_requests` also have one of the
+    whole model.
     """
     largest = min(2 * max_requests, _LARGEST_GRAPH)
     # vLLM 0.30, config/vllm.py, _set_cudagraph_sizes.
@@ -126,10 +126,10 @@ def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
 
 
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:
-    """Return the peak temporary bytes of an engine step: the activations of a layer, or the logits in the sampler.
+    """Return the peak temporary bytes of an engine step: the activations of a layer, or the sampler's logits.
 
-    A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: as
-    the model returns them, in float32, and as probabilities.
+    A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: in
+    the model's type, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     # The widest feed-forward layer counts.

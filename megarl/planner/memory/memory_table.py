@@ -1,4 +1,4 @@
-"""Predicted memory of a run as a table: bytes on a rank by phase and use. Plain data."""
+"""Predicted memory of a run as plain data: bytes on a rank by phase and use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes of one use of memory (weights, gradients, ...) on one rank, on its GPU and on the host."""
+    """Bytes of one use of memory (weights, gradients, ...) on one rank, on its GPU and on its host."""
 
     kind: str
     _: KW_ONLY
@@ -18,16 +18,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A phase of a run, and its peak memory on the rank that needs most. `name` is the phase's name in metrics. For a
-    model other than the policy, the model's name is appended (`train critic`). For separate engines, `engine` is
-    appended (`reshard engine`).
+    """A phase of a run, with its peak memory on the fullest rank.
+
+    `name` is the phase's name in metrics. A model other than the policy is appended (`train critic`), and so is
+    `engine` for separate engines (`reshard engine`).
     """
 
     name: str
     rank: int
     uses: tuple[Use, ...]
     part: Literal["", "trainer", "engine"] = ""
-    """Kind of the rank, trainer or engine, under rollout.placement separate. Empty if each rank is both."""
+    """Kind of the rank under rollout.placement separate. Empty: each rank is trainer and engine."""
 
     @property
     def device_bytes(self) -> int:
@@ -39,40 +40,39 @@ class Phase:
 
     @property
     def place(self) -> str:
-        """Return the rank with its kind, for example `engine rank 4`."""
+        """Return the rank with its kind: `engine rank 4`."""
         return f"{self.part} rank {self.rank}".strip()
 
     @property
     def metric(self) -> str:
-        """Return PHASE of the metric `memory/PHASE_gib` measuring this phase."""
+        """Return the name PHASE in the metric `memory/PHASE_gib` that measures this phase."""
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
     def use(self, kind: str) -> Use:
-        """Return the memory of one use, like weights. It is zero if the phase does not have the use."""
+        """Return the memory of one kind of use. It is zero if the phase does not have the use."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCapacity:
-    """Number of requests fitting into the KV cache of one engine."""
+    """Number of requests that fit into the KV cache of one engine."""
 
     tokens: int
     longest: int
     """Tokens of the longest possible request, prompt and completion."""
     max_concurrent_requests: int
     under_way: int
-    """Number of requests that one engine decodes at once in a training step, at most the configured maximum."""
+    """Requests that one engine decodes at once in a training step."""
 
     @property
     def mean_requests(self) -> int:
-        """Return how many requests fit at half of the longest length, their mean length while they are decoded."""
+        """Return the requests that fit at half of the longest length, their mean length while they are decoded."""
         return 2 * self.tokens // self.longest
 
     @property
     def warning(self) -> str | None:
-        """Return a warning if fewer than a quarter of the concurrent requests fit at their mean length. None: enough
-        fit."""
+        """Return a warning if fewer than a quarter of the concurrent requests fit at their mean length, else None."""
         if 4 * self.mean_requests >= self.under_way:
             return None
         return (
@@ -82,13 +82,11 @@ class CacheCapacity:
 
     @property
     def longest_requests(self) -> int:
-        """Return how many requests of the longest possible length fit."""
         return self.tokens // self.longest
 
     @property
     def mean_length(self) -> int:
-        """Return how many tokens a request may have on average if the configured maximum number of requests is
-        decoded."""
+        """Return the mean tokens at which the maximum number of concurrent requests fits."""
         return self.tokens // self.max_concurrent_requests
 
     def __str__(self) -> str:
@@ -106,21 +104,21 @@ class CacheCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """Predicted memory of all phases of a run, and the capacity of its engines' KV cache (None without an engine)."""
+    """Predicted memory of all phases of a run, and the capacity of an engine's KV cache (None: no engine)."""
 
     phases: tuple[Phase, ...]
     cache: CacheCapacity | None
     is_gpu: bool
-    """True: ranks are on GPUs. False: they are on a CPU, so all memory is host memory."""
+    """False: ranks are on CPUs, so all memory is host memory."""
 
     @property
     def fullest(self) -> Phase:
-        """Return the phase of a training step with most GPU memory."""
+        """Return the phase with the most GPU memory."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
     def fullest_host(self) -> tuple[Phase, ...]:
-        """Return the phase with most host memory for each kind of rank: trainer first, then engine."""
+        """Return the phase with the most host memory for each kind of rank: trainer first, then engine."""
         parts = dict.fromkeys(phase.part for phase in self.phases)
         return tuple(
             max((phase for phase in self.phases if phase.part == part), key=lambda phase: phase.host_bytes)
@@ -128,20 +126,19 @@ class MemoryTable:
         )
 
     def host_bytes(self, *, num_trainers: int = 0, num_engines: int = 0) -> int:
-        """Return the bytes of host memory needed by these numbers of trainer and engine ranks, each at its maximum."""
+        """Return the host memory of this many trainer and engine ranks, each at its maximum."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return all uses of memory (`Use.kind`) occurring, in the order of the phases."""
+        """Return the kinds of all uses that are not zero, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )
 
     def bytes_by_metric(self) -> dict[str, int]:
-        """Return the bytes of a GPU (on a CPU: of a rank's process), keyed by PHASE of the metrics
-        `memory/PHASE_gib`."""
+        """Return the largest bytes of a GPU (on CPUs: of a rank's process), keyed by PHASE of `memory/PHASE_gib`."""
         largest: dict[str, int] = {}
         for phase in self.phases:
             num_bytes = phase.device_bytes if self.is_gpu else phase.host_bytes
@@ -149,7 +146,6 @@ class MemoryTable:
         return largest
 
     def as_json(self) -> dict[str, Any]:
-        """Return the table as JSON values: bytes by phase and use, and the capacity of the KV cache."""
         phases = [
             {
                 "phase": phase.name,

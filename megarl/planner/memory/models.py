@@ -1,4 +1,4 @@
-"""The models of a run with their sizes and parallel layouts, for memory predictions."""
+"""The models of a run with their sizes and parallel layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a run: the trained ones, and those that only score (reference, reward model, teachers), by name."""
+    """The models of a run. `frozen` are those that only score, by name: reference, reward model, teachers."""
 
     policy: Built
     critic: Built | None

@@ -34,11 +34,11 @@ def memory_table(
     gpu_gib: float | None = None,
     stages: Collection[int] | None = None,
 ) -> MemoryTable:
-    """Return a recipe's predicted memory. Each phase is shown on the rank needing most memory in it.
+    """Return a recipe's predicted memory. Each phase is that of the rank with the most memory in it.
 
-    `gpu_gib` is the memory of a GPU in GiB, of which `rollout.gpu_memory_utilization` is a share. One rank of each
-    pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. `stages`: examine
-    these stages only; None: all. With separate engines, the first engine rank is examined too.
+    `gpu_gib`: memory of an engine's GPU in GiB, for `rollout.gpu_memory_utilization`. One rank of each pipeline stage
+    is examined, because ranks of a stage differ only by padding. `stages`: examine only these stages; None: all. With
+    separate engines, the first engine rank is examined too.
     """
     parallel = models.policy.parallel
     ranks = [parallel.rank(tp=0, dp=0, pp=stage) for stage in (range(parallel.pp) if stages is None else stages)]
@@ -58,12 +58,11 @@ def memory_table(
 
 @dataclass(frozen=True)
 class RankPhases:
-    """Lists the memory of one rank in each phase of a run, by its use."""
+    """Lists the memory of one rank by phase and use."""
 
     memory: RankMemory
 
     def list_phases(self) -> Iterator[Phase]:
-        """Yield all phases of the run on the examined rank."""
         part: Literal["", "trainer", "engine"] = ""
         if self.memory.parallel.is_separate:
             part = "trainer" if self.memory.has_trainer else "engine"
@@ -93,8 +92,9 @@ class RankPhases:
         return moments
 
     def _start(self) -> list[Use]:
-        """Return the peak of a run's start. It occurs while the engine is built, when all models are loaded, or in the
-        first reshard."""
+        """Return the uses at the fullest moment of a start: the engine is built, all models are loaded, or the first
+        reshard runs.
+        """
         # Moments appear with the first update, so they are missing until then.
         began = replace(self.memory.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
@@ -180,8 +180,10 @@ class RankPhases:
         return [Use("whole matrices", device_bytes=whole)]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
-        """Yield the FP8 copies of weights in an update. The policy retains them until the engine samples. FP8 also
-        makes saved activations smaller; this is not counted.
+        """Yield the FP8 copies of weights in an update.
+
+        The policy retains its copies until the engine samples. FP8 also makes saved activations smaller; this is not
+        counted.
         """
         if self.memory.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.memory.models.policy)}
@@ -204,15 +206,17 @@ class RankPhases:
     def _list_uses_of_pass(self, name: str) -> list[Use]:
         """Return the memory of all models while the model `name` computes.
 
-        While the critic computes, the policy is offloaded. A scoring model is loaded in addition to the policy.
+        The policy is offloaded while the critic computes. A scoring model is loaded in addition to the policy.
         """
         if name == "critic":
             return [*self._states(self.memory.policy, ()), *self._critic(_ALL), *self._idle_models()]
         return [*self._states(self.memory.policy, _ALL), *self._critic(()), *self._idle_models(at_work=name)]
 
     def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
-        """Yield the memory of a trained model's states. States in `awake`, and those never offloaded, are on the
-        device. The others are on the host."""
+        """Yield the memory of a trained model's states.
+
+        States in `awake`, and those that are never offloaded, are on the device. The others are on the host.
+        """
         offload = self.memory.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
         yield Use("parameters", device_bytes=states.parameters * is_here["parameters"])
@@ -224,7 +228,6 @@ class RankPhases:
             yield Use("optimizer on the host", host_bytes=states.on_host)
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
-        """Yield the critic's states, summed as one use."""
         uses = [*self._states(self.memory.critic, awake)]
         yield Use(
             "critic",
@@ -233,8 +236,7 @@ class RankPhases:
         )
 
     def _background_send(self, phase: str) -> Iterator[Use]:
-        """Yield the memory of a reshard that overlaps the trainer's work: a copy of the weights, and in some phases
-        buffers."""
+        """Yield the memory of a reshard in the background of training: a copy of the weights, and its buffers."""
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
         policy = self.memory.models.policy
@@ -244,7 +246,7 @@ class RankPhases:
             yield Use("staging", device_bytes=self.memory.staging)
 
     def _idle_models(self, at_work: str = "") -> Iterator[Use]:
-        """Yield the memory of the scoring models. On GPUs each waits in host memory until it is used."""
+        """Yield the memory of the scoring models. On GPUs each waits in host memory, except the one `at_work`."""
         for name, size in self.memory.frozen.items():
             is_on_device = name == at_work or not self.memory.platform.is_gpu
             yield Use(
@@ -261,9 +263,10 @@ class RankPhases:
         ]
 
     def _idle_engine(self) -> list[Use]:
-        """Return the memory of an idle engine. On a GPU it sleeps and takes none; on a CPU it cannot sleep.
+        """Return the memory of an engine that does not sample.
 
-        An engine with a LoRA adapter or an EAGLE-3 drafter keeps its weights on the host while it sleeps.
+        On a GPU it sleeps and takes no GPU memory. With a LoRA adapter or an EAGLE-3 drafter its weights are then in
+        host memory. On a CPU it cannot sleep.
         """
         if not self.memory.platform.is_gpu:
             return self._awake_engine()[:2]
@@ -272,7 +275,7 @@ class RankPhases:
         return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if is_copied else []
 
     def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
-        """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""
+        """Yield the uses, and those of libraries and checkpoint copies. On CPUs everything counts as host memory."""
         if self.memory.platform.is_gpu:
             yield from uses
             yield Use("CUDA", device_bytes=CONTEXT_BYTES)

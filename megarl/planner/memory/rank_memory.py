@@ -1,4 +1,4 @@
-"""Predicted bytes of one rank: states of trained models, scoring models, engine, KV cache, communicators."""
+"""Predicted bytes of one rank: trained models, scoring models, engine, KV cache, communicators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicts the memory of one rank: of its models, its engine, or both."""
+    """Predicts the memory of one rank: of its models, of its engine, or of both."""
 
     recipe: Recipe
     models: Models
@@ -62,7 +62,7 @@ class RankMemory:
 
     @cached_property
     def policy(self) -> TrainerStates:
-        """Return the policy's states as they are after the first update: an optimizer has no moments before."""
+        """Return the policy's states after the first update. The optimizer has no moments before it."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
         return self._trainer_states(self.models.policy, self.recipe.optimizer, self.recipe.lora.rank)
@@ -75,7 +75,7 @@ class RankMemory:
 
     @cached_property
     def frozen(self) -> dict[str, int]:
-        """Return the bytes of each model that only scores (reference, reward model, teachers)."""
+        """Return the bytes of each scoring model by name (reference, reward model, teachers)."""
         if not self.has_trainer:
             return {}
         return {
@@ -108,7 +108,7 @@ class RankMemory:
 
     @cached_property
     def unquantised_weights(self) -> int:
-        """Return the bytes that an engine needs during a reshard to make its FP8 weights."""
+        """Return the bytes that an engine needs during a reshard to quantise its FP8 weights."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
         return engine_bytes.unquantised_bytes(
@@ -127,7 +127,7 @@ class RankMemory:
 
     @property
     def _engine_shape(self) -> ModelShape:
-        """Return the engines' model: the policy's draft layers are part of it only if they draft tokens."""
+        """Return the engines' model. It has the policy's draft layers only if they draft tokens."""
         return self.models.policy.shape.with_draft_layers(self.recipe.rollout.drafts_with_model_layers)
 
     @property
@@ -166,7 +166,6 @@ class RankMemory:
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
 
     def cache_capacity(self) -> CacheCapacity:
-        """Return how many requests fit into the KV cache of the rank's engine."""
         blocks = self.cache_bytes // self._block_bytes
         # vLLM 0.30 holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
@@ -180,7 +179,7 @@ class RankMemory:
 
     @property
     def _requests_of_step(self) -> int:
-        """Return how many requests of a training step one engine handles."""
+        """Return the requests of one engine in a training step."""
         train = self.recipe.train
         attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
         num_engines = (self.parallel.rollout_ranks or self.parallel.world_size) // self.parallel.rollout_tp
@@ -193,21 +192,20 @@ class RankMemory:
 
     @property
     def host_copies(self) -> int:
-        """Return the bytes of a trainer's tensors with a copy in host memory: offloaded states, and on GPUs the models
-        that only score."""
+        """Return the bytes of host memory for offloaded states, and on GPUs for the scoring models."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
         scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
         return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring
 
     @property
     def max_host_copies(self) -> int:
-        """Return the maximum number of these tensors: weights, main weights, and two moments of each."""
+        """Return the maximum number of tensors with a copy in host memory: weights, main weights, two moments of each."""
         models = filter(None, [self.models.policy, self.models.critic, *self.models.frozen.values()])
         return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
 
     @property
     def deep_ep_buffers(self) -> int:
-        """Return the bytes of DeepEP's buffers, shared by all trainer models and sized for the widest.
+        """Return the bytes of DeepEP's buffers, which all trained models share: the size for the widest model.
 
         0: every rank has all experts, so no tokens are sent.
         """
@@ -222,7 +220,6 @@ class RankMemory:
 
     @cached_property
     def communicators(self) -> list[Communicator]:
-        """Return NCCL's communicators of the rank."""
         cluster, engines = self.recipe.cluster, self.recipe.cluster.groups.engines
         nodes = cluster if self.has_trainer or engines is None else engines
         return communicators_of(
@@ -244,9 +241,7 @@ class RankMemory:
 
     @property
     def _shares_embedding(self) -> bool:
-        """Return whether the first and the last pipeline stage have copies of one embedding, and this rank one of
-        them.
-        """
+        """Return whether the first and the last pipeline stage copy one embedding, and this rank is on one of them."""
         shape, last = self.models.policy.shape, self.parallel.pp - 1
         trained_shape = shape.with_draft_layers(self.recipe.trainer.trains_draft_layers)
         has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0
@@ -269,7 +264,7 @@ class RankMemory:
 
     @cached_property
     def drafter(self) -> DrafterShape | None:
-        """The shape of the trained drafter. None for a frozen one, or with broken files."""
+        """Return the shape of the trained drafter. None: it is not trained, or its files are broken."""
         if not self.recipe.trains_drafter or self.recipe.drafter is None:
             return None
         try:
@@ -280,7 +275,6 @@ class RankMemory:
 
     @property
     def drafter_weights(self) -> int:
-        """Return the bytes of the trained drafter's weights; 0 without one."""
         return 0 if self.drafter is None else sum(map(math.prod, self.drafter.tensors.values())) * self.itemsize
 
     def drafter_pass(self) -> int:
@@ -292,7 +286,7 @@ class RankMemory:
         return drafter_bytes(self.drafter, settings, num_steps=self.recipe.trainer.drafter_steps, num_parts=num_parts)
 
     def pass_settings(self, built: Built) -> PassSettings:
-        """Return how an update's rows pass through a model."""
+        """Return the settings of an update's passes through a model."""
         trainer_config = self.recipe.trainer
         is_bf16 = self.itemsize == 2
         megatron = trainer_config.megatron
@@ -334,7 +328,7 @@ class RankMemory:
 
     @property
     def _cache_asked(self) -> int:
-        """Return the bytes for the KV cache: as set in the recipe, or what vLLM's share of the GPU leaves."""
+        """Return the bytes for the KV cache: set in the recipe, or the rest of vLLM's share of the GPU."""
         share = self.recipe.rollout.gpu_memory_utilization
         if share is None:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)

@@ -1,4 +1,4 @@
-"""Explanations of a memory plan: the formula of each use of memory in words, and the source of its numbers."""
+"""Explanation of a memory prediction: for each use of memory its formula in words and the source of its numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.planner.memory.memory_table import MemoryTable
 
 
 class Term(NamedTuple):
-    """A use of memory: how its bytes are computed, and the source of formula and numbers."""
+    """Formula of a use of memory in words, and the source of its numbers."""
 
     formula: str
     source: str
@@ -145,18 +145,18 @@ TERMS = {
         "measured on a CPU",
     ),
 }
-"""Terms by the kinds of `memory_table.Use`. Models that only score have names of their own: see `term_of`."""
+"""Terms by the kinds of `memory_table.Use`. Scoring models have other names: see `term_of`."""
 _FROZEN = Term("weights of a model that only scores; on GPUs they wait in host memory", _COUNTED)
 
 
 def term_of(kind: str) -> Term:
-    """Return the term of a use of memory (`Use.kind`). A kind without one is the name of a model that only scores."""
+    """Return the term of a kind of use (`Use.kind`). A kind without a term is the name of a scoring model."""
     return TERMS.get(kind, _FROZEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedTerm:
-    """A term with the most bytes that it has in any phase, on a GPU and on the host."""
+    """A term with its largest bytes over all phases, on a GPU and on the host."""
 
     kind: str
     device_bytes: int
@@ -166,7 +166,7 @@ class ExplainedTerm:
 
 
 def explain_terms(table: MemoryTable) -> list[ExplainedTerm]:
-    """Return all terms of a memory table, in the order of its phases."""
+    """Return the terms of all uses in a memory table, in the order of its phases."""
     terms = []
     for kind in table.kinds:
         uses = [phase.use(kind) for phase in table.phases]

@@ -1,4 +1,4 @@
-"""Bytes of a trained model on a rank: parameters, gradients, main weights, moments. Integers only.
+"""Bytes of a trained model on a rank: parameters, gradients, main weights, moments.
 
 With the distributed optimizer, Megatron-Core stores the parameters of a model chunk in one buffer, the last parameter
 first. Each parameter begins at a multiple of 64 elements. Buckets of the buffer end at a multiple of 128 and of the
@@ -27,8 +27,7 @@ _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Number of elements of one parameter on a rank; whether it has its own bucket in Megatron-Core; whether it has one
-    axis; how many moments the optimizer has for each element."""
+    """Sizes of one parameter on a rank."""
 
     numel: int
     _: KW_ONLY
@@ -48,13 +47,13 @@ class TrainerStates:
     merged: int = 0
     """Bytes of the weights merged with their LoRA adapters. They exist only during a reshard or an export."""
     saved: int = 0
-    """Bytes written by this rank into a checkpoint. Nothing is gathered for it."""
+    """Bytes that this rank writes into a checkpoint."""
     on_host: int = 0
-    """Bytes of host memory for parameters whose optimizer is there: main weights, moments, gradients, pinned copies."""
+    """Bytes of host memory of an optimizer on the host: main weights, moments, gradients, pinned copies."""
     built: int = 0
-    """Temporary bytes on the device while an optimizer is built that is partly on the host."""
+    """Temporary device bytes while an optimizer that is partly on the host is built."""
     built_on_host: int = 0
-    """Temporary bytes on the host while an optimizer is built that is partly on the host."""
+    """Temporary host bytes while an optimizer that is partly on the host is built."""
 
     @property
     def optimizer(self) -> int:
@@ -94,9 +93,9 @@ def trainer_states(
 ) -> TrainerStates:
     """Return the bytes of a trained model's states on a rank, with `itemsize` bytes per weight.
 
-    With the layouts of LoRA `adapters`, only the adapters are trained. `whole` are the shapes of further trained
-    tensors that each rank has whole (a drafter). `is_pinned`: the host's share of the optimizer is copied through
-    pinned memory. `host_fraction`: share of the parameters whose optimizer is in host memory.
+    `adapters`: layouts of LoRA adapters; only these are trained. `whole`: shapes of further trained tensors that are
+    not split (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`:
+    share of the parameters whose optimizer is on the host.
     """
     frozen, merged = 0, 0
     trained = layouts
@@ -139,8 +138,8 @@ def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> in
 def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
     """Return the bytes that a rank needs to compute Muon's update of the largest matrix.
 
-    `product_bytes` is the size of a number in the products. The matrix is there in float32. While it arrives, staging
-    holds it and about as much that this rank sends. Later there are its normalised copy and the operands of products.
+    `product_bytes` is the size of a number in the products. The matrix is in float32. While it arrives, staging holds
+    it and about as much that this rank sends. Later its normalised copy and the operands of products exist.
     """
     matrices = matrix_templates(layouts.rules).values()
     rows, columns = max(matrices, key=math.prod, default=(0, 0))
@@ -261,11 +260,10 @@ def _buffer_states(
 
 
 def _numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
-    """Return the sizes of the parameters whose optimizer moves to the host: matrices first, until the fraction is
-    reached.
+    """Return the elements of each parameter whose optimizer moves to the host.
 
-    Megatron-Core's order within a layer differs, and it treats several model chunks at once. The error is at most one
-    parameter per chunk.
+    Matrices move first, until `fraction` is reached. Megatron-Core has another order within a layer, and treats several
+    model chunks at once. The error is at most one parameter per chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
     chosen_numels: list[int] = []
@@ -315,7 +313,7 @@ def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
 
 
 def _overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
-    """Return the elements that both ranges (first, end) have. Not positive: none."""
+    """Return the number of elements that two ranges (first, end) share. Zero or negative: none."""
     return min(parameter[1], shard[1]) - max(parameter[0], shard[0])
 
 
@@ -324,5 +322,5 @@ def _round_up(number: int, *, multiple: int) -> int:
 
 
 def _pinned_bytes(size: int, is_pinned: bool) -> int:
-    """Return the bytes of a host copy made by Megatron-Core: torch rounds pinned memory up to powers of two."""
+    """Return the bytes of a host copy made by Megatron-Core. torch rounds pinned memory up to powers of two."""
     return 1 << (size - 1).bit_length() if is_pinned and size else size

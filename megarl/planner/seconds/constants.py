@@ -9,42 +9,42 @@ from megarl.planner.seconds.gpus import GpuSpeeds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Constants that are fitted to published steps."""
+    """Constants fitted to published steps."""
 
     gemm_efficiency: float
     """Share of the peak FLOPs reached by matrix products and attention of long rows."""
     half_tokens: float
-    """Tokens of a row on a rank at which this share is half as large."""
+    """Tokens of a row on a rank at which matrix products reach half of `gemm_efficiency`."""
     expert_half_tokens: float
-    """Tokens of an expert in a row at which this share is half as large for the experts."""
+    """Tokens of an expert in a row at which its matrix products reach half of `gemm_efficiency`."""
     layer_seconds: float
-    """Seconds of a layer's forward pass over a row besides matrix products: norms, kernel launches."""
+    """Seconds of a layer's forward pass over a row outside matrix products: norms, kernel launches."""
     expert_layer_seconds: float
-    """The same for the routing of a layer with experts: sorting, permutation, counts read by the host."""
+    """Additional seconds of a layer with experts, for routing: sorting, permutation, counts read by the host."""
     link_efficiency: float
     """Share of a link's bandwidth reached by collectives of tensor, context and expert parallelism."""
     decode_bandwidth: float
     """Share of the memory bandwidth reached while an engine decodes."""
     decode_layer_seconds: float
-    """Seconds of a layer in a decoding step besides reading weights and KV cache."""
+    """Seconds of a layer in a decoding step, without reading weights and KV cache."""
     decode_expert_layer_seconds: float
-    """The same, in addition, for a layer with experts."""
+    """Additional seconds of a layer with experts in a decoding step."""
     reduce_seconds: float
     """Latency of a small all-reduce over tensor-parallel ranks connected by NVLink, in seconds."""
     network_reduce_seconds: float
     """Latency of a small all-reduce over tensor-parallel ranks on several nodes, in seconds."""
     engine_step_seconds: float
-    """Seconds of a decoding step besides the model: scheduler, sampling."""
+    """Seconds of a decoding step outside the model: scheduler, sampling."""
     sample_seconds: float
-    """Seconds of a step for each sample outside all phases: the driver's work, rewards, packing."""
+    """Seconds of a step per sample, outside all phases: the driver's work, rewards, packing."""
     blackwell_efficiency: float
-    """Factor of `gemm_efficiency` and `decode_bandwidth` on Blackwell GPUs, whose data sheet values are harder to
+    """Factor of `gemm_efficiency` and `decode_bandwidth` on Blackwell GPUs. Their data sheet values are harder to
     reach."""
     grace_seconds: float
     """Factor of all fixed times on hosts with a Grace CPU."""
 
     def on(self, gpu: GpuSpeeds) -> Constants:
-        """Return the constants with the factors of a kind of GPU applied."""
+        """Return the constants with the factors for a kind of GPU applied."""
         share = self.blackwell_efficiency if gpu.is_blackwell else 1.0
         slower = self.grace_seconds if gpu.has_grace else 1.0
         return replace(
@@ -77,8 +77,8 @@ PRIOR = Constants(
     blackwell_efficiency=0.8,
     grace_seconds=1.3,
 )
-"""Expected values before any fit: our own measurements on one H200, and typical latencies of NCCL. Rows of
-these measurements are fitted, never held out. `sample_seconds`: a millisecond as an order of magnitude."""
+"""Expected values before any fit: measurements of megarl on one H200, and typical latencies of NCCL. The fit uses these
+measurements; none is held out. `sample_seconds` is an order of magnitude."""
 
 FITTED = Constants(
     gemm_efficiency=0.5323,
@@ -100,5 +100,5 @@ FITTED = Constants(
 """Constants fitted by `tools/check.py plan_search --print-constants`. A test compares them with a new fit."""
 
 HELD_OUT_ERROR = 0.188
-"""Median relative error of steps predicted as in the search, on the held-out published ones, by `tools/check.py
-plan_search`. It includes the weight updates of these systems, slower than the predicted reshard of megarl."""
+"""Median relative error of predicted steps, on the held-out published ones, by `tools/check.py plan_search`. It
+includes the weight updates of these systems, which are slower than the predicted reshard of megarl."""

@@ -21,9 +21,9 @@ class GpuSpeeds:
     network: float
     """Network bandwidth in bytes per second, in each direction."""
     nvlink_gpus: int = 8
-    """GPUs connected by NVLink."""
+    """Number of GPUs connected by NVLink."""
     pcie: float = 55e9
-    """Bandwidth to host memory in bytes per second: PCIe 5 with 16 lanes, less its protocol's share."""
+    """Bandwidth to host memory in bytes per second: PCIe 5 with 16 lanes, without the share of its protocol."""
     host_memory: float = 40e9
     """A GPU's share of the host's memory bandwidth in bytes per second. Two sockets of DDR5 have 77 GB/s for each of 8
     GPUs, and Adam on the CPU is assumed to reach half of it."""

@@ -1,4 +1,4 @@
-"""Distribution of the lengths of sampled sequences: of a recorded run, or a log-normal one cut at the limit."""
+"""Distribution of the lengths of sampled sequences: recorded in a run, or log-normal and cut at the limit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megarl.types import DataError
 
 _NUM_QUANTILES = 512
 SIGMA = 0.7
-"""Standard deviation of the logarithm of lengths, if no run is given. Completions of reasoning models have 0.6 to 1."""
+"""Standard deviation of the logarithm of lengths, if no run is named. Completions of reasoning models have 0.6 to 1."""
 _ASSUMED_SHARE = 0.25
 """Mean length of completions divided by their limit, if neither a run nor a mean is known."""
 _PROMPT_SHARE = 0.1
 """Mean length of prompts divided by data.max_prompt_tokens. Most prompts are far below their limit."""
 _STEPS_READ = 8
-"""Newest steps of samples/ that are read: lengths drift during a run."""
+"""Newest steps whose samples are read, because lengths drift during a run."""
 _PROMPT_METRIC = "rollout/prompt_tokens/mean"
 
 
@@ -32,16 +32,16 @@ class Lengths:
     """Completion lengths of samples, in tokens, and the mean length of prompts."""
 
     quantiles: NDArray[np.float64]
-    """Lengths at equally likely probabilities, in ascending order [quantiles]."""
+    """Quantiles of the lengths at equally spaced probabilities, in ascending order [quantiles]."""
     limit: int
     """Maximum number of tokens of a completion."""
     prompt_tokens: float
     source: str
-    """Where the distribution is from, for messages."""
+    """Source of the distribution, for messages."""
 
     @property
     def mean(self) -> float:
-        """Return the mean tokens of a completion."""
+        """Return the mean tokens of completions."""
         return float(self.quantiles.mean())
 
     @property
@@ -51,9 +51,9 @@ class Lengths:
 
     @property
     def mean_age(self) -> float:
-        """Return the mean tokens that a request has decoded while it is active, in an engine that starts new ones.
+        """Return the mean tokens that an active request has decoded, in an engine that always starts new requests.
 
-        A request is found at a token with a probability proportional to its length, at its middle on average.
+        At any moment, long requests are more likely to be active, in proportion to their length.
         """
         return float(np.square(self.quantiles).mean() / (2 * self.quantiles.mean()))
 
@@ -77,7 +77,7 @@ class Lengths:
 
 
 def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
-    """Return log-normal lengths cut at the limit, with this mean after the cut. `mean` is at most the limit."""
+    """Return log-normal lengths, cut at `limit` tokens, whose mean after the cut is `mean` (at most 98 % of the limit)."""
     mean = min(mean, 0.98 * limit)
     normal = NormalDist()
     places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
@@ -97,12 +97,12 @@ def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = 
 
 
 def assumed_prompt_tokens(max_prompt_tokens: int) -> float:
-    """Return the mean length of prompts that is assumed where only their limit is known."""
+    """Return the mean length of prompts assumed if only their limit is known."""
     return max(1.0, _PROMPT_SHARE * max_prompt_tokens)
 
 
 def assumed_lengths(*, limit: int, max_prompt_tokens: int) -> Lengths:
-    """Return the lengths that are assumed where only the limits of prompts and completions are known."""
+    """Return the lengths assumed if only the limits of prompts and completions are known."""
     return log_normal(mean=_ASSUMED_SHARE * limit, limit=limit, prompt_tokens=assumed_prompt_tokens(max_prompt_tokens))
 
 
@@ -114,10 +114,10 @@ def recorded_lengths(tokens: Sequence[float], *, limit: int, prompt_tokens: floa
 
 
 def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths:
-    """Return the completion lengths in a run's samples/, of its newest steps.
+    """Return the lengths of completions in the newest steps of a run's samples/.
 
-    The mean length of prompts is the run's metric, or else `prompt_tokens`. Raises ConfigError for a folder of another
-    kind, DataError if it has no samples.
+    The mean length of prompts is the run's metric, or else `prompt_tokens`. Raises ConfigError for a folder that is not
+    a run's, DataError if it has no samples.
     """
     run = RunRecord.open(folder)
     records = [record for step, path in run.sample_files[-_STEPS_READ:] for record in read_records(path, step)]

@@ -1,4 +1,4 @@
-"""Seconds of a rollout: steps of an engine that decodes many requests, until the longest one ends.
+"""Seconds of a rollout: the decoding steps of an engine until its longest request ends.
 
 A decoding step reads the weights once and the KV cache of all requests. While requests wait, an engine decodes as many
 as fit. Then requests end one by one, and steps get shorter but not fewer: this is the tail.
@@ -25,7 +25,7 @@ _POINTS = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """Engines of a run: their parallel size and how many requests each can decode."""
+    """Number and parallel size of a run's engines, and the requests that each can decode."""
 
     tp: int
     num_engines: int
@@ -36,17 +36,18 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSeconds:
-    """Seconds of a rollout by its three parts."""
+    """Seconds of a rollout's three parts."""
 
     prefill: float
+    """Prefill of all prompts."""
     full: float
-    """While requests wait for a place in an engine."""
+    """Decoding while requests wait for a place in an engine."""
     tail: float
-    """From the last request's start to the end of the longest one."""
+    """Decoding from the start of the last request to the end of the longest one."""
     requests: float
     """Requests that an engine decodes at once before the tail."""
     limited_by_cache: bool
-    """Whether the KV cache is the limit of this number, not the number of samples or the recipe."""
+    """Whether the KV cache limits `requests`, not the number of samples or the recipe."""
 
     @property
     def seconds(self) -> float:
@@ -55,7 +56,7 @@ class RolloutSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCost:
-    """Predicts rollouts of a model on a kind of GPU."""
+    """Predicts rollouts of a model on one kind of GPU."""
 
     work: ModelWork
     gpu: GpuSpeeds
@@ -102,10 +103,9 @@ class RolloutCost:
     def steady_seconds(
         self, engines: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int, staleness: int
     ) -> RolloutSeconds:
-        """Return the seconds between two steps of engines that sample ahead.
+        """Return the seconds between two steps if engines sample ahead of the trainer.
 
-        A sample may be trained by one of the next `staleness` steps. So engines have the samples of as many steps in
-        flight, and the tail of one overlaps the next ones.
+        The samples of `staleness` steps are in flight at once. The tail of one step overlaps the next ones.
         """
         batches = max(1, staleness)
         all_batches = self.rollout(
@@ -119,7 +119,7 @@ class RolloutCost:
         )
 
     def step_seconds(self, tp: int, *, requests: Numbers, context: Numbers) -> Numbers:
-        """Return the seconds of a decoding step for numbers of requests and their mean tokens, each [n]."""
+        """Return the seconds of a decoding step [n] for `requests` and their mean tokens `context`, each [n]."""
         work, constants, gpu = self.work, self.constants, self.gpu
         shape = work.shape
         # Each engine rank reads its part of the weights and the keys and values of its heads.
@@ -143,7 +143,7 @@ class RolloutCost:
         return seconds
 
     def _chosen_share(self, requests: Numbers) -> Numbers | float:
-        """Return the share of experts chosen by at least one of the requests [n], if each chooses at random."""
+        """Return the share of experts that at least one of the requests [n] chooses, if each chooses at random."""
         shape = self.work.shape
         if not shape.num_experts:
             return 0.0

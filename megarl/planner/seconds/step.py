@@ -1,4 +1,4 @@
-"""Seconds of a training step: phases of trainer and engines, one after the other or at the same time."""
+"""Seconds of a training step: phases of trainer and engines, in turn or at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Workload:
     samples_per_prompt: int
     updates: int
     scoring_passes: float
-    """Passes without gradients over the batch: old log-probs (a part, if some samples need none), reference."""
+    """Passes without gradients over the batch: reference, and old log-probs (below 1 if some samples need none)."""
     staleness: int = 0
     """Steps by which separate engines may sample ahead."""
 
@@ -49,26 +49,25 @@ class StepSeconds:
 
     @property
     def step(self) -> float:
-        """Return the seconds of the whole step."""
         trainer_seconds = self.logprobs + self.train
         phase_seconds = max(self.rollout, trainer_seconds) if self.is_concurrent else self.rollout + trainer_seconds
         return phase_seconds + self.reshard + self.offload + self.other
 
 
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
-    """Return a lower bound of a reshard's seconds: the time on the link, or that of one read and one write in memory.
+    """Return a lower bound of a reshard's seconds: the longer of its time on the link and in memory.
 
-    The longer one counts. `shard_bytes` are the weights of an engine rank in bytes; `link` and `memory` are bandwidths
-    in bytes per second.
+    Weights are read once and written once. `shard_bytes` are the weights of an engine rank; `link` and `memory` are
+    bandwidths in bytes per second.
     """
     return max(shard_bytes / link, 2 * shard_bytes / memory)
 
 
 def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool, item_bytes: int = 2) -> float:
-    """Return the least seconds of a reshard to engines of `tp` ranks, sent from shard to shard.
+    """Return a lower bound of the seconds of a reshard to engines of `tp` ranks.
 
-    Each engine rank's weights cross its link once, and are read and written once. A weight has `item_bytes`. Engines of
-    their own are reached over the network.
+    The weights of each engine rank cross its link once: the network to separate engines, else NVLink. A weight has
+    `item_bytes`.
     """
     link = gpu.network if is_separate else gpu.nvlink
     return moved_seconds(item_bytes * work.weights / tp, link=link, memory=gpu.memory)

@@ -1,8 +1,8 @@
 """Seconds of the trainer's passes over a batch, for many parallel layouts at once.
 
-A batch is packed into rows (microbatches). A row's pass takes the time of its slowest pipeline stage: matrix products,
-collectives, and a fixed time of each layer. Rows follow each other through the pipeline, so the first and the last wait
-for empty stages.
+A batch is packed into rows (microbatches). The pass of a row takes the time of its slowest pipeline stage: matrix
+products, collectives, and a fixed time of each layer. Rows follow each other through the pipeline; at its start and end
+some stages are idle (the bubble).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Numbers = NDArray[np.float64]
 
 _ITEM_BYTES = 2
 _GRADIENT_BYTES = 4
-"""Bytes of a parameter's float32 gradient. Data-parallel ranks send it, then the new value."""
+"""Bytes of a parameter's float32 gradient. Data-parallel ranks send it, then the new value of the parameter."""
 _OPTIMIZER_BYTES = 30
-"""Bytes of a parameter read and written by Adam: gradient, main weight and moments twice, new value."""
+"""Bytes that Adam reads and writes for each parameter: gradient, main weight and moments twice, new value."""
 _EXPOSED_REDUCTION = 0.5
-"""Share of the reduction of gradients that the backward pass does not hide."""
+"""Share of the gradients' reduction that the backward pass does not hide."""
 _FILL = 0.95
-"""Tokens in rows divided by their capacity. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
+"""Share of a row's capacity that is filled. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
 _BALANCE = 1.03
 """Time of the slowest data-parallel rank divided by the mean."""
 _BACKWARD_COLLECTIVES = 1.5
-"""Tensor-parallel collectives of a backward pass, in those of a forward pass: inputs are gathered again."""
+"""Tensor-parallel collectives of a backward pass, divided by those of a forward pass: inputs are gathered again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,17 @@ class Layouts:
 
     @classmethod
     def of(cls, *layouts: Mapping[str, int]) -> Layouts:
-        """Return the layouts with these sizes by axis. A missing size is 1."""
+        """Return layouts from their sizes by axis. A missing size is 1."""
         rows = [dict.fromkeys((field.name for field in fields(cls)), 1) | dict(layout) for layout in layouts]
         return cls(**{axis: np.asarray([row[axis] for row in rows], np.int64) for axis in rows[0]})
 
     def select(self, is_selected: NDArray[np.bool_]) -> Layouts:
-        """Return the layouts for which `is_selected` [layouts] is true, in the same order."""
         return Layouts(**{field.name: getattr(self, field.name)[is_selected] for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """Shares of a forward pass computed again in the backward pass, each [layouts] from 0 to 1."""
+    """Shares of a forward pass that the backward pass computes again, each from 0 to 1 [layouts]."""
 
     attention: Numbers
     """Share of projections, scores and norms."""
@@ -84,7 +83,7 @@ class Parts:
     context_exchange: Any = 0.0
     expert_exchange: Any = 0.0
     bubble: Any = 0.0
-    """Waiting for empty pipeline stages."""
+    """Idle pipeline stages."""
     gradients: Any = 0.0
     """Reduction of gradients and gathering of new parameters over data-parallel ranks."""
     optimizer: Any = 0.0
@@ -97,7 +96,7 @@ class Parts:
 
     @property
     def seconds(self) -> Any:
-        """Return the sum [layouts]."""
+        """Return the sum over all causes [layouts]."""
         return sum(getattr(self, f.name) for f in fields(self))
 
     def at(self, index: int) -> dict[str, float]:
@@ -112,13 +111,13 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCost:
-    """Predicts passes and updates of a model on a kind of GPU."""
+    """Predicts passes and updates of a model on one kind of GPU."""
 
     work: ModelWork
     gpu: GpuSpeeds
     constants: Constants
     score_flops: float
-    """FLOPs of attention scores of a token's forward pass, a mean over the tokens of the batch."""
+    """FLOPs of attention scores for a token's forward pass, averaged over the tokens of the batch."""
     item_bytes: float = _ITEM_BYTES
     """Bytes of a weight or an activation: 2 in bfloat16, 4 in float32."""
     host_share: float = 0.0
@@ -134,9 +133,9 @@ class TrainerCost:
         row_tokens: Numbers,
         keeps_logits: bool = True,
     ) -> Parts:
-        """Return the seconds of all updates of a step.
+        """Return the seconds of all updates of a step by cause, each [layouts].
 
-        `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
+        `tokens`: number in the whole batch. `row_tokens` [layouts]: capacity of a row, over all context-parallel ranks.
         `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). Otherwise it computes them again.
         """
         rows, tokens_in_row = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
@@ -157,7 +156,7 @@ class TrainerCost:
         return seconds * updates
 
     def scoring(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
-        """Return the seconds of one pass without gradients over the batch."""
+        """Return the seconds of one pass without gradients over the batch, by cause, each [layouts]."""
         rows, tokens_in_row = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
         attention, feed_forward = self._layer_parts(layouts, tokens_in_row)
         row = attention + feed_forward + self._head(layouts, tokens_in_row, products=1, layer_passes=1)
@@ -225,16 +224,17 @@ class TrainerCost:
         )
 
     def _exchange_seconds(self, group: NDArray[np.int64]) -> Numbers:
-        """Return the seconds of an all-to-all over groups of these sizes, for each byte sent by a rank."""
+        """Return the seconds per byte that a rank sends in an all-to-all over groups of these sizes."""
         near = np.minimum(group, self.gpu.nvlink_gpus)
         within, across = (near - 1) / group, (group - near) / group
         seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
         return seconds / self.constants.link_efficiency
 
     def _head(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
-        """Return the seconds by which the output layer delays the slowest stage, with `products` matrix products.
+        """Return the seconds by which the output layer delays the slowest stage. It has `products` matrix products.
 
-        The last stage has a layer less where layers do not divide evenly, which saves `layer_passes` passes of one.
+        Where layers do not divide evenly, the last stage has one layer less. This saves `layer_passes` passes of a
+        layer.
         """
         rank_tokens = tokens / layouts.cp
         gemm = self._gemm(rank_tokens) * layouts.tp
@@ -249,12 +249,12 @@ class TrainerCost:
         return self.constants.gemm_efficiency * self.gpu.flops * tokens / (tokens + self.constants.half_tokens)
 
     def _link(self, group: NDArray[np.int64]) -> Numbers:
-        """Return the bytes per second that a rank sends within groups of these sizes: NVLink or network."""
+        """Return the bytes per second that a rank sends within groups of these sizes, over NVLink or the network."""
         speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         return self.constants.link_efficiency * speed
 
     def weights_on_rank(self, layouts: Layouts) -> tuple[Numbers, Numbers]:
-        """Return the numbers of weights on a rank: those of experts, and all others, both [layouts]."""
+        """Return the numbers of weights on a rank, split into experts and all others, both [layouts]."""
         work = self.work
         experts = work.expert_weights / (layouts.etp * layouts.ep * layouts.pp)
         # The fullest stage has the embedding or the head.
@@ -264,7 +264,7 @@ class TrainerCost:
         return experts, dense
 
     def _end_of_update(self, layouts: Layouts) -> Parts:
-        """Return the seconds of an update's reduction of gradients and of its optimizer."""
+        """Return the seconds of an update's gradient reduction and of its optimizer."""
         experts, dense = self.weights_on_rank(layouts)
         expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)
         shards = layouts.dp * layouts.cp

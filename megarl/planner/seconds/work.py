@@ -1,4 +1,4 @@
-"""A model's work and weights as few numbers: FLOPs of one token and elements of the weights, by part."""
+"""A model's work as few numbers: FLOPs of one token and elements of the weights, by part."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megarl.families.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """FLOPs of a token's forward pass, and numbers of weights. Experts are counted apart."""
+    """FLOPs of a token's forward pass, and numbers of weights. Experts are separate."""
 
     shape: ModelShape
     num_layers: int
     num_expert_layers: int
     layer_flops: float
-    """FLOPs of all layers for a token: matrix products without experts, without attention scores."""
+    """FLOPs of all layers for a token: matrix products without experts and without attention scores."""
     expert_flops: float
     """FLOPs of the chosen experts of all layers for a token."""
     head_flops: float
@@ -39,25 +39,25 @@ class ModelWork:
 
     @property
     def num_attention_layers(self) -> int:
-        """Return the number of layers with a KV cache. Others have linear attention."""
+        """Return the number of layers with a KV cache. The others have linear attention."""
         return sum(kind.mixer == "attention" for kind in self.shape.layers)
 
     def attended_tokens(self, context: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the cached tokens that a new token attends to, summed over layers, for contexts in tokens [n]."""
+        """Return the cached tokens that a new token attends to, summed over layers, for `context` tokens [n]."""
         windows = Counter(kind.window for kind in self.shape.layers if kind.mixer == "attention")
         reached = (count * (np.minimum(context, window) if window else context) for window, count in windows.items())
         return np.sum([*reached], axis=0)
 
     def score_flops(self, lengths: NDArray[np.floating]) -> float:
-        """Return the FLOPs of attention scores for a token, as a mean over the tokens of sequences of these lengths
-        [sequences]."""
+        """Return the FLOPs of attention scores per token, averaged over the tokens of sequences of `lengths`
+        [sequences].
+        """
         tokens = np.asarray(lengths).astype(np.int64)
         return forward_flops(self.shape, tokens) / max(1, int(tokens.sum())) - matrix_flops(self.shape)
 
 
 @cache
 def model_work(shape: ModelShape) -> ModelWork:
-    """Return the work and the weights of a model."""
     experts = embeddings = layers = 0
     for name, size in hf_tensors(shape).items():
         numel = prod(size)
