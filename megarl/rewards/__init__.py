@@ -1,9 +1,9 @@
 """Rewards: functions and servers that score a completion. README.md describes them for users.
 
-`functions` has those with a name in recipes. `maths` decides whether two answers are equal. `scoring` calls functions
-and servers and adds their scores. The tables below give each reward its function, its check of data records, its reader
-of final answers and its system prompt. Importing this package imports no reward function; that happens in reward
-processes only.
+`functions` has the functions with a name in recipes, `maths` compares two answers, and `scoring` calls functions and
+servers and adds their scores. The tables of this module list, for each reward, its function, its check of data records,
+its reader of final answers and its system prompt. Importing this package imports no reward function: only reward
+processes do that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SERVED = {
     "judge": "megarl.rewards.scoring.judge:Judge",
     "remote": "megarl.rewards.scoring.remote_model:RemoteModel",
 }
-"""Rewards from HTTP servers: name in a recipe, and import path of the client class in the driver."""
+"""Clients of rewards from HTTP servers: name in a recipe, and import path of the class."""
 
 RECORD_CHECKS = {
     "code": "megarl.rewards.functions.code_cases:check_record",
@@ -46,11 +46,10 @@ RECORD_CHECKS = {
     "reasoning_gym": "megarl.rewards.functions.reasoning_gym:check_record",
     "reasoning_gym.TASK": "megarl.rewards.functions.reasoning_gym:check_metadata",
 }
-"""Checks of data records before a run, by reward function. Each takes answer, record and the recipe's keyword
-arguments.
+"""Checks of data records before a run, by reward function.
 
-A check raises ValueError for a record that the reward function cannot score. The modules import quickly.
-"""
+A check takes the gold answer, the record and the recipe's keyword arguments. It raises ValueError for a record that the
+function cannot score. The modules import quickly."""
 
 ANSWER_READERS = {
     "boxed": "megarl.rewards.functions.final_answers:read_boxed_answer",
@@ -96,7 +95,7 @@ SYSTEM_PROMPTS = {
     "reasoning_gym": _TAGS,
     "reasoning_gym.TASK": _TAGS,
 }
-"""System prompts describing the answer format of each reward function, used with `data.system_prompt: default`."""
+"""System prompts with the answer format of each reward function, for `data.system_prompt: default`."""
 
 FORM_PROMPTS = {
     "boxed": _BOXED,
@@ -109,9 +108,7 @@ FORM_PROMPTS = {
         "and has nothing else."
     ),
 }
-"""System prompts by answer form, for reward functions whose keyword argument `forms`, `form` or `place` selects a
-form.
-"""
+"""System prompts by answer form, for functions whose keyword argument `forms`, `form` or `place` selects a form."""
 
 
 _CHOICES = Choices("reward.functions", "reward", "function", REWARDS | SERVED)
@@ -120,26 +117,22 @@ _SERVED_NAME = re.compile(rf"({'|'.join(SERVED)})(?:\.[\w-]+)?", re.ASCII)
 
 
 def locate(name: str) -> str:
-    """Return the import path of a reward named in a recipe, without importing it. Raises ConfigError for an unknown
-    name.
-    """
+    """Return the import path of a reward named in a recipe. Raises ConfigError for an unknown name."""
     if task := _TASK.fullmatch(name):
         return f"megarl.rewards.functions.reasoning_gym:{task[1]}"
     return _CHOICES.locate(server_kind(name) or name)
 
 
 def server_kind(name: str) -> str | None:
-    """Return the kind of HTTP server, `judge` or `remote`, of a reward named in a recipe; None: the name is a
-    function.
-    """
+    """Return the kind of HTTP server, `judge` or `remote`, of a reward named in a recipe. None: it is a function."""
     match = _SERVED_NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the system prompt describing a reward function's answer format; None: the function has no format.
+    """Return the system prompt with a reward function's answer format. None: the function requires no format.
 
-    For a function accepting several forms, the prompt describes the first one.
+    If the function accepts several forms, the prompt describes the first one.
     """
     forms = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
     if forms is None:
@@ -148,9 +141,7 @@ def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the key in this package's tables for a reward named in a recipe: `reasoning_gym` for any
-    `reasoning_gym.TASK`.
-    """
+    """Return the key of a reward in this module's tables: `reasoning_gym.TASK` for every task, else the name."""
     return "reasoning_gym.TASK" if _TASK.fullmatch(name) else name
 
 

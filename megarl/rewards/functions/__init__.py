@@ -1,1 +1,1 @@
-"""Reward functions with a name in recipes, and what they read in a completion. `megarl.rewards.REWARDS` lists them."""
+"""Reward functions with a name in recipes, and readers of completions. `megarl.rewards.REWARDS` lists the functions."""

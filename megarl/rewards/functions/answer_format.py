@@ -28,12 +28,10 @@ def answer_format(
     valid_score: float = 1.0,
     invalid_score: float = 0.0,
 ) -> FunctionScore:
-    """Score whether a completion has an answer in the given `form`, or matches the regular expression `pattern`
-    completely.
+    """Score whether a completion has an answer in a `form`, and matches the regular expression `pattern` as a whole.
 
-    With both, both must hold; `.` also matches line ends. A completion that ends inside its thoughts has no answer in
-    any form. The result has no verdict on the answer. Metric: `valid`, the
-    share of completions in the format.
+    Either may be left out. In `pattern`, `.` also matches line ends. A completion that ends inside its thoughts has no
+    answer in any form. The answer itself is not judged. Metric: `valid`, the share of completions in the format.
     """
     if form is None and pattern is None:
         raise ValueError(f"kwargs.form and kwargs.pattern are missing: set one; form is one of {', '.join(_FORMS)}")

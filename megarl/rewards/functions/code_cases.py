@@ -37,9 +37,9 @@ _FORMS = (
 class Case:
     """One test of a program or a function.
 
-    With `function`, calling it with `arguments` must return `expected`. Otherwise the program, given `stdin`, must
-    print `expected`. `text` is the expected value as written, if the data do not say whether it is the text "5" or the
-    number 5. A function may then return either.
+    With `function`, calling it with `arguments` must return `expected`. Otherwise the program, with `stdin` as its
+    input, must print `expected`. `text` is the expected value as written, if the data do not say whether it is the text
+    "5" or the number 5. A function may then return either.
     """
 
     expected: Any
@@ -50,10 +50,9 @@ class Case:
 
 
 def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None) -> tuple[Case, ...]:
-    """Return the tests of a sample.
+    """Return the tests in a record's `field`, or else in test_cases, LiveCodeBench's fields, or the gold answer.
 
-    They are read from the record's `field`, or else from its test_cases, LiveCodeBench's fields, or the answer. Raises
-    ValueError for data in an unknown format.
+    Raises ValueError for data in an unknown format.
     """
     if field is not None:
         if field not in record:
@@ -66,9 +65,7 @@ def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None)
 
 
 def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = None, **kwargs: Any) -> None:
-    """Raise ValueError for a record without tests of programs. Tests are not parsed here, because parsing takes
-    long.
-    """
+    """Raise ValueError for a record without tests. Tests are not parsed here, because parsing takes long."""
     names = ("public_test_cases", "private_test_cases", "test_cases") if field is None else (field,)
     if any(record.get(name) for name in names):
         return
@@ -138,9 +135,7 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
 
 
 def _finite(digits: str) -> float:
-    """Return a JSON number as float. Raises ValueError if it is too large for a float, because all such numbers would
-    be equal.
-    """
+    """Return a JSON number as float. Raises ValueError if it is infinite, because all such numbers would be equal."""
     value = float(digits)
     if math.isinf(value):
         raise ValueError(f"the number {digits[:80]} in a test is too large for a float")
@@ -175,9 +170,9 @@ def _parse_json(text: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _unpack_text(text: str) -> str:
-    """Return the text in a pickle compressed by zlib and encoded in base64.
+    """Return the text in a pickle that is compressed by zlib and encoded in base64.
 
-    Nothing is executed. Raises ValueError if the pickle holds anything but a text.
+    The pickle is not executed. Raises ValueError if it holds anything but one text.
     """
     try:
         unpacker = zlib.decompressobj()

@@ -1,4 +1,4 @@
-"""Execution of a sampled program on its tests, and comparison of its results with the expected ones."""
+"""Runs of a sampled program on its tests, and comparison of its results with the expected ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from typing import Any, TypeGuard
 from megarl.rewards.functions.code_cases import Case
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
-"""Relative and absolute tolerance for comparing printed decimal fractions with expected ones, as in ColossalRL
-(numpy.allclose)."""
+"""Relative and absolute tolerance of printed decimal fractions, as in ColossalRL (numpy.allclose)."""
 _MAX_DIGITS = 200_000
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-"""Regular expression of a decimal number as printed by programs. Python's float() would also accept 1_0, nan and
-inf.
-"""
+"""Regular expression of a printed decimal number. Python's float() would also accept 1_0, nan and inf."""
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _PRELUDE = """
 import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
@@ -38,7 +35,7 @@ from typing import *
 from random import *
 from builtins import *
 """
-"""Imports added before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
+"""Imports before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
 _LONG_INTEGERS = "import sys\nif hasattr(sys, 'set_int_max_str_digits'):\n    sys.set_int_max_str_digits(0)\n"
 """Start of every program. By default Python 3.11 and later refuse to read or print integers above 4,300 digits."""
 _NUMPY = "import numpy\nimport numpy as np\n"
@@ -116,7 +113,7 @@ class Trial:
 
     @property
     def output_bytes(self) -> int:
-        """Limit of the program's output in bytes: twice the expected length plus a margin."""
+        """Return the limit of the program's output in bytes: twice the expected length plus a margin."""
         expected = self._case.expected
         return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
 
@@ -137,7 +134,7 @@ class Trial:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Return whether a program printed the expected text, compared line by line and word by word.
+    r"""Return whether a program printed the expected text, compared line by line and word by word.
 
     Blanks around words, and empty lines at the beginning and end, are ignored. Words must be equal as texts, or equal
     as finite decimals in ASCII digits. If the expected number has a fraction, a relative difference of 1e-5 is
@@ -170,7 +167,6 @@ def _same_word(word: str, expected_word: str) -> bool:
 
 
 def _close(result: float | str, expected: float | str) -> bool:
-    """Return whether two decimal numbers are finite and nearly equal."""
     try:
         expected_number = float(expected)
         tolerance = _ABSOLUTE + _RELATIVE * abs(expected_number)
@@ -183,10 +179,10 @@ def _close(result: float | str, expected: float | str) -> bool:
 
 
 def same_value(result: Any, expected: Any) -> bool:
-    """Return whether a function returned the expected value. Both are JSON values.
+    """Return whether a function returned the expected JSON value.
 
-    Floats may differ slightly, as in `same_output`. The data sets APPS and TACO wrap the expected value into a list of
-    one; the bare value is accepted too.
+    Floats may differ by the tolerance of `same_output`. The data sets APPS and TACO wrap the expected value into a list
+    of one; the bare value is accepted too.
     """
     return _same(result, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(result, expected[0]))
 

@@ -1,4 +1,4 @@
-"""Reading of a completion's final answer: in a box, in tags, after #### or after `Answer:`.
+"""Readers of a completion's final answer: in a box, in tags, after #### or after `Answer:`.
 
 The module imports quickly, because the driver needs it.
 """
@@ -18,7 +18,7 @@ from megarl.thoughts import ends_in_thoughts, without_thoughts
 
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
 ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
-"""Function of completion and record. It returns the final answer as text, or None."""
+"""Function from completion and record to the final answer as text, or None."""
 
 GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
 """Answer forms accepted by the reward `gsm8k` unless its keyword argument `forms` is set."""
@@ -79,7 +79,7 @@ def _places_from_the_end(text: str, command: str) -> Iterator[int]:
 
 
 def _until_brace(text: str, start: int) -> str | None:
-    """Return the text from `start` up to the brace closing the group open there. None: it is not closed."""
+    """Return the text from `start`, inside a group, up to the group's closing brace. None: the group is not closed."""
     position = start
     depth = 1
     while position < len(text):
@@ -100,7 +100,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def read_marked_line(text: str, mark: re.Match[str]) -> str:
-    """Return the text after #### up to the end of the line, a tag or another ####."""
+    """Return the text after a #### (`mark`) up to the end of the line, a tag or another ####."""
     end = text.find("\n", mark.end())
     line = text[mark.start() : len(text) if end < 0 else end].removeprefix("####")
     return re.split(r"<|####", line, maxsplit=1)[0]
@@ -160,9 +160,7 @@ def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerFo
 
 
 def has_valid_tags(completion_text: str) -> bool:
-    """Return whether <think>, </think>, <answer>, </answer> each occur once, in this order, with the last at the text's
-    end.
-    """
+    """Return whether each tag occurs once, in the order <think>, </think>, <answer>, </answer>, the last at the end."""
     places = [completion_text.find(tag) for tag in _TAGS]
     return (
         all(completion_text.count(tag) == 1 for tag in _TAGS)
@@ -174,21 +172,19 @@ def has_valid_tags(completion_text: str) -> bool:
 def answering_text(text: str, *, in_thoughts: bool = False) -> str:
     """Return the text that may hold a final answer: empty if the completion ended inside its thoughts.
 
-    An answer there was only considered, so no reward function judges it. `in_thoughts` is known from the tokens; the
-    text does not show it if the prompt opened the thoughts.
+    An answer inside thoughts was only considered, so no reward function judges it. `in_thoughts` says so by the tokens,
+    because the text does not show thoughts that the prompt opened.
     """
     return "" if in_thoughts or ends_in_thoughts(text) else text
 
 
 def read_boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    r"""Return the final answer in the last \boxed{}, as the reward `boxed` scores it; None: there is none."""
+    r"""Return the final answer in the last \boxed{}, as the reward `boxed` reads it. None: there is none."""
     return last_boxed(answering_text(text))
 
 
 def read_tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the final answer in the last answer tags, as the reward `think_answer_tags` scores it; None: there is
-    none.
-    """
+    """Return the final answer in the last answer tags, as `think_answer_tags` reads it. None: there is none."""
     return last_tagged(answering_text(text))
 
 
@@ -200,9 +196,9 @@ def read_competition_answer(
     thoughts: Literal["optional", "required"] = "optional",
     **kwargs: Any,
 ) -> str | None:
-    """Return the final answer after the last </think>, as the reward `math_competition` scores it.
+    """Return the final answer after the last </think>, as the reward `math_competition` reads it.
 
-    Returns None if no answer has a valid format, or if the thoughts are not closed.
+    None: no answer is in one of the `forms`, or the thoughts are not closed.
     """
     text = answering_text(text)
     if thoughts == "required" and _TAGS[1] not in text:
@@ -212,7 +208,7 @@ def read_competition_answer(
 
 
 def gold_texts(answer: Any) -> list[str]:
-    """Return the list of acceptable gold answers as they stand in the data. Raises ValueError if there is none."""
+    """Return the acceptable gold answers as they stand in the data. Raises ValueError if there is none."""
     alternatives = answer if isinstance(answer, list) else [answer]
     # bool is a subclass of int, but True is not an answer.
     texts = [str(text) for text in alternatives if isinstance(text, str | int | float) and not isinstance(text, bool)]
@@ -222,9 +218,7 @@ def gold_texts(answer: Any) -> list[str]:
 
 
 def gold_answers(answer: Any) -> list[str]:
-    r"""Return the list of acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is
-    none.
-    """
+    r"""Return the acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is none."""
     return [text if (inside := last_boxed(text)) is None else inside for text in gold_texts(answer)]
 
 
@@ -234,9 +228,9 @@ def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) ->
 
 
 def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """Return a function reading the final answer from a completion, for the first reward function with a known format.
+    """Return the reader of final answers of the first reward function that has one.
 
-    `functions` are reward functions: name and keyword arguments each. None: no function defines where an answer stands.
+    `functions` are names of reward functions with their keyword arguments. None: no function has a reader.
     """
     for name, kwargs in functions:
         path = ANSWER_READERS.get(kind_of(name))

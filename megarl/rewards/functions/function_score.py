@@ -1,4 +1,4 @@
-"""Result of a reward function that may leave format or answer unjudged."""
+"""The score of one reward function, which may judge neither format nor answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class FunctionScore:
-    """Score given by one reward function to one sample.
+    """Score of one completion by one reward function.
 
     `format_valid` and `answer_correct` are None if the function does not judge them.
     """

@@ -39,9 +39,9 @@ def gsm8k(
 ) -> Reward:
     r"""Score the final number of the completion against the gold number.
 
-    The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, whichever of them `forms` lists. After
-    #### the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the
-    four tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any of the
+    The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, as far as `forms` lists them. After ####
+    the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the four
+    tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any of the
     forms is scored by its last number, but its format is invalid. A completion that ends inside its thoughts has no
     number.
 
@@ -87,9 +87,7 @@ def final_answer(
     method: Literal["strict", "flexible"] = "strict",
     **kwargs: Any,
 ) -> str | None:
-    """Return the final number of a completion as text, as the reward `gsm8k` scores it. None: the completion states
-    none.
-    """
+    """Return the final number of a completion as text, as the reward `gsm8k` reads it. None: it has none."""
     number, _ = _read_final_number(answering_text(text), tuple(forms), method)
     return None if number is None else str(number)
 
@@ -108,7 +106,7 @@ def _read_final_number(
 
 
 def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
-    """Return the number in the last of the answer forms. None: no form occurs, or the last one holds no number."""
+    """Return the number in the last of the answer forms. None: no form occurs, or the last one has no number."""
     statement = find_last_answer(text, forms)
     if statement is None:
         return None
@@ -119,9 +117,7 @@ def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
 
 
 def _read_quantity_text(text: str) -> Fraction | None:
-    """Return the number of a text consisting of a number, optionally with a unit. None: other texts, like `5 or
-    6`.
-    """
+    """Return the number in a text that is a number, optionally with a unit. None: other texts, like `5 or 6`."""
     text = _without_marks(text.strip())
     # The limit keeps huge numbers and long texts from taking time.
     quantity = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None

@@ -1,4 +1,4 @@
-"""Safe scoring by reasoning-gym's scorers, some of which evaluate an answer as Python code.
+"""Safe use of reasoning-gym's scorers, some of which evaluate an answer as Python code.
 
 Only literals and formulas, without calls and attribute look-ups, are evaluated. This file uses only the standard
 library, because the process of environment `reasoning_gym` loads it too.
@@ -33,10 +33,10 @@ _NO_GOLD = ("null", "", "None")
 
 
 def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
-    """Return the score of an answer by the scorer of `dataset`. None: the completion has no answer.
+    """Return the score of an answer by reasoning-gym's scorer of `task`.
 
-    `entry` is the problem of the reasoning-gym task. The score is 0 if the scorer raises an error on the answer but not
-    on the gold answer.
+    `dataset` has the scorer, and `entry` is the problem. An answer of None: the completion has none. The score is 0 if
+    the scorer raises an error on the answer but not on the gold answer.
     """
     if task == "game_of_life_halting":
         # Its scorer evaluates any text as True.
@@ -50,10 +50,7 @@ def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str
 
 
 def harmless_answer(task: str, answer: str, entry: Mapping[str, Any]) -> str:
-    """Return an answer unchanged if evaluating it is safe; otherwise return an empty text.
-
-    `answer` is the answer, `task` the name of the reasoning-gym task, and `entry` its problem.
-    """
+    """Return an answer if its evaluation by the scorer of `task` is safe, else an empty text."""
     if task in FORMULAS:
         return answer if is_formula(answer) else ""
     if task in LITERALS:
@@ -75,8 +72,8 @@ def is_literal(text: str) -> bool:
 def is_formula(text: str) -> bool:
     """Return whether a text consists of numbers, one-letter variables, arithmetic, powers and usual functions.
 
-    Evaluating it is safe: it has no attributes, quotes, square brackets or other names. Powers of powers may still take
-    unlimited time and memory.
+    Its evaluation is safe, because it has no attributes, quotes, square brackets or other names. Powers of powers may
+    still take unlimited time and memory.
     """
     if _TOKEN.sub("", text) or _depth(text) > _MAX_NESTING:
         return False

@@ -21,9 +21,9 @@ def length(
 
     Mode at_most: the score is also 1 below the target. Mode exact: it falls on both sides. The target is the same for
     all records, or stands in a `field` of each record. `width` defaults to the target. A negative `weight` in the
-    recipe makes it a penalty. Format and answer are not judged. Metrics: `over`, the share of completions longer than
-    the target, and `distance_tokens`, the mean distance to the target. Source: L1 (https://arxiv.org/abs/2503.04697),
-    its exact and maximal lengths, limited to 0 to 1.
+    recipe makes the score a penalty. Format and answer are not judged. Metrics: `over`, the share of completions longer
+    than the target, and `distance_tokens`, the mean distance to the target. Source: L1
+    (https://arxiv.org/abs/2503.04697), its exact and maximal lengths, limited to 0 to 1.
     """
     if mode not in ("at_most", "exact"):
         raise ValueError(f"kwargs.mode = {mode!r}: is not a valid value; set it to at_most or exact")

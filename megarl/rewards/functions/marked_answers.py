@@ -13,7 +13,7 @@ def boxed(completion_text: str, answer: str, *, in_thoughts: bool = False, corre
     r"""Score the last \boxed{} of the completion against the gold answer.
 
     The format is valid if the box exists and is closed. The score is `correct_score` for the right answer, and half of
-    it for an answer that is equal as text but not parsable as mathematics. It is zero otherwise. A completion that ends
+    it for an answer that is equal as text but not parsable as mathematics. Otherwise it is zero. A completion that ends
     inside its thoughts has no box.
     """
     text = answering_text(completion_text, in_thoughts=in_thoughts)
@@ -26,8 +26,8 @@ def think_answer_tags(
     """Score the last <answer>...</answer> of the completion against the gold answer.
 
     The format is valid if each of the four tags occurs exactly once, in order, and the completion ends with </answer>.
-    An invalid format scores zero. Otherwise the scores are those of `boxed`. `answer_correct` ignores the format,
-    except that a completion ending inside its thoughts has no answer.
+    An invalid format scores zero. Otherwise the scores are those of `boxed`. `answer_correct` ignores the format, but
+    an answer inside unfinished thoughts does not count.
     """
     text = answering_text(completion_text, in_thoughts=in_thoughts)
     return _score_marked_answer(text, answer, last_tagged, has_valid_tags, correct_score)

@@ -23,6 +23,7 @@ _SMALL_LETTER = re.compile(r"\(?[a-z][).:]*")
 _REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
 _WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
+"""Regular expressions of what may surround a letter: dollar signs, bold marks, quotes, brackets."""
 _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
 """Regular expressions of what may stand around a letter: dollar signs, bold marks, quotes, brackets."""
 _GOES_ON = (
@@ -30,10 +31,9 @@ _GOES_ON = (
     r"|(?=[ \t]*+(?:[.,:;!]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
     rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
 )
-"""Regular expression of the place after a stated letter: the end of a statement, its reason, or a second choice.
+"""Regular expression of what may follow a stated letter: the end of a statement, its reason, or a second choice.
 
-Other words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
-"""
+Other words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`."""
 _LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))){_CLOSED}{_GOES_ON}"
 _IS = r"(?i:\s+(?:is|(?:should|must|would|has\s+to)\s+be)\b(?:\s+(?:clearly|therefore|thus|then|either|both)\b)?)"
 _STATED = re.compile(
@@ -42,14 +42,13 @@ _STATED = re.compile(
     r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
 )
-"""Regular expression of a text stating the answer: `the answer is (B)`. A mere mention, `since option A, ...`, does not
-match.
-"""
+"""Regular expression of a text that states the answer: `the answer is (B)`. A mention (`since option A, ...`) does not
+match."""
 _CALLED_RIGHT = re.compile(
     rf"(?:(?i:so|thus|therefore|hence),?\s+)?(?i:(?:option|choice|answer)\s+)?{_OPENED}([A-Z]){_CLOSED}"
     r"\s+is\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)[\s*_$]*[.!]*"
 )
-"""Regular expression of a whole line calling a choice right: `So option (B) is the correct answer.`"""
+"""Regular expression of a whole line that calls a choice right: `So option (B) is the correct answer.`"""
 _LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
 _BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
 """Regular expression of what separates a stated letter from the choice's text."""
@@ -60,10 +59,9 @@ _SECOND = re.compile(
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
-"""Regular expression of a text naming a second choice after the first.
+"""Regular expression of a text that names a second choice after the first.
 
-It does not match choices called wrong, `B; A, C are wrong`, and the word I, `B, and I think`.
-"""
+It does not match choices called wrong (`B; A, C are wrong`) and the word I (`B, and I think`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +76,7 @@ class Choices:
         return _LETTERS[: len(self.labels)]
 
     def letter(self, text: str) -> str | None:
-        """Return the letter of the choice named by a text: by label, by the choice's text, or by letter. None: no
-        choice.
-        """
+        """Return the letter of the choice that a text names by its label, its text, or its letter. None: no choice."""
         return self.by_label(text) or self.by_text(text) or self.by_letter(text)
 
     def by_label(self, text: str) -> str | None:
@@ -92,7 +88,7 @@ class Choices:
     def by_letter(self, text: str) -> str | None:
         """Return the letter of a choice if the text is this letter or begins with it.
 
-        None: it does not, or the text after the letter is that of another choice.
+        None: it is not so, or the letter is followed by the text of another choice.
         """
         # "B!" is a letter, but "5!" is a choice's text.
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
@@ -104,7 +100,7 @@ class Choices:
         return letter if self.by_text(choice_text) in (None, letter) else None
 
     def by_index(self, name: str) -> str | None:
-        """Return the letter of the choice with an index from 0; None if the labels are numbers themselves."""
+        """Return the letter of the choice with an index from 0. None: there is none, or the labels are numbers."""
         text = name.strip()
         is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
         return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
@@ -127,10 +123,10 @@ def multiple_choice(
     {"A": ...}. Without them there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
     or its index from 0. `gold` selects one of these three, and is required if an answer is ambiguous.
 
-    The completion after its last </think> counts, and nothing of one that ends inside its thoughts. Its last box or
-    <answer> tags count, else its last `the answer is (B)`, else a last line consisting of a choice. The format is valid
-    if that place names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...: the share of answers with this letter.
-    Raises ValueError if the gold answer is not a choice or is ambiguous.
+    Only the completion after its last </think> is read. A completion that ends inside its thoughts has no answer. The
+    choice is read from the last box or <answer> tags, else from the last `the answer is (B)`, else from a last line
+    that is a choice. The format is valid if this place names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...:
+    the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is ambiguous.
     """
     choices = choices_of(record, field, num_choices)
     right = gold_choice(answer, choices, gold)
@@ -168,7 +164,7 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
 
 
 def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
-    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or could be two."""
+    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or may mean two."""
     text = str(answer).strip()
     readings = {
         "letter": choices.by_label(text) or choices.by_letter(text),
@@ -191,7 +187,7 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
-    """Return the letter of the choice at the end of a completion, as scored. None: the completion names no choice."""
+    """Return the letter of the choice that a completion names at its end, as the reward reads it. None: no choice."""
     return _read_choice(answering_text(text), choices_of(record, field, num_choices))
 
 
@@ -211,8 +207,8 @@ def check_record(
 def _read_choice(text: str, choices: Choices) -> str | None:
     """Return the letter of the choice that a completion gives as its answer. None: it gives none, or several.
 
-    Looked for, in this order: a marked answer, a last line calling a choice right, a stated answer, a last line with
-    nothing but an answer.
+    The answer is read from the first of these that occurs: a box or tags, a last line that calls a choice right, a
+    stated answer, a last line with nothing but an answer.
     """
     text = without_thoughts(text)
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]

@@ -1,6 +1,6 @@
-"""Rewards by the scorers of reasoning-gym: `reasoning_gym.TASK`, or `reasoning_gym` for each record's own task.
+"""Rewards by the scorers of reasoning-gym: `reasoning_gym.TASK`, or `reasoning_gym` for the task of each record.
 
-An attribute of this module named after a task is the task's reward function.
+This module has an attribute for every task: the reward function of the task.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from megarl.types import ConfigError, Reward
 Place = Literal["tags", "boxed", "text"]
 
 _MAX_CHARACTERS = 20_000
-"""Maximum characters of an answer. Longer ones score zero, because the time of some scorers grows with a power of the
-length.
+"""Maximum characters of an answer. Longer ones score zero: the time of some scorers grows with a power of the length.
 """
 
 _BOARDS = ("arc_agi", "rearc")
-"""Tasks whose scorers compare tuples. JSON stores tuples as lists, so they must be converted back."""
+"""Tasks whose scorers compare tuples. JSON stores tuples as lists, so lists are converted back for them."""
 
 
 def reasoning_gym(
@@ -38,7 +37,7 @@ def reasoning_gym(
 ) -> Reward:
     """Score the answer by the scorer of the task in the record's `metadata.source_dataset`.
 
-    Other arguments are as in `scorer_of`. Metric: the mean score per task, under the task's name.
+    Other arguments are those of `scorer_of`. Metric: the mean score per task, under the task's name.
     """
     task = task_of(record)
     text = answering_text(completion_text, in_thoughts=in_thoughts)
@@ -57,8 +56,8 @@ def scorer_of(task: str) -> Callable[..., Reward]:
     It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
     multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
     reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
-    for scorers depending on them. A completion that ends inside its thoughts counts as empty. If the scorer evaluates
-    answers as code, an answer that is neither literal nor formula does too. Metric: `raw`, the scorer's own value.
+    for scorers that depend on them. A completion that ends inside its thoughts counts as empty. So does an answer that
+    is neither literal nor formula, if the scorer evaluates answers as code. Metric: `raw`, the scorer's own value.
     """
 
     def score(
@@ -86,7 +85,7 @@ def __getattr__(name: str) -> Callable[..., Reward]:
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError for a task unknown to reasoning-gym."""
+    """Raise ConfigError for a task that reasoning-gym does not have."""
     _check_installed()
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -113,9 +112,7 @@ def _check_installed() -> None:
 
 
 def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return reasoning-gym's metadata in a record. None: there are none. Raises ValueError if they are not an
-    object.
-    """
+    """Return reasoning-gym's metadata in a record, or None. Raises ValueError if they are not an object."""
     extra = record.get("extra_info")
     places = [record, extra] if isinstance(extra, Mapping) else [record]
     value = next((place["metadata"] for place in places if place.get("metadata") is not None), None)
@@ -145,7 +142,7 @@ def task_of(record: Mapping[str, Any]) -> str:
 
 
 def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record naming no task, for the reward `reasoning_gym`."""
+    """Raise ValueError for a record that names no task, for the reward `reasoning_gym`."""
     task_of(record)
 
 
@@ -156,7 +153,7 @@ def check_metadata(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> Non
 
 
 def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags", **kwargs: Any) -> str | None:
-    """Return the final answer of a completion, as scored. None: there is none. Raises ValueError for an unknown
+    """Return the final answer of a completion, as the reward reads it, or None. Raises ValueError for an unknown
     `place`.
     """
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
@@ -197,7 +194,7 @@ def _score(
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
     """Raise ValueError if the task's scorer would evaluate unsafe text of a record.
 
-    Data sets come from outside, like answers, so they are checked as well.
+    Records come from strangers, like answers.
     """
     metadata = entry["metadata"]
     checks = {
@@ -226,7 +223,7 @@ def _dataset(task: str, config: str) -> Any:
 
 
 def _restore_keys(value: Any) -> Any:
-    """Return metadata with the whole-number keys that JSON had turned into texts."""
+    """Return metadata with the whole-number keys that JSON turned into texts."""
     if isinstance(value, Mapping):
         keys = list(value)
         are_numbers = bool(keys) and all(isinstance(key, str) and key.lstrip("-").isdecimal() for key in keys)

@@ -33,7 +33,7 @@ def agreement(prediction: str, answer: str) -> float:
 
     Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
     letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be
-    parse, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
+    parsed, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
     case of words. An empty prediction never agrees.
     """
     # Long answers are hardly ever a formula, and comparing them as one could take long.
@@ -77,14 +77,14 @@ def _formula_agreement(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Return whether a formula is a name in capitals. It is then compared as a word: YES equals yes."""
+    """Return whether a formula is a name in capitals, which is compared as a word: YES equals yes."""
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()
 
 
 # Many completions are compared with the same gold answer, so its parsed form is cached.
 @lru_cache(maxsize=256)
 def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
-    """Parse a gold answer as a quantity. Returns it (None: it is not one) and the names of its unit."""
+    """Parse a gold answer as a quantity. Returns the quantity (None: it is not one) and the names of its unit."""
     quantity = read_quantity(answer)
     return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
 
@@ -103,7 +103,7 @@ def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -
 
 
 def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
-    """Return other ways to parse both texts, as pairs of trees.
+    """Return other ways to parse both texts, as pairs of trees (gold, prediction).
 
     A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one.
     """

@@ -1,6 +1,4 @@
-r"""Answers to multiple-choice questions: the letter of a choice, optionally with its text, as in `(C) 12` or
-`\textbf{(C)}`.
-"""
+r"""Answers to multiple-choice questions: a choice's letter, optionally with its text: `(C) 12`, `\textbf{(C)}`."""
 
 from __future__ import annotations
 
@@ -28,19 +26,19 @@ ALSO_RIGHT = (
     r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
     r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
 )
-"""Regular expression of a text saying that a second choice is right too: `C is also correct`."""
+"""Regular expression of a text that calls a second choice right too: `C is also correct`."""
 _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
     r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
     rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
 )
-"""Regular expression of a text naming a second choice after the first. `I, II` is a list of statements instead."""
+"""Regular expression of a text that names a second choice after the first. It excludes lists of statements: `I, II`."""
 
 
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
     """Return whether two answers name the same letter of a choice, and the same text if both give one.
 
-    Returns None if an answer names no letter, or if both are plain letters without text or brackets.
+    None: an answer names no letter, or both are plain letters without text or brackets.
     """
     gold, choice = read_choice(plain_text(answer)), read_choice(plain_text(prediction))
     if gold is None or choice is None:

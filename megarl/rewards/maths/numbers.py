@@ -1,6 +1,6 @@
-r"""Numbers at a place of a text: `1,234.5`, `1.5e3`, `0.1\overline{6}`, `0.1666...`, `1A_{16}`.
+r"""Numbers at a position of a text: `1,234.5`, `1.5e3`, `0.1\overline{6}`, `0.1666...`, `1A_{16}`.
 
-Both readers of answers use these functions: `quantities` and `formulas`. Only ASCII digits are read.
+`quantities` and `formulas` read numbers by these functions. Only ASCII digits are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BASE_NAMES = {
 
 
 class NotMathematicsError(ValueError):
-    """Raised for a text that is not a formula known to the parser, or exceeds the limits of size."""
+    """Raised for a text that the parser does not know as a formula, or that exceeds the limits of size."""
 
 
 def read_number(text: str, position: int, separator: str | None = None) -> tuple[Fraction, int] | None:

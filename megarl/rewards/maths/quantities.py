@@ -1,4 +1,4 @@
-r"""Exact parser of plain numbers with units.
+r"""Exact reader of numbers with units.
 
 Examples: `1,234`, `3 1/2`, `1.5e3`, `0.\overline{3}`, `33\frac{1}{3}\%`, `5\text{ cm}^2`, `60 miles per hour`.
 """
@@ -54,8 +54,8 @@ _AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiec
 class Quantity:
     """An exact number with or without a unit.
 
-    `money` is the currency of a price for something, as in `$5 per hour`. `smallest` is the last unit of a quantity
-    in several units, as in `2 h 30 min`; its number is in the first one.
+    `money` is the currency of a price for something, as in `$5 per hour`. `smallest` is the last unit of a quantity in
+    several units (`2 h 30 min`); the number is in the first one.
     """
 
     number: Fraction
@@ -65,14 +65,14 @@ class Quantity:
 
     @property
     def value(self) -> Fraction:
-        """The number converted to base units."""
+        """Return the number converted to base units."""
         return self.number * self.unit.factor if self.unit else self.number
 
 
 def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quantity | None:
     """Parse a number with or without a unit. None: any other text.
 
-    `unit_words` lists words accepted as units in addition to the usual ones. None: any word is.
+    `unit_words`: words that count as units in addition to the usual ones. None: any word does.
     """
     text, currency = without_currency(text)
     number_and_end = _read_number(text)
@@ -113,7 +113,7 @@ def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quant
 
 
 def _read_several_units(text: str) -> Quantity | None:
-    """Parse a quantity in falling units of one kind: `2 h 30 min`, `5 feet 6 inches`. None: any other text."""
+    """Parse a quantity in descending units of one kind: `2 h 30 min`, `5 feet 6 inches`. None: any other text."""
     if not _SEVERAL_UNITS.search(text):
         return None
     words = _SPACES.sub(" ", plain_text(text)).strip()
@@ -141,7 +141,8 @@ def _read_amount(
 ) -> Quantity | None:
     """Return a number as a price for something. None: the text after the number is not a price.
 
-    Accepted after a currency, or if a currency sign precedes the number: `per hour`, `/hour`, `an hour`, `bought_unit`.
+    After a currency, or if a currency sign precedes the number, these are prices: `per hour`, `/hour`, `an hour`,
+    `bought_unit`.
     """
     words = _SPACES.sub(" ", plain_text(text)).strip()
     amount = _AMOUNT.fullmatch(words)
@@ -193,7 +194,7 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
 
 
 def without_currency(text: str) -> tuple[str, Unit | None]:
-    """Return the text without a currency sign at its start, and the currency."""
+    """Return the text without a currency sign at its start, and the currency or None."""
     text = text.strip()
     for sign, name in _CURRENCIES:
         for negative in ("-", ""):

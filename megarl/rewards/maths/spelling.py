@@ -246,8 +246,8 @@ def _without_braces_of_single(match: re.Match[str]) -> str:
 def is_same_text(first: str, second: str) -> bool:
     """Return whether two normalised answers that are not mathematics are the same text.
 
-    Words are compared without case, single letters with case. Braces are ignored unless they enclose an index, an
-    exponent or a command's argument.
+    Words are compared without case, single letters with case. Only braces around an index, an exponent or a command's
+    argument count.
     """
     return _loose(first) == _loose(second)
 
@@ -255,7 +255,7 @@ def is_same_text(first: str, second: str) -> bool:
 def is_same_without_stray_braces(first: str, second: str) -> bool:
     """Return whether two texts differ only in spaces and meaningless braces.
 
-    A brace has a meaning if it encloses an index, an exponent or a command's argument.
+    Only braces around an index, an exponent or a command's argument have a meaning.
     """
     if _MEANINGFUL.search(first) or _MEANINGFUL.search(second):
         return False
@@ -281,9 +281,7 @@ def plain_text(text: str) -> str:
 
 
 def is_within_caps(text: str) -> bool:
-    """Return whether a text is small enough to evaluate: length, nesting, powers, factorials and binomials are
-    limited.
-    """
+    """Return whether a text is small enough to evaluate: limits of length, nesting, powers, factorials and binomials."""
     if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
         return False
     towers = _POWER_TOWER.findall(text)

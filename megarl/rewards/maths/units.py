@@ -35,11 +35,10 @@ class Unit:
 
 
 def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[bool, Unit | None]:
-    """Return whether a text is a unit, and the unit; None for words that do not change the number ("units", "th" of
-    "5th").
+    """Return whether a text is a unit, and the unit.
 
-    Words in `unit_words` (singular) count as units of their own. With None every word does, except words changing a
-    number, like "halves" or "about".
+    The unit is None for words that do not change the number ("units", "th" of "5th"). Words in `unit_words` (singular)
+    count as units of their own. None: every word does, except words that change a number, like "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -95,7 +94,7 @@ _UNIT_PART = re.compile(
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
-    """Yield the words of a unit, each with its exponent. A text that cannot be part of a unit gives None."""
+    """Yield the words of a unit, each with its exponent. None in place of a word: the text is not part of a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
@@ -145,9 +144,9 @@ FRACTION_WORDS = {
 } | {
     "half": Fraction(1, 2), "halves": Fraction(1, 2), "quarter": Fraction(1, 4), "quarters": Fraction(1, 4),
 }  # fmt: skip
-"""Words making a fraction with the whole number before them: 2 fifths."""
+"""Words that make a fraction with the whole number before them: 2 fifths."""
 MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-"""Words multiplying the number before them: 3 million."""
+"""Words that multiply the number before them: 3 million."""
 _NOT_A_UNIT = set(MULTIPLES) | set(
     """
     and or no not half third quarter plus minus times time over to by less least more most than about approximately
@@ -164,7 +163,7 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     april june july august september october november december jan feb mar apr jun jul aug sep sept oct nov dec
     """.split()  # noqa: SIM905
 )
-"""Words next to a number that are not units. They change the number (half), or say that it is no quantity."""
+"""Words after a number that are not units. They change the number (half), or say that it is no quantity."""
 _COUNTED = set(
     """
     apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel
@@ -183,7 +182,7 @@ _COUNTED = set(
     route function subset sequence soldier sailor
     """.split()  # noqa: SIM905
 ) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
-"""Singular words for counted things, like apple. Any answer may use them as units."""
+"""Singular words for counted things, like apple. Every answer may use them as units."""
 
 _LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
 _LITRE = Fraction(1, 1000)

@@ -1,4 +1,4 @@
-"""Arguments of reward functions. A function receives the values of a sample that its parameters name."""
+"""Arguments of reward functions: a function gets the values of a sample that its parameters name."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ _RECIPE_PARAMETERS = ("correct_score",)
 """Parameters with values from the recipe's section `reward`, not from the sample. A function's `kwargs` in the recipe
 may override them."""
 _SANDBOX = "sandbox"
-"""Name of the parameter for the sandbox. A function gets the sandbox only if it has a parameter of this name. `**rest`
-is not enough, because a machine may lack a sandbox.
-"""
+"""Name of the parameter for the sandbox. `**rest` does not get the sandbox, because a machine may lack one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class Sample:
 
     @property
     def in_thoughts(self) -> bool:
-        """Whether the completion ended, or was cut, before its thoughts were closed."""
+        """Return whether the completion ended before its thoughts were closed."""
         return self.is_in_thoughts or ends_in_thoughts(self.completion_text)
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class BoundFunction:
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """Names of the sample's values that the function is called with; keys of `PARAMETERS`."""
+    """Names of the sample's values with which the function is called; keys of `PARAMETERS`."""
     positional: Mapping[str, Any]
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Reward functions written for verl and for TRL, called as these programs call them.
+"""Reward functions written for verl and for TRL, called with the arguments of these programs.
 
 verl: `compute_score(data_source, solution_str, ground_truth, extra_info)` returns a number, or a dict with `score`.
 TRL: `def f(prompts, completions, **columns)` returns a list with a number or None for each completion. The columns of
@@ -21,13 +21,12 @@ _IS_REQUIRED = inspect.Parameter.empty
 
 
 class ForeignFunction(Protocol):
-    """A reward function of another program. It is called with the values `needs` of a sample, and the recipe's
-    kwargs."""
+    """A reward function of another program. A call takes the values `needs` of a sample, and the recipe's kwargs."""
 
     needs: ClassVar[frozenset[str]]
     """Names of the sample's values that a call needs; keys of `calling.PARAMETERS`."""
     reserved: ClassVar[frozenset[str]]
-    """Parameters with a value of each sample, so that the recipe's kwargs cannot set them."""
+    """Parameters that get values of the sample, so the recipe's kwargs must not set them."""
 
     def unknown(self, kwargs: Collection[str]) -> list[str]:
         """Return the required parameters that have no value, neither from a sample nor in `kwargs`."""
@@ -84,7 +83,7 @@ class TrlFunction:
     function: Callable[..., Any]
     parameters: Parameters
     takes_any: bool
-    """Whether it has `**rest`, which gets all columns."""
+    """Whether the function has `**rest`, which gets all columns."""
     needs: ClassVar[frozenset[str]] = frozenset({"completion_text", "answer", "record", "prompt_messages"})
     reserved: ClassVar[frozenset[str]] = frozenset({"completions", "prompts"})
 
@@ -127,7 +126,7 @@ class TrlFunction:
 
 
 _TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
-"""Columns that TRL does not pass as columns: they are the sample itself."""
+"""Columns that hold the sample itself. TRL does not pass them as columns."""
 _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Parameters for which TRL has values and megarl has none."""
 
@@ -135,7 +134,7 @@ _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "envi
 def foreign_function(
     function: Callable[..., Any], parameters: Parameters, *, takes_any: bool
 ) -> ForeignFunction | None:
-    """Return a function with the signature of verl or TRL as one that a sample can be scored with, else None."""
+    """Return a function that has the signature of verl or TRL as a callable of samples, else None."""
     if "solution_str" in parameters:
         return VerlFunction(function, parameters)
     if "completions" in parameters:
@@ -144,7 +143,7 @@ def foreign_function(
 
 
 def check_record_field(name: str, record: Collection[str]) -> None:
-    """Raise ValueError if a record has no field for a required parameter of this name."""
+    """Raise ValueError if a record lacks the field of a required parameter `name`."""
     if name not in record:
         raise ValueError(
             f"the record has no field {name!r}, which the function's parameter {name} takes; add it to the record, or "

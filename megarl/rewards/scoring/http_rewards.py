@@ -48,7 +48,7 @@ METRICS = (
 
 _COUNTED = tuple(row.name.rpartition("/")[2] for row in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
-"""Whether calls to scoring servers count as `training` or `evaluation`. Both may run at the same time."""
+"""Purpose for which calls to scoring servers are counted: `training` or `evaluation`. Both may run at once."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 
@@ -62,7 +62,7 @@ class ServerFailedError(Exception):
 
 
 class RefusedError(Exception):
-    """Raised if a scoring server refuses a request, and a retry would be refused too."""
+    """Raised if a scoring server refuses a request, so that a retry is useless."""
 
 
 class FailedCallError(Exception):
@@ -75,7 +75,7 @@ class FailedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _NoScore:
-    """Result of a call to a scoring server that gave no score: the kind of failure and its text."""
+    """A call to a scoring server that gave no score: the kind of failure and its text."""
 
     kind: Failure
     text: str
@@ -85,18 +85,18 @@ class _NoScore:
 
 
 class ServedReward(Generic[Config]):
-    """Reward from a scoring server over HTTP. A subclass defines the `path`, makes a `request` and reads the answer
+    """Reward from a scoring server over HTTP. A subclass defines `path`, makes the `request` and reads the answer
     (`read`).
 
     Each call ends as one of: a score, `errors` (no connection, invalid JSON, a status other than 200), `timeouts`,
     `parse_errors` (an answer without a score), `cancelled` (the completion is no longer needed). `notify_once(kind,
-    text)` shows an event to the user; only the first of each kind.
+    text)` shows the user the first event of each kind.
     """
 
     path = ""
     """Path of the service, appended to the url in the recipe."""
     left_out_path = ""
-    """Ending of a url removed before `path` is appended."""
+    """Ending that is removed from the url before `path` is appended."""
     amount_names: tuple[str, ...] = ()
     """Names of all quantities that `amounts` can return, for example prompt_tokens."""
 
@@ -131,24 +131,23 @@ class ServedReward(Generic[Config]):
         raise NotImplementedError
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
-        """Return quantities in a server's answer, by name, for example tokens and dollars. Metrics report their
-        sums."""
+        """Return quantities in a server's answer by name, for example tokens and dollars. Metrics sum them."""
         return {}
 
     @property
     def reads_records(self) -> bool:
-        """Whether requests contain fields of the data records."""
+        """Return whether requests contain fields of the data records."""
         return False
 
     def check_record(self, sample: Sample) -> None:
-        """Raise ValueError if a record lacks a field needed for the request."""
+        """Raise ValueError if a record lacks a field that the request needs."""
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a sample for which the server need not be asked; None: it is asked."""
+        """Return the score of a sample for which no request is needed. None: a request is needed."""
         return None
 
     async def score(self, sample: Sample) -> FunctionScore:
-        """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
+        """Return the score of a completion. Failed calls are retried. Raises ServerFailedError if all calls fail."""
         if (known_score := self.score_unasked(sample)) is not None:
             return known_score
         self._adopt_loop()
@@ -174,7 +173,6 @@ class ServedReward(Generic[Config]):
         raise ServerFailedError(failure.kind, f"{self._shown_url}, the last of {num_calls} calls: {failure.text}")
 
     async def _call(self, body: bytes) -> FunctionScore | _NoScore:
-        """Make one call to the server, count its result, and return the result."""
         self._count("calls")
         try:
             async with asyncio.timeout(self.config.timeout_seconds):
@@ -217,10 +215,9 @@ class ServedReward(Generic[Config]):
         self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call of this method: counts of calls (METRICS), and sums of the server's
-        `amounts`.
+        """Return the metrics since the last call of this method: counts of calls (METRICS), and summed `amounts`.
 
-        Training and evaluation are counted separately; the counts of the current purpose are returned.
+        The counts are those of the current purpose, training or evaluation.
         """
         counts = self._counts.pop(COUNTED_FOR.get(), {})
         names = (*_COUNTED, *self.amount_names)
@@ -262,9 +259,7 @@ class ServedReward(Generic[Config]):
             raise FailedCallError(f"the answer is not valid JSON: {_shorten(text)}") from None
 
     def _adopt_loop(self) -> None:
-        """Create new connections and a new limit of concurrent calls if the event loop has changed: they work in one
-        loop only.
-        """
+        """Create new connections and a new limit of concurrent calls in a new event loop. Both work in one loop only."""
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):
             return

@@ -1,4 +1,4 @@
-"""Reward from a language model judging completions, behind any OpenAI-compatible endpoint."""
+"""Reward from a language model that judges completions, behind any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _KNOWN = ("question", "completion", "answer")
 _PLACEHOLDER = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 _MAX_SHOWN = 120
 _MAX_TOKENS = 1e12
-"""Upper bound of the token counts accepted from a server. Larger ones count as missing."""
+"""Largest token count accepted from a server. Larger ones count as missing."""
 _MAX_READ_CHARACTERS = 20_000
-"""Number of characters at the end of a judge's answer searched for a verdict."""
+"""Characters at the end of a judge's answer in which a verdict is searched."""
 _LABEL = (
     r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
     r"[*_ ]{0,9}[:=])?"
 )
 """Regular expression of the words allowed before a verdict. Other words could reverse its meaning."""
 _PATTERN_SECONDS = 1.0
-"""Time limit, in seconds, for matching a recipe's regular expression. A slow one would block the event loop."""
+"""Time limit in seconds for the recipe's regular expression. A slow one would block the event loop."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
 METRICS = (
@@ -59,8 +59,10 @@ METRICS = (
 
 
 class Judge(ServedReward[JudgeConfig]):
-    """Reward from a judge model: it reads the question, the gold answer and the completion, and answers with a verdict.
-    Quantities summed in metrics: `prompt_tokens` and `completion_tokens` as counted by the server, `dollars` at the
+    """Reward from a judge model, which reads the question, the gold answer and the completion and answers with a
+    verdict.
+
+    Quantities summed in metrics: `prompt_tokens` and `completion_tokens` as the server counts them, `dollars` at the
     recipe's prices, and `unmetered`, the number of answers without token counts.
     """
 
@@ -89,9 +91,7 @@ class Judge(ServedReward[JudgeConfig]):
         }
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the lowest score for a completion that ends inside its thoughts, if the judge's verdicts say whether
-        answers are right.
-        """
+        """Return the lowest score for a completion that ends inside its thoughts, if verdicts are right or wrong."""
         if self.config.right_from is None or not sample.in_thoughts:
             return None
         lowest = 0.0 if self.config.scale is not None else min(self.config.choices.values())
@@ -211,7 +211,7 @@ class Judge(ServedReward[JudgeConfig]):
             ) from None
 
     def _last_line(self) -> re.Pattern[str]:
-        """Return the regular expression of a last line with a verdict, its first group."""
+        """Return the regular expression of a last line with a verdict. The verdict is the first group."""
         # Longest first, so that a choice is not cut to a shorter one with the same beginning.
         words = sorted(map(re.escape, self.config.choices), key=len, reverse=True)
         verdict = _NUMBER if self.config.scale is not None else "|".join(words)
@@ -223,7 +223,7 @@ class Judge(ServedReward[JudgeConfig]):
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a record's field; dots in the name lead into objects. Raises ValueError if it is missing."""
+    """Return the value of a record's field. Dots in the name lead into objects. Raises ValueError if it is missing."""
     value: Any = record
     for part in (name,) if name in record else name.split("."):
         if not isinstance(value, Mapping) or value.get(part) is None:

@@ -46,9 +46,7 @@ _OTHER_SOURCES = "other"
 Item = TypeVar("Item")
 
 MAX_ABSOLUTE_SCORE = 1e6
-"""Limit of a score's absolute value. Float32 sums of squares of millions of scores then stay finite and exact
-enough.
-"""
+"""Limit of a score's absolute value. Float32 sums of squares of millions of scores stay finite and exact enough."""
 
 
 def check_result(result: Any) -> FunctionScore | None:
@@ -129,9 +127,8 @@ def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging]
 def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
     """Return whether a reward function calls the answer right. None: its score is not a verdict.
 
-    `judging` is how the function judges answers: `declared`: a score of at least
-    `correct_score` means right; otherwise scores of 1 and 0 are verdicts. A verdict returned by the function has
-    precedence.
+    A verdict that the function returns has precedence. Otherwise `judging` decides: `declared`: right is a score of at
+    least `correct_score`; else scores of 1 and 0 are verdicts.
     """
     if opinion.answer_correct is not None:
         return opinion.answer_correct
@@ -159,7 +156,7 @@ def read_scores(reply: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fun
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Return the metrics of each reward function: its scores, and the metrics returned by the function itself.
+    """Return the metrics of each reward function: its scores, and the metrics that it returns.
 
     A sample to which no function applies has score zero. Samples whose scoring failed are excluded.
     """
@@ -185,9 +182,7 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Return the metric `accuracy` (share of right answers) if all answers have a verdict. Otherwise return `unjudged`
-    (share of answers without a verdict).
-    """
+    """Return `accuracy`, the share of right answers, if all have a verdict; else `unjudged`, the share without one."""
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:
         return {"unjudged": verdicts.count(None) / len(verdicts)}
@@ -197,8 +192,8 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 def by_source_name(named_items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Group items by data source, under the source's name in metrics.
 
-    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have groups of their
-    own; the rest are grouped as `other`.
+    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have their own
+    groups; the rest are grouped as `other`.
     """
     groups: dict[str, list[Item]] = {}
     for name, item in named_items:
@@ -236,9 +231,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics returned by a reward function. Raises TypeError or ValueError if they are not finite numbers
-    by name.
-    """
+    """Return the metrics of a reward function. Raises TypeError or ValueError if they are not finite numbers by name."""
     if not isinstance(metrics, Mapping) or not all(
         isinstance(name, str) and _is_number(value) for name, value in metrics.items()
     ):

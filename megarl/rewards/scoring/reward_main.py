@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import the reward functions. Returns the values and record fields they need, and the function scoring a sample.
+    """Import the reward functions. Returns the values and record fields that they need, and the function that scores.
 
-    `settings` names the functions with their keyword arguments. It also has the settings of the sandbox, which is
-    started only if a function needs one. Raises RefusedError if a function cannot be used.
+    `settings` has the functions with their keyword arguments, and the sandbox. A sandbox is started only if a function
+    needs one. Raises RefusedError if a function cannot be used.
     """
     try:
         functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
@@ -53,7 +53,7 @@ def _start_sandbox(settings: dict[str, Any]) -> AnySandbox:
 
 
 def _answer(functions: dict[str, BoundFunction], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the score of each function, null if it does not apply; or the error of the first that fails."""
+    """Return the score of each function, or the first error. A score is null if the function does not apply."""
     scores: dict[str, dict[str, Any] | None] = {}
     name = ""
     try:

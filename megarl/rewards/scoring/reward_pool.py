@@ -1,7 +1,7 @@
-"""Pool of processes running reward functions. A process is replaced if it fails or exceeds its time limit.
+"""Pool of processes that run reward functions. A process is replaced if it fails or exceeds its time limit.
 
-A process scores one completion at a time, so killing it loses no other. Requests to scoring servers are sent by the
-driver's event loop itself.
+A process scores one completion at a time, so killing it loses no other. The driver's event loop sends the requests to
+scoring servers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ METRICS = (
 
 _MAX_LOST = 2
 """Maximum number of processes that try to score one completion. A process can be killed from outside, for example for
-lack of memory, without any fault of the completion.
-"""
+lack of memory, without any fault of the completion."""
 
 
 class RewardPool:
@@ -94,9 +93,9 @@ class RewardPool:
     async def score(self, sample: Sample) -> Scored:
         """Return the reward of a sample: the weighted sum of all scores, with verdicts on format and answer.
 
-        Any number of calls may be awaited concurrently; each waits for a free process. Raises ConfigError if a function
-        cannot be imported, and PeerLostError if the processes do not start or the pool is closed. If the call is
-        cancelled, its process is killed and replaced.
+        Any number of calls may run concurrently; each waits for a free process. Raises ConfigError if a function cannot
+        be imported, and PeerLostError if the processes do not start or the pool is closed. If the call is cancelled,
+        its process is killed and replaced.
         """
         outcome = self._combine(await self._collect_scores(sample))
         if failure := outcome.failure:
@@ -128,9 +127,7 @@ class RewardPool:
         return Scored(Reward(0.0, False, verdict), failure, detail, is_left_out=settings.on_failure == "leave_out")
 
     async def _collect_scores(self, sample: Sample) -> FunctionScores:
-        """Return the scores of functions and servers, asked concurrently. If both fail, the server's failure is
-        reported.
-        """
+        """Return the scores of functions and servers, asked concurrently. If both fail, the server's failure counts."""
         if not self._servers:
             return await self._ask_functions(sample) if len(self) else FunctionScores()
         calls = [self._ask_functions(sample)] if len(self) else []
@@ -163,8 +160,7 @@ class RewardPool:
         return scores
 
     async def _ask_process(self, sample: Sample, place: Place) -> FunctionScores:
-        """Score a sample in the reserved process (`place`). If the process ends meanwhile, try once more in a new
-        one."""
+        """Score a sample in the reserved process `place`. If the process ends, try once more in a new one."""
         settings = self._settings
         detail = ""
         for num_lost in range(_MAX_LOST):

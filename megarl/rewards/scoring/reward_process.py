@@ -1,4 +1,4 @@
-"""The driver's view of reward processes: their settings, and the scores in their answers."""
+"""Settings of reward processes, and the scores in their answers, on the driver."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Scored:
     failure: Failure | None = None
     detail: str = ""
     is_left_out: bool = False
-    """Whether the failed completion has no reward instead of zero."""
+    """Whether a failed completion has no reward instead of zero."""
 
     @property
     def trajectory_reward(self) -> Reward | None:
-        """The reward for the trajectory. None: it has no reward, because scoring failed and failures are left out."""
+        """Return the reward, or None for a failed completion that has no reward."""
         return None if self.is_left_out else self.reward
 
 
@@ -53,7 +53,7 @@ class FunctionScores:
     failure: Failure | None = None
     detail: str = ""
     num_lost: int = 0
-    """Number of reward processes that ended or were killed from outside while scoring this completion."""
+    """Number of reward processes that ended by themselves or from outside while they scored this completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class WorkerSettings:
     folder: str
     """Working folder of the process."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
-    """Sandbox for functions taking one. The CPU seconds of its programs are added to the CPU limit."""
+    """Sandbox for functions that take one. The CPU seconds of its programs are added to the CPU limit."""
     start_timeout_seconds: float = 300.0
     """Limit of wall-clock seconds for importing the reward functions."""
     served: tuple[RewardFunctionConfig, ...] = ()
@@ -83,12 +83,11 @@ class WorkerSettings:
 
     @property
     def names(self) -> str:
-        """The names of all functions as one text, for messages."""
         return ", ".join(function.name for function in self.functions)
 
     @property
     def judging(self) -> Judging:
-        """How all functions and servers together judge the answer."""
+        """Return how all functions and servers together judge the answer."""
         return strongest(self.judges.values())
 
 
@@ -127,7 +126,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    """Return the settings for starting a reward process: its functions, folders and limits."""
+    """Return the settings with which a reward process is started: functions, folders and limits."""
     start = {
         "functions": [{"name": function.name, "kwargs": function.kwargs} for function in settings.functions],
         "sandbox": asdict(settings.sandbox),
@@ -146,7 +145,7 @@ def server_settings(settings: WorkerSettings) -> ServerSettings:
 
 
 def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLimits:
-    """Return the time limits of scoring a completion, including the time of programs in the sandbox."""
+    """Return the time limits for scoring a completion, including the time of programs in the sandbox."""
     seconds = settings.sandbox.total_timeout_seconds if has_sandbox else 0.0
     # Programs may wait for a CPU on a busy machine, so wall-clock time grows by a multiple.
     return RequestLimits(

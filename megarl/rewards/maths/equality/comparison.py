@@ -43,20 +43,17 @@ from megarl.rewards.maths.equality.values import is_proportional, same_value
 from megarl.rewards.maths.formulas.nodes import BLANK, INFINITY, Node, join_operands, negative, symbol
 
 MAX_MATCHED = 40
-"""Maximum length of lists compared in any order, because that takes quadratic time. Longer ones are compared in
-order.
-"""
+"""Maximum length of lists that are compared in any order, in quadratic time. Longer lists are compared in order."""
 _DOTS = symbol("ldots")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of a predicted with a gold answer. `factor` multiplies predicted numbers, to convert their unit."""
+    """Comparison of a predicted with a gold answer. Predicted numbers are multiplied by `factor` to convert their unit."""
 
     factor: Fraction = Fraction(1)
 
     def same(self, gold: Node, prediction: Node) -> bool:
-        """Return whether the predicted answer equals the gold one."""
         gold, domain = without_domain(gold)
         prediction, predicted_domain = without_domain(drop_rounding(prediction))
         if domain is not None and predicted_domain is not None:
@@ -105,7 +102,9 @@ class Comparison:
     def _compare_with_tuple(
         self, values: Mapping[str, Node], answer: Node, is_same: Callable[[Node, Node], bool]
     ) -> bool | None:
-        """Return whether (1, 2) gives the values of x=1, y=2, in the order of their names. None: it is no such pair."""
+        """Return whether a tuple (1, 2) gives the values of x=1, y=2, in the order of their names. None: it is no tuple
+        of this length.
+        """
         if answer.kind in ("list", "set"):
             return False
         if answer.kind != "tuple" or answer.value != "()" or len(answer.parts) != len(values):
@@ -131,7 +130,9 @@ class Comparison:
         return is_equation(prediction) and self._names_or_holds(gold, prediction.parts)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
-        """Return whether conditions, or what one of them is compared with, are equal item by item."""
+        """Return whether two answers, of which one is a list, are equal item by item. An equation counts with its
+        value.
+        """
         if gold.kind == prediction.kind == "list":
             return self._same_items(gold, prediction)
         if gold.kind == "relation" and is_equation(gold) and is_label(gold.parts[0]):
@@ -139,9 +140,7 @@ class Comparison:
         return is_equation(prediction) and is_label(prediction.parts[0]) and self.same(gold, prediction.parts[-1])
 
     def _names_or_holds(self, gold: Node, parts: Sequence[Node]) -> bool:
-        """Return whether a predicted equation assigns the gold value to a name (`x = 5`, `5 = x`) or computes it (`2+3
-        = 5`).
-        """
+        """Return whether a predicted equation assigns the gold value to a name (`x = 5`) or computes it (`2+3 = 5`)."""
         # An expression of several variables does not determine one of them, so its value is the answer.
         if not gold.symbols() and is_sought(parts[0]):
             return all(self.same(gold, value) for value in parts[1:])

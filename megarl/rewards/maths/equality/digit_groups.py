@@ -1,8 +1,7 @@
-"""Comparison of clock times, dates, ranges and codes.
+"""Comparison of clock times, dates, ranges and codes: numbers with signs between them that are not arithmetic.
 
-These are numbers with signs between them that are not arithmetic. The same text may also be a formula: 3:10 may be a
-time or a ratio, 10-2 a range or a difference. Three answers are therefore possible: equal, different, and None, if the
-two are to be compared as formulas.
+The same text may also be a formula: 3:10 may be a time or a ratio, 10-2 a range or a difference. So there are three
+results: equal, different, and None, if the two must be compared as formulas.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _DATE_PARTS = 3
 
 
 def compare_digit_groups(gold: Node, prediction: Node) -> bool | None:
-    """Return whether two answers are the same time, date, range or code. None: they are to be compared as formulas."""
+    """Return whether two answers are the same time, date, range or code. None: compare them as formulas."""
     if gold.kind == "clock":
         if prediction.kind == "clock":
             return _have_same_time(gold, prediction)
@@ -90,9 +89,7 @@ def _separator(node: Node) -> str:
 
 
 def _list_comparable_groups(node: Node) -> list[str | Fraction]:
-    """Return the groups by value, so that 03 is 3. A longer one with a leading zero, as in a phone number, is returned
-    as written.
-    """
+    """Return the groups by value, so that 03 is 3. A longer group with a leading zero (phone numbers) remains text."""
     if node.kind != "groups":
         return [part.value for part in node.parts]
     _, *texts = node.value

@@ -9,7 +9,7 @@ _FLIPPED = {">": "<", ">=": "<="}
 
 
 def list_steps(node: Node) -> list[tuple[Node, str]]:
-    """Return a chain of inequalities as (difference, sign) pairs. Each difference must be below, or at most, zero."""
+    """Return a chain of inequalities as pairs (difference, sign). Each difference must be below, or at most, zero."""
     steps = []
     for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
         if sign in (">", ">="):
@@ -20,9 +20,7 @@ def list_steps(node: Node) -> list[tuple[Node, str]]:
 
 
 def determines(left: Node, right: Node, difference: Node) -> bool:
-    """Return whether `left = right` is the only solution of `difference = 0`. The equation is linear in the symbol
-    `left`.
-    """
+    """Return whether `left = right` is the only solution of `difference = 0`. It must be linear in the symbol `left`."""
     if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
         return False
     zero = number(0)

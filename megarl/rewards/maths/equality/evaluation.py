@@ -20,8 +20,8 @@ _TERMS_OF_INFINITE_SERIES = 12
 class Evaluation:
     """Numeric evaluation of formulas, for one choice of values of their variables.
 
-    `scale` is the largest summand so far. A difference small against it counts as a rounding error. `bits` is the
-    largest distance of two summands' magnitudes. Variables in `whole_names` have whole numbers as values.
+    `scale` is the largest summand so far; a difference small against it counts as a rounding error. `bits` is the
+    largest difference of two summands' binary exponents. Variables in `whole_names` have whole numbers as values.
     """
 
     def __init__(self, kind: str, seed: int, whole_names: frozenset[str] = frozenset()) -> None:
@@ -125,7 +125,7 @@ class Evaluation:
     def _unknown_function(self, name: str, parts: list[Any]) -> Any:
         """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.
 
-        Two formulas with the same unknown function can thus be compared.
+        So two formulas with the same unknown function can be compared.
         """
         value = _point(name, "positive", 0)
         for place, part in enumerate(parts):

@@ -9,7 +9,7 @@ from fractions import Fraction
 from megarl.rewards.maths.formulas.nodes import Node, number, replace_node, symbol
 
 MAX_BITS = 20_000
-"""Maximum bits of an exact number. Below it an operation takes microseconds."""
+"""Maximum bits of an exact number. Operations below this limit take microseconds."""
 
 
 MAX_SERIES_SIZE = 10_000

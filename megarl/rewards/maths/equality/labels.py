@@ -9,9 +9,7 @@ _EXTREMES = ("max", "min")
 
 
 def is_label(node: Node) -> bool:
-    r"""Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `m\angle B`,
-    `dy/dx`.
-    """
+    """Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `dy/dx`."""
     if node.kind in ("symbol", "index", "apply", "words"):
         return node.value != "ldots"
     if node.kind == "call":
@@ -54,7 +52,7 @@ def _name(node: Node) -> str | None:
 
 
 def _pairs(node: Node) -> list[tuple[str, Node]] | None:
-    """Return (name, value) pairs of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
+    """Return the pairs (name, value) of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. Names may repeat."""
     if is_equation(node):
         first, last = node.parts[0], node.parts[-1]
         is_pair = first.kind == last.kind == "tuple" and len(node.parts) == 2 and len(first.parts) == len(last.parts)
@@ -77,16 +75,14 @@ def _pairs(node: Node) -> list[tuple[str, Node]] | None:
 
 
 def assignments(node: Node) -> dict[str, Node] | None:
-    """Return values by name if a formula assigns values to at least two names. None: any other formula."""
+    """Return values by name if a formula assigns values to at least two names, else None."""
     pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
     values = dict(pairs or ())
     return values if pairs and len(values) == len(pairs) > 1 else None
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:
-    """Return the name and the values of alternatives like `x=1 or x=2`. Other formulas: None and the formula
-    itself.
-    """
+    """Return the name and the values of alternatives like `x=1 or x=2`. Other formulas: None, and the formula."""
     if node.kind == "list":
         pairs = _pairs(node)
         if pairs and len({name for name, _ in pairs}) == 1:
@@ -100,8 +96,9 @@ def solutions(node: Node) -> tuple[Node | None, Node]:
 
 
 def without_domain(node: Node) -> tuple[Node, Node | None]:
-    r"""Return the formula without the set of its parameter's values after it, and this domain: `\frac{\pi}{2} + k\pi, k
-    \in \mathbb{Z}`.
+    r"""Return a formula without the set of its parameter's values, and this set: `k\pi, k \in \mathbb{Z}`.
+
+    The set is None if the formula has none.
     """
     if node.kind != "list" or node.value != "," or len(node.parts) < 2:
         return node, None

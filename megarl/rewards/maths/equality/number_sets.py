@@ -24,9 +24,10 @@ MAX_EDGES = 40
 
 @dataclass(frozen=True, slots=True)
 class NumberSet:
-    """A set of real numbers, given as a function testing membership.
+    """A set of real numbers, as a function that tests membership.
 
-    `edges` are the numbers where membership may change; None if not all are known.
+    `edges` are the numbers where membership may change; None: not all are known. `variable` is the name in an
+    inequality.
     """
 
     contains: Callable[[Fraction], bool]
@@ -35,7 +36,7 @@ class NumberSet:
 
 
 def same_set(gold: Node, prediction: Node) -> bool | None:
-    """Return whether two formulas mean the same set of real numbers. None: one does not mean such a set."""
+    """Return whether two formulas mean the same set of real numbers. None: one of them is not such a set."""
     first = number_set(gold)
     second = number_set(prediction) if first is not None else None
     if first is None or second is None:
@@ -57,7 +58,7 @@ def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
 
 
 def number_set(node: Node) -> NumberSet | None:
-    """Return the set of real numbers meant by a formula. None: the formula does not mean a set."""
+    """Return the set of real numbers that a formula means, or None."""
     try:
         return _number_set(node)
     except NoValueError:
@@ -136,7 +137,7 @@ def _combine_sets(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
 
 
 def _solution_set(node: Node) -> NumberSet | None:
-    r"""Return the numbers satisfying inequalities or an equation in one variable, like `1 < x \le 2`."""
+    r"""Return the numbers that satisfy inequalities or an equation in one variable, like `1 < x \le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         numbers = _number_set(node.parts[1])
@@ -177,7 +178,6 @@ def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:
 
 
 def _read_builder(node: Node) -> NumberSet | None:
-    """Return the set written as `{x | condition}`."""
     head, condition = node.parts
     domain = None
     if head.kind == "relation" and head.value == ("in",):
@@ -194,7 +194,7 @@ def _read_builder(node: Node) -> NumberSet | None:
 
 
 def _join_conditions(node: Node) -> NumberSet | None:
-    """Return the set of numbers meant by several relations: the union for `or`, otherwise the intersection.
+    """Return the numbers that satisfy several relations: the union for `or`, otherwise the intersection.
 
     Relations separated by commas mean their union if the intersection is empty.
     """

@@ -1,4 +1,4 @@
-r"""Formulas with \pm and \mp: the list of formulas meant."""
+r"""Expansion of \pm and \mp into the formulas that they mean."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megarl.rewards.maths.equality.exact import exact
 from megarl.rewards.maths.formulas.nodes import Node, negative
 
 MAX_SIGNS = 4
-r"""Maximum number of \pm and \mp in a formula expanded. Each doubles the number of values."""
+r"""Maximum number of \pm and \mp in a formula that is expanded. Each doubles the number of values."""
 
 
 def expand_signs(node: Node) -> Node:
-    r"""Expand \pm and \mp: return the list of formulas meant, without repeated numbers.
+    r"""Return a formula with \pm and \mp as a list of the formulas that it means, without repeated numbers.
 
     Every \pm is independent: `\pm1\pm i` means four numbers. With \mp all signs change together. In a relation, the
     n-th signs of both sides change together. Formulas with more than MAX_SIGNS signs are returned unchanged.

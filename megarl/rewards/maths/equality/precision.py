@@ -15,9 +15,9 @@ DIGITS = 50
 MAX_DIGITS = 1000
 """Maximum digits of a value, because gamma functions take seconds with more."""
 _GUARD_DIGITS = 10
-"""Digits left for rounding errors. Values equal in the other ones are equal, relative to cancelled terms."""
+"""Digits left for rounding errors. Values are equal if their other digits are, relative to cancelled terms."""
 _SAFE_BITS = 64
-"""Terms of a sum may differ by this factor's bits before more digits are needed."""
+"""Largest difference of two summands' binary exponents at which `DIGITS` are enough."""
 
 # A clone: changing the precision must not affect other users of mpmath in this process.
 CONTEXT = mpmath.mp.clone()
@@ -26,7 +26,7 @@ _TOLERANCE = CONTEXT.mpf(10) ** (_GUARD_DIGITS - DIGITS)
 
 
 def count_digits(bits: int) -> int:
-    """Return the digits needed for sums of terms whose magnitudes are `bits` apart."""
+    """Return the digits needed for sums of terms whose binary exponents differ by `bits`."""
     # 3 digits for each lost one: a root of a sum, and the square of a root, lose more than the sum itself.
     return DIGITS if bits <= _SAFE_BITS else DIGITS + bits * 3 * 302 // 1000
 

@@ -1,4 +1,4 @@
-"""Other forms of the same answer: without names and signs that say nothing, with the gold answer's variables."""
+"""Other forms of the same answer: without names and signs that mean nothing, with the gold answer's variables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
 
 
 def drop_point_name(node: Node) -> Node:
-    """Return only the coordinates of a point with a name, as in `A(3,4)`; other formulas unchanged."""
+    """Return the coordinates of a point with a name (`A(3,4)`). Other formulas are unchanged."""
     is_point = node.kind == "product" and len(node.parts) == 2 and node.parts[1].kind == "tuple"
     return node.parts[1] if is_point and is_capital_letter(node.parts[0]) else node
 
 
 def drop_sign_of_approximation(node: Node) -> Node:
-    r"""Return `\approx 5` as 5 and `x \approx 5` as x = 5: the value must still be the same exactly."""
+    r"""Return `\approx 5` as 5 and `x \approx 5` as x = 5. The value must still agree exactly."""
     if node.kind != "relation" or node.value != ("approx",):
         return node
     name, value = node.parts
@@ -51,7 +51,7 @@ def rename_variable(node: Node, old: Node, new: Node) -> Node:
 
 
 def adopt_argument(function: Node, prediction: Node, value: Node) -> tuple[Node, Node]:
-    """Return a predicted definition f(t) = ... with the argument of `function`: f(x) = ..."""
+    """Return a predicted definition f(t) = ... with the argument of the gold answer's `function`: f(x) = ..."""
     is_definition = function.kind == prediction.kind == "apply" and len(function.parts) == len(prediction.parts) == 1
     if not is_definition or {part.kind for part in (*function.parts, *prediction.parts)} != {"symbol"}:
         return prediction, value

@@ -22,12 +22,12 @@ from megarl.rewards.maths.formulas.nodes import Node
 _KINDS_OF_POINTS = ("positive", "large", "mixed", "mixed")
 _ROUNDING = frozenset(("floor", "ceiling", "mod", "gcd", "lcm"))
 _HALVES = tuple(f"half {place}" for place in range(1, 17))
-"""Points at which rounded values jump: the whole numbers and the halves between them."""
+"""Points at which rounded values jump: whole numbers and the halves between them."""
 _NAMES_OF_WHOLE_NUMBERS = frozenset("ijklmn")
 
 
 def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> bool:
-    """Return whether `gold` and `other * factor` have the same value for all values of their variables.
+    """Return whether `gold` and `prediction * factor` have the same value for all values of their variables.
 
     Rational numbers are compared exactly. Others are compared in 40 digits at four points: two positive, two of any
     sign. Points of any sign are skipped if both values are complex, or if one does not exist. A point with one complex
@@ -67,7 +67,7 @@ def _compare_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_sy
 
 
 def _is_stepwise(node: Node) -> bool:
-    """Return whether a formula rounds, or has a number of terms."""
+    """Return whether a formula rounds, or has a variable number of terms."""
     return node.kind == "series" or (node.kind == "call" and node.value in _ROUNDING)
 
 
@@ -115,21 +115,20 @@ def _compare_at(
 
 
 def _count_cancelled_bits(scale: Any, value: Any) -> int:
-    """Return by how many bits a value is smaller than the largest summand in its formula."""
+    """Return the bits by which a value is smaller than the largest summand in its formula."""
     return CONTEXT.mag(scale) - CONTEXT.mag(value) if scale and value else 0
 
 
 def _has_branches(formula: Node) -> bool:
-    r"""Return whether a formula has logarithms or odd roots: equal forms of it may then differ in being real or
-    complex.
+    r"""Return whether a formula has logarithms or odd roots.
 
-    An example is `\ln x^2` and `2\ln x` for negative x.
+    Equal forms of it may then differ in being real or complex: `\ln x^2` and `2\ln x` for negative x.
     """
     return any(_is_multivalued(node) for node in formula.walk())
 
 
 def _is_multivalued(node: Node) -> bool:
-    """Return whether a formula's outermost part is a logarithm, a root or a fractional power, square roots excluded."""
+    """Return whether a formula is a logarithm, a root or a fractional power, square roots excluded."""
     if node.kind == "call" and node.value == "root":
         return exact(node.parts[1]) != 2
     if node.kind == "power" and node.parts[0].symbols():
@@ -160,7 +159,7 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
 
 
 def is_within_percent(value: Node, rounding: Node) -> bool:
-    """Return whether two formulas without variables have real values differing by 1 % at most."""
+    """Return whether two formulas without variables have real values that differ by 1 % at most."""
     try:
         first, second = real_value(value), real_value(rounding)
     except NoValueError:
@@ -169,7 +168,7 @@ def is_within_percent(value: Node, rounding: Node) -> bool:
 
 
 def is_proportional(formula: Node, multiple: Node) -> int:
-    """Return 1 or -1 if `formula` equals `multiple` times a positive or a negative constant; 0: it does not."""
+    """Return 1 or -1 if `formula` is `multiple` times a positive or negative constant, else 0."""
     sign, bits = _proportion(formula, multiple)
     digits = count_digits(bits)
     if not sign or digits == DIGITS:

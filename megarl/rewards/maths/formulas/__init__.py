@@ -2,6 +2,6 @@
 
 A normalised text is split into tokens (`tokens`, `letters`) and parsed into a tree (`nodes`). The parser is a chain of
 classes, from lists down to single tokens: `parser` (with `items`), `digit_groups`, `atoms`, `scripts`, `commands`,
-`cursor`. The parser rejects anything unknown. Lengths, nesting, digits, exponents and factorials are limited,
-so that reading any text takes milliseconds.
+`cursor`. It rejects anything unknown. Lengths, nesting, digits, exponents and factorials are limited, so that reading
+any text takes milliseconds.
 """

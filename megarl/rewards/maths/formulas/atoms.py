@@ -31,7 +31,7 @@ _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
 
 
 class Atoms(Scripts):
-    """Part of the formula parser: factors, the operands of products."""
+    """Part of the formula parser: the factors of a product."""
 
     def starts_factor(self) -> bool:
         """Return whether the next token can begin another factor of a product without a sign (`2x`)."""
@@ -154,7 +154,7 @@ class Atoms(Scripts):
         return symbol(text) if len(text) == 1 or text.isupper() else Node("words", (), text.lower())
 
     def _apply_to_arguments(self, function: Node) -> Node:
-        """Return the call f(x) if the brackets after a symbol hold arguments; otherwise the symbol itself."""
+        """Return the call f(x) if the brackets after a symbol hold arguments, else the symbol."""
         if self.token.text != "(" or self.token.kind != "sign":
             return function
         name = function.value.rstrip("'")

@@ -18,7 +18,7 @@ _MATRICES = ("pmatrix", "matrix", "vmatrix", "Vmatrix", "array", "cases", "Bmatr
 
 
 class Commands(Cursor):
-    """Part of the formula parser: arguments of LaTeX commands."""
+    """Part of the formula parser: LaTeX commands and their arguments."""
 
     def until(self, *closing: str) -> Node:
         """Parse the items up to one of the closing signs `closing`."""
@@ -64,7 +64,7 @@ class Commands(Cursor):
         return Node("call", (self.argument(), degree), "root")
 
     def spell_argument(self) -> str:
-        """Return a command's next argument as plain text, to be used as a name."""
+        """Return a command's next argument as plain text, for use as a name."""
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
@@ -192,7 +192,7 @@ class Commands(Cursor):
 
 
 def fraction(over: Node, under: Node) -> Node:
-    """Return the node of a fraction, or of a derivative like `dy/dx`, whose d cannot be cancelled."""
+    """Return the node of a fraction, or of a derivative like `dy/dx`, whose d must not be cancelled."""
     sign = _leading_factor(under)
     is_derivative = sign in _DIFFERENTIALS and under.kind == "product" and _leading_factor(over) == sign
     return Node("apply", (over, under), "derivative") if is_derivative else Node("quotient", (over, under))

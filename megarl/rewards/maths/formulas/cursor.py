@@ -1,4 +1,4 @@
-"""Reader of a formula's tokens. It counts the nesting depth."""
+"""Reading position in the tokens of a formula, with the depth of nesting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_DEPTH = 60
 
 
 class Cursor:
-    """Reading position in the tokens of a formula; base class of the parser."""
+    """Base class of the formula parser: the reading position in the tokens."""
 
     def __init__(self, source: str, tokens: list[Token]) -> None:
         self.source = source

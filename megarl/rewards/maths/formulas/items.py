@@ -23,7 +23,7 @@ def connect_items(items: list[Node], signs: list[str]) -> Node:
 
 
 def _with_shared_modulus(items: list[Node]) -> list[Node]:
-    r"""Return congruences instead of the values before one, as in `x \equiv 1, 4 \pmod 5`."""
+    r"""Return `1, 4 \pmod 5` as congruences: values before a congruence get its modulus."""
     last = items[-1]
     if last.kind != "congruence" or any(item.kind == "congruence" for item in items[:-1]):
         return items

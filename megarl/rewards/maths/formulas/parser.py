@@ -15,7 +15,8 @@ from megarl.rewards.maths.formulas.tokens import Token, tokenize
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
-"""Function returning whether a text is a unit, and the unit. Its second argument: whether a space precedes the text."""
+"""Function that returns whether a text is a unit, and the unit. Its second argument: whether a space precedes the text.
+"""
 
 _RELATIONS = {
     "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",
@@ -281,7 +282,7 @@ class _Parser(DigitGroups):
         return self._unit_here() is not None
 
     def _unit_here(self) -> tuple[Any] | None:
-        """Return the unit that the remaining text consists of, in a tuple of one. None: the text is not a unit."""
+        """Return the unit that the rest of the text is, in a tuple of one. None: the rest is not a unit."""
         token = self.token
         if self._read_unit is None or self.brackets or token.kind == "end":
             return None

@@ -1,4 +1,4 @@
-"""Parser of exponents and indices: what stands after ^ or _."""
+"""Parser of exponents and indices, the operands of ^ and _."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ class Scripts(Commands):
     """Part of the formula parser: exponents and indices."""
 
     def script(self) -> Node:
-        """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces count as one
-        number.
-        """
+        """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces are one number."""
         token = self.token
         if token.text == "{" and token.kind == "sign":
             next_token = self.following()

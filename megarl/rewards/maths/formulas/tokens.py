@@ -25,7 +25,7 @@ class Token:
     """Whether a space precedes the token."""
     number: Fraction | None = None
     origin: str = ""
-    """The whole word, if this token is the first letter of a split word; otherwise empty."""
+    """Whole word of which this token is the first letter, if the word was split; else empty."""
     is_bold: bool = False
 
 
