@@ -1,7 +1,7 @@
-"""The form in which a chat template takes the arguments of tool calls: as an object, or as JSON text.
+"""The form in which a chat template takes the arguments of tool calls: an object, or JSON text.
 
-Most templates write an object as JSON, and would write a text once more as a JSON string. Others insert a text as it
-is, and fail on an object.
+Most templates write an object as JSON, and would write a text as a JSON string. Others insert a text unchanged, and
+fail on an object.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _PROBE_VALUE = "value"
 _PROBE_ARGUMENTS = {"x": _PROBE_VALUE}
 _PROBE_AS_PYTHON_TEXT = repr(_PROBE_ARGUMENTS)
-"""An object written by a template that expects text. It is Python's form, not JSON."""
+"""The probe as Python text: what a template that expects JSON text makes of an object."""
 
 
 def fit_call_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with the arguments of tool calls as text, if the tokenizer's chat template takes only text."""
+    """Return messages with the arguments of tool calls as text, if the tokenizer's template takes only text."""
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
     if not _requires_text_arguments(tokenizer, str(tokenizer.chat_template)):
@@ -41,7 +41,7 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _requires_text_arguments(tokenizer: Tokenizer, template: str) -> bool:
-    """Return whether the template renders a tool call correctly only if its arguments are JSON text, not an object.
+    """Return whether the template renders a tool call correctly only if its arguments are JSON text.
 
     `template` is the tokenizer's. It is a parameter so that `lru_cache` distinguishes templates: users may replace it.
     """

@@ -1,7 +1,7 @@
-"""Conversations, rendered through the tokenizer's chat template and encoded as tokens.
+"""Conversations, rendered by the tokenizer's chat template and encoded as tokens.
 
-A special token inside a message (`<|im_end|>` in a user's text) is plain text: only the template's own special tokens
-control the model. To distinguish them, `render` puts marks around special tokens from messages, and `encode` treats
+A special token inside a message (`<|im_end|>` in a user's text) is plain text: only special tokens of the template
+control the model. To distinguish them, `render` puts marks around special tokens in messages, and `encode` treats
 marked ones as text.
 """
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from megarl.config import ModelConfig
 
 MARKS = "\ufdd0", "\ufdd1"
-"""Marks put around a special token from a message. They are Unicode noncharacters, so no valid text contains them."""
+"""Marks around a special token in a message. They are Unicode noncharacters, so no valid text contains them."""
 
 PREFIX_CHARACTERS = 4
-"""Characters encoded first per allowed token, to decide quickly that a text is too long. Most texts have fewer
-characters per token."""
+"""Characters per allowed token in the first prefix that `exceeds` encodes. Most texts have fewer characters per token.
+"""
 BORDER_TOKENS = 16
-"""Maximum difference between the tokens of a text and the tokens of its two parts together, wherever it is cut."""
+"""Maximum difference between the tokens of a text and those of its two parts together, wherever the text is cut."""
 
 RENDER_SECONDS = 5.0
 """CPU seconds allowed to a chat template for one short message."""
@@ -61,7 +61,6 @@ _PLAIN_TEMPLATE = (
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    """Return the tokenizer of a recipe's model, with its chat template. Raises the errors of `load_tokenizer`."""
     return load_tokenizer(model.folder, template=model.chat_template, defaults=model.chat_template_kwargs)
 
 
@@ -71,8 +70,8 @@ def load_tokenizer(
     """Return the tokenizer of a Hugging Face model folder.
 
     `template` is a Jinja file or PLAIN, and replaces the tokenizer's chat template. `defaults` are values of the
-    template's variables. Raises DataError if the tokenizer is missing or broken, or has no chat template that can
-    render messages. Raises ConfigError for a missing template file, and for variables that the template does not use.
+    template's variables. Raises DataError if the tokenizer is missing or broken, or has no chat template that renders
+    messages. Raises ConfigError for a missing template file, and for variables that the template does not use.
     """
     from transformers import AutoTokenizer
 
@@ -115,10 +114,10 @@ def load_tokenizer(
 
 
 def template_text(model: ModelConfig) -> str | None:
-    """Return the text of a recipe's chat template, without loading the tokenizer. None: it has no template.
+    """Return the text of a recipe's chat template, without loading the tokenizer. None: the model has no template.
 
-    If the tokenizer has several templates, they are returned together as JSON. Raises ConfigError for a missing
-    template file, DataError for a broken tokenizer_config.json.
+    Several templates are returned together as JSON. Raises ConfigError for a missing template file, DataError for a
+    broken tokenizer_config.json.
     """
     if model.chat_template is not None:
         return _template_of(model.chat_template)
@@ -144,8 +143,10 @@ def _template_of(name: str) -> str:
 
 
 def _text_start(tokenizer: Tokenizer) -> str:
-    """Return what a template writes first so that texts begin as in pretraining: with the tokens that the tokenizer
-    adds, such as BOS. Empty if it adds none."""
+    """Return the text of the tokens that the tokenizer puts before each text, such as BOS. Empty: it puts none.
+
+    A template must write it, so that texts begin as in pretraining.
+    """
     text = "a"
     tokens = tokenizer.encode(text)
     bare = tokenizer.encode(text, add_special_tokens=False)
@@ -160,7 +161,7 @@ def _text_start(tokenizer: Tokenizer) -> str:
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template with default values for variables not set by its caller."""
+    """Return a chat template with default values for variables that its caller does not set."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     if not isinstance(template, str):
@@ -196,7 +197,6 @@ _GIVEN_VARIABLES = frozenset(
 
 
 def _jinja(value: Any) -> str:
-    """Return a JSON value written in Jinja's syntax."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -215,10 +215,9 @@ def render(
 ) -> str:
     """Return the text of a conversation. `generation_prompt` opens the assistant's next turn.
 
-    `tools` are the JSON schemas of the tools that the assistant may call. The arguments of tool calls are objects: the
-    template gets them as text if it takes only text. Special tokens inside messages or schemas are enclosed in `MARKS`.
-    Raises ValueError if the template fails on the conversation, for example because of an
-    unsupported order of roles.
+    `tools` are the JSON schemas of the tools that the assistant may call. The arguments of tool calls are objects.
+    Special tokens inside messages or schemas are enclosed in `MARKS`. Raises ValueError if the template fails on the
+    conversation, for example on the order of its roles.
     """
     special = special_tokens(tokenizer)
     fitting = fit_call_arguments(tokenizer, messages)
@@ -237,10 +236,10 @@ def render(
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of rendered text. No special tokens are added: the template has already written them.
+    """Return the token ids of rendered text. No special tokens are added, because the template writes them.
 
-    Raises ValueError for a marked special token if the tokenizer cannot encode it as text. Raises DataError if the
-    tokenizer's own rules fail on the text.
+    Raises ValueError for a marked special token that the tokenizer cannot encode as text. Raises DataError if the
+    tokenizer's rules fail on the text.
     """
     with _panics_named(tokenizer):
         # No message contains a special token, so the tokenizer's own encoding is right.
@@ -253,7 +252,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
     """Raise DataError for a panic of the tokenizers library, which is not an Exception.
 
-    Regular expressions that backtrack too long on a text cause one.
+    A regular expression that backtracks too long panics.
     """
     try:
         yield
@@ -274,7 +273,7 @@ def num_tokens(tokenizer: Tokenizer, text: str) -> int:
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     """Return True if rendered text certainly has more than `max_tokens` tokens, False if uncertain.
 
-    It encodes prefixes of growing length instead of the whole text.
+    Prefixes of growing length are encoded instead of the whole text.
     """
     size = PREFIX_CHARACTERS * max_tokens
     while size < len(text):
@@ -291,8 +290,8 @@ def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
 class _LiteralEncoder:
     """Tokenizer that recognises special tokens only between marks (`MARKS`). All other text is plain text.
 
-    Normalizer, pre-tokenizer, merges, and added tokens that are not special are the original tokenizer's. So the text
-    around a control token is encoded as before.
+    All other rules are the original tokenizer's: normalizer, pre-tokenizer, merges, and added tokens that are not
+    special. So the text around a control token is encoded as before.
     """
 
     backend: Backend
@@ -302,7 +301,6 @@ class _LiteralEncoder:
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text."""
         tokens = self.backend.encode(self._move_marks(text), add_special_tokens=False).ids
         # Some tokenizers have the special token's name in their ordinary vocabulary too. Then text would become a
         # control token.
@@ -314,7 +312,7 @@ class _LiteralEncoder:
         return [self.ids.get(token, token) for token in tokens]
 
     def _move_marks(self, text: str) -> str:
-        """Return a text with the marks moved: from the special tokens of messages to those of the template."""
+        """Return a text with marks around the template's special tokens instead of those in messages."""
         opening, closing = MARKS
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
@@ -331,8 +329,7 @@ def remove_marks(text: str) -> str:
 
 
 def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
-    """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has marks
-    already."""
+    """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has marks."""
     if isinstance(value, Mapping):
         return {_add_marks(name, special): _add_marks(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -378,9 +375,9 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
 
 
 def _refuse_many_values(folder: Path) -> None:
-    """Raise DataError if a tokenizer's file has more values than tokenizers have.
+    """Raise DataError if a tokenizer's JSON file has more values than tokenizers have.
 
-    transformers takes up to 140 times the size of such a file.
+    transformers needs up to 140 times the file's size in memory.
     """
     for file in (folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()):
         try:
@@ -390,7 +387,7 @@ def _refuse_many_values(folder: Path) -> None:
 
 
 def _check_config(folder: str | Path) -> None:
-    """Raise DataError if transformers rejects config.json. transformers reads it before it loads a tokenizer."""
+    """Raise DataError if transformers rejects config.json, which it reads before it loads a tokenizer."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -444,7 +441,7 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> No
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's message on one line, with its type if the message alone is not clear."""
+    """Return an error's message on one line, with the error's type if the message alone is not clear."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())

@@ -21,11 +21,11 @@ _CLOSED_LIST = re.compile(r"\}\s*+,?\s*+\]")
 
 
 def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
-    """Return the messages of a chat that was saved as text in JSON, or None if the text is not a chat.
+    """Return the messages of a chat that was saved as text in JSON. None: the text is not a chat.
 
-    A single message counts as a chat too. Raises ValueError for a chat in Python's own notation, for broken JSON, and
-    for a chat inside another object or list. An answer with a chat inside another object or list is no chat: models
-    are asked to write such objects.
+    A single message counts as a chat. Raises ValueError for a chat in Python's notation, for broken JSON, and for a
+    chat inside another object or list. In an answer (`is_answer`), the last is plain text, because models are asked to
+    write such objects.
     """
     beginning = _BEGINNING.match(text)
     if beginning is None or not _ROLE.search(text):
@@ -56,10 +56,7 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
 
 
 def _quotes_chat(text: str) -> bool:
-    """Return whether a text quotes a chat and is not itself a chat.
-
-    Such a text begins with a chat in JSON, and other words follow. An example is a question about that chat.
-    """
+    """Return whether a text is a chat in JSON followed by other words, for example a question about the chat."""
     is_cut = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
     return not is_cut and not text.rstrip().endswith(("]", "}", ")", '"'))
 
@@ -75,7 +72,7 @@ def _is_chat(value: Any) -> bool:
 def _is_list_of_plain_messages(value: Any) -> bool:
     """Return whether a value is a list of objects with nothing but a role and a content.
 
-    It is a chat whatever the roles are: a misspelled role is refused by its name later.
+    It is a chat with any roles. A later check names a misspelled role.
     """
     return isinstance(value, list) and all(
         isinstance(message, Mapping) and message.keys() in ({"role", "content"}, {"from", "value"}) for message in value

@@ -1,4 +1,4 @@
-"""Curricula: most draws skip problems solved almost always or almost never."""
+"""Curricula: problems that are almost always or almost never solved are skipped in most draws."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ Rates = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """Curriculum of a data source: its problems in buckets with one solve rate each, and the rule for skipping
-    problems.
+    """Curriculum of a data source: its problems in buckets with one solve rate each, and the rule for skipping.
 
-    `buckets` [problems] has for each problem its own number, or the value of the record field `config.by`. It is empty
-    without a band of solve rates.
+    `buckets` [problems] has the bucket of each problem: its number, or its value of the record field `config.by`. It is
+    empty without a band of solve rates.
     """
 
     config: CurriculumConfig
@@ -38,7 +37,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
-        """Return the curriculum for these problems. If `config.by` names a record field, every problem must have it."""
+        """Return the curriculum for these problems. Every problem must have the record field `config.by`, if it is set."""
         if config.band is None:
             return cls(config, ())
         if config.by is None:
@@ -46,7 +45,7 @@ class Curriculum:
         return cls(config, [str(value) for value in values_of(problems, config.by)])
 
     def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
-        """Return whether the problem at this position in the data is drawn now. False: it is skipped.
+        """Return whether the problem at `place` in the data is drawn. False: it is skipped.
 
         `seed` must be unique to the draw.
         """
@@ -59,17 +58,16 @@ class Curriculum:
         return bool(np.random.default_rng(seed).random() < self.config.outside)
 
     def update_rates(self, rates: Rates, place: int, solve_rate: float) -> Rates:
-        """Return the solve rates after a group of attempts at the problem at this position. `solve_rate` is the share
-        solved.
+        """Return the solve rates after a group of attempts at the problem at `place`. `solve_rate` is the solved share.
 
-        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate is the group's own.
+        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate is that of the first group.
         """
         bucket, memory = self.buckets[place], self.config.memory
         before = rates.get(bucket, solve_rate)
         return {**rates, bucket: memory * before + (1 - memory) * solve_rate}
 
     def metrics(self, rates: Rates) -> dict[str, float]:
-        """Return the curriculum's metrics for these solve rates. Names lack the prefix `curriculum/`."""
+        """Return the curriculum's metrics for these solve rates, without the prefix `curriculum/`."""
         if self.config.band is None:
             return {}
         known_rates = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])

@@ -24,25 +24,25 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools in OpenAI's form."""
 
 _TURN = "\ufdd2"
-"""Placeholder for an assistant's turn, or for the last argument of a tool call in it. No valid text has this
+"""Placeholder for an assistant's turn, or for the last argument of its last tool call. No valid text has this
 noncharacter."""
 REASONING_OPENINGS = tuple(opening for opening, _ in MARKS)
 REASONING_TOKENS = 8
-"""Number of tokens at the end of a prompt in which the opening of a reasoning block is searched."""
+"""Number of tokens at a prompt's end among which the opening of a reasoning block is searched."""
 # Placed before a turn to render, because some templates refuse a conversation that begins with the assistant.
 _QUESTION = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The tokens written by a chat template around the assistant's sampled turns.
+    """The tokens that a chat template writes around the assistant's sampled turns.
 
     Message contents and tool schemas become plain text, never special tokens (`data.chat`).
     """
 
     tokenizer: Tokenizer
     tool_parser: str | None = None
-    """Format of tool calls, a key of `data.tools.formats.PARSERS`. None: recognised from the chat template."""
+    """Format of tool calls, a key of `data.tools.formats.PARSERS`. None: the chat template shows it."""
 
     def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Return the token ids [prompt] of messages and tools, up to the opening of the assistant's turn.
@@ -52,13 +52,13 @@ class Dialogue:
         return self.encode_text(self.render_opening(messages, tools))
 
     def render_opening(self, messages: Messages, tools: Tools = ()) -> str:
-        """Return the text of messages and tools, up to the opening of the assistant's turn. Raises ValueError like
-        `opening`.
+        """Return the text of messages and tools, up to the opening of the assistant's turn.
+
+        Raises ValueError if the template fails on them.
         """
         return render(self.tokenizer, messages, generation_prompt=True, tools=tools)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """Return the token ids of rendered text: [tokens]."""
         return np.array(encode(self.tokenizer, text), np.int32)
 
     def num_tokens(self, text: str) -> int:
@@ -68,16 +68,14 @@ class Dialogue:
         return num_tokens(self.tokenizer, text)
 
     def text_as_written(self, token_ids: NDArray[np.int64]) -> str:
-        """Return the text of a sampled turn [tokens] as the template writes it: with special tokens, without a final
-        one.
-        """
+        """Return the text of a sampled turn [tokens] with special tokens, but without its end token."""
         decoded = self.text_with_special_tokens(token_ids)
         special = special_tokens(self.tokenizer)
         last = None if special is None else [*special.finditer(decoded)][-1:]
         return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Return the token ids [new_tokens] of `messages`, answering the assistant's turn at the end of `token_ids`
+        """Return the token ids [new_tokens] of `messages` that answer the assistant's turn at the end of `token_ids`
         [tokens].
 
         The result ends with the opening of the next turn. If the turn was cut at its length limit, the result begins
@@ -103,11 +101,9 @@ class Dialogue:
     def parse_turn(
         self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], tools: Tools, *, turn: int
     ) -> ParsedTurn:
-        """Return text, reasoning and tool calls of sampled tokens [new_tokens] that follow the prompt's tokens
-        [prompt].
+        """Return text, reasoning and tool calls of sampled tokens [new_tokens] after the prompt's tokens [prompt].
 
-        `turn` is the number of the turn. Raises ConfigError if no call format is configured and the template does not
-        show one.
+        `turn` is the number of the turn. Raises ConfigError if the format of tool calls is unknown.
         """
         return parse(
             self.call_format,
@@ -135,8 +131,7 @@ class Dialogue:
 
     @property
     def call_format(self) -> str:
-        """Return the format of tool calls. Raises ConfigError if none is configured and the template does not show
-        one."""
+        """Return the format of tool calls. Raises ConfigError if none is configured and the template does not show one."""
         name = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
         if name is None:
             raise ConfigError(
@@ -152,8 +147,7 @@ class Dialogue:
         return decoded
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
-        """Return the text written by a template after an assistant's turn without tool calls, beginning with its end
-        token."""
+        """Return the text that a template writes after a turn without tool calls, beginning with the end token."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
         _, separator, following = text.partition(_TURN)
@@ -162,7 +156,7 @@ class Dialogue:
         return following
 
     def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
-        """Return the text written by a template after a turn with tool calls, if `messages` begin with their results.
+        """Return the text that a template writes after a turn with tool calls. `messages` begin with their results.
 
         None: the template does not write tool calls.
         """
@@ -186,10 +180,11 @@ class Dialogue:
         raise refusal
 
     def _num_call_tokens(self, alone: str, following: str) -> int:
-        """Return how many characters of `following` belong to the tool call whose last argument stands before it.
+        """Return the number of characters of `following` that belong to the tool call before it.
 
-        The turn ends with the same token as a turn without calls, else with the first special token after the call.
-        Without special tokens it ends where `alone` ends: the same turn at the end of a conversation.
+        The placeholder before `following` is the call's last argument. The turn ends with the end token of a turn
+        without calls, else with the first special token after the call. Without special tokens it ends like `alone`,
+        the same turn at the end of a conversation.
         """
         special = special_tokens(self.tokenizer)
         if special is None:
@@ -203,7 +198,7 @@ class Dialogue:
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
     """Yield an assistant's turn with the tool calls that these messages answer: all calls, then only one.
 
-    Some templates write only one call per turn, and refuse more.
+    Some templates refuse more than one call per turn.
     """
     for last in (len(answers), 1):
         calls = [

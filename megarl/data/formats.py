@@ -1,4 +1,4 @@
-"""Formats of records: which fields of other programs' data hold the prompt, the answer and so on."""
+"""Formats of records: the field names with which other programs store prompt, answer and so on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.files.strict_json import MEDIUM, parse, shortened
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
 _PROMPT_ROLES = ("prompt", "input", "system", "history", "tools", "other_prompts")
-"""Roles whose fields together make a record's prompt. A field with two of them would be read twice."""
+"""Roles whose fields together make a record's prompt. No field may have two of them, or it would be read twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Names of a record's fields by role (prompt, answer, ...). The first name present in a record counts.
+    """Names of a record's fields by role (prompt, answer, ...). The first name that a record has counts.
 
     A dot in a name selects a field of an inner object.
     """
@@ -43,15 +43,15 @@ class RecordFormat:
     history: tuple[str, ...] = ("history",)
     """Fields with earlier turns, as messages or as pairs of a question and an answer. They come before the prompt."""
     other_prompts: tuple[str, ...] = PROMPTS
-    """Fields that usually hold a prompt. A record with a text in one of them that is not used is refused."""
+    """Fields that usually hold a prompt. A record is refused if one of them has a text that the format does not read.
+    """
 
     @property
     def names(self) -> frozenset[str]:
-        """Return all field names that this format reads."""
         return _names(self)
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
-        """Return a copy of the format with a user's own field names. A field so named loses its usual role."""
+        """Return a copy of the format with a user's field names. A field that the user named loses its usual role."""
         user_names: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in user_names:
             # `input` belongs to the format's own prompt field. Who names a prompt field has chosen between several.
@@ -61,7 +61,7 @@ class RecordFormat:
         return replace(self, **self._without(user_names), **user_names)
 
     def _without(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Return the names of all roles that the user did not name, without the fields that the user named."""
+        """Return the field names of all roles that the user did not name, without the fields that the user named."""
         named = {name for names in user_names.values() for name in names}
         # An answer may also be the response (`output` of alpaca): no training reads both.
         named_in_prompt = {name for role, names in user_names.items() if role in _PROMPT_ROLES for name in names}
@@ -115,25 +115,25 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "loser"),
     "label": ("label", "is_good", "correct"),
 }
-"""Field names common in public data sets, by role, the most likely first. They only suggest a remedy in errors."""
+"""Field names of public data sets by role, the most frequent first. Errors suggest them."""
 _UNKNOWN = "FIELD"
-"""Placeholder for a field name in an error's remedy, if no field can be suggested."""
+"""Placeholder in an error for a field name that cannot be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """Field names in a recipe: the format (None: recognised from the first record), and the user's own names."""
+    """Field names in a recipe. `format` None: it is recognised from the first record."""
 
     format: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
-    """The user's own field names, keyed by role."""
+    """The user's field names, keyed by role."""
     answer_field: str | None = None
-    """The user's own name of the field with the gold answer. None: the format's name."""
+    """The user's name of the field with the gold answer. None: the format's name."""
     remedy: str = "'data.fields={}'"
-    """Remedy in an error: the setting naming the fields, as a user writes it. `{}` stands for the names by role."""
+    """Override in an error that would name the fields. `{}` stands for the names by role."""
 
     def format_of(self, first: Mapping[str, Any]) -> RecordFormat:
-        """Return the format of a source from its first record."""
+        """Return the format of a source. `first` is its first record."""
         base = FORMATS[self.format] if self.format else recognise_format(first)
         return base.with_fields(self.fields, self.answer_field)
 
@@ -163,8 +163,7 @@ def recognise_format(fields: Mapping[str, Any]) -> RecordFormat:
 
 
 def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
-    """Return the roles (prompt, answer, ...) for which the record has no field. A field with an empty value counts as
-    present."""
+    """Return the roles (prompt, answer, ...) for which the record has no field. Empty fields count as present."""
     return [
         role
         for role in roles
@@ -173,7 +172,7 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
-    """Return why a record cannot be read: the roles without a field, the names searched for, and a remedy to paste."""
+    """Return why a record cannot be read: the roles without a field, the names searched for, and an override to paste."""
     user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
     if all(role in user_names for role in missing):
@@ -194,8 +193,7 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 
 
 def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
-    """Return a guessed field for each role: by common names, else the remaining texts in order, if their number is
-    right."""
+    """Return a field for each role, by its usual name. Remaining texts are assigned in order, if their number is right."""
     guesses: dict[str, str] = {}
     for role in roles:
         free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()]
@@ -216,18 +214,19 @@ def _first_names(fields: Mapping[str, Any]) -> str:
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
-    """Return whether the record's field `label` says if its response is good (kto), and is not a gold answer. The label
-    may be empty."""
+    """Return whether the record's field `label` is a verdict on its response (kto), and not a gold answer. It may be
+    empty.
+    """
     if fields["label"] is None:
         return any(name in fields for name in RESPONSES)
     return isinstance(fields["label"], bool)
 
 
 def value_at(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a record's field, or None. A dot in the name selects a field of an inner object, also of one
-    in JSON text.
+    """Return the value of a record's field, or None.
 
-    If the record has the full name with its dots as a key, that key counts.
+    A dot in the name selects a field of an inner object, also of one in JSON text. A key that equals the whole name has
+    precedence.
     """
     if name in fields:
         return fields[name]
@@ -241,7 +240,7 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def _object_in_text(text: str) -> Any:
-    """Return the object in a text in JSON, or None. Table programs save objects as text."""
+    """Return the object in a JSON text. Table programs save objects as text."""
     if not text.lstrip().startswith("{"):
         return None
     try:

@@ -18,7 +18,7 @@ REASONING = "reasoning_content"
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
 """Names under which programs write the reasoning of an assistant's message."""
 WEIGHT = "weight"
-"""Key of a message in standard form; it is present, and 0, only if the message is not to be trained."""
+"""Key of a message that is not trained. Its value is 0. Messages in standard form have no other value."""
 WEIGHT_KEYS = (WEIGHT, "loss", "loss_mask", "trainable", "train", "training")
 """Names under which programs say whether an assistant's message is trained."""
 _KEYS = {
@@ -45,7 +45,7 @@ _REMEDIES = {
 def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, Any]]:
     """Return the messages of a record's field in standard form. Raises ValueError naming the message and its key.
 
-    A message in standard form has `role` and `content`, and perhaps `name`, `tool_calls`, `tool_call_id`,
+    A message in standard form has `role` and `content`, and may have `name`, `tool_calls`, `tool_call_id`,
     `reasoning_content`, and `weight` = 0. Keys with an empty value are removed, because data sets in columns give every
     message the same keys.
     """
@@ -53,10 +53,9 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
 
 
 def history_messages(value: Any, field: str) -> list[Mapping[str, Any]]:
-    """Return earlier turns in standard form, from messages or from pairs of a question and an answer, also as JSON
-    text.
+    """Return earlier turns in standard form, from messages or from pairs of a question and an answer.
 
-    Raises ValueError for other values, and the errors of `standard_messages`.
+    They may be JSON text. Raises ValueError for other values, and the errors of `standard_messages`.
     """
     turns = value
     if isinstance(value, str):
@@ -75,7 +74,6 @@ def _is_pair(turn: Any) -> bool:
 
 
 def without_weights(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages without their key `weight`."""
     return tuple(
         {name: value for name, value in message.items() if name != WEIGHT} if WEIGHT in message else message
         for message in messages
@@ -93,17 +91,17 @@ def _strip_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: null, an empty text, list or object. 0 and false say something."""
+    """Return whether a value is null, or an empty text, list or object. 0 and false are not empty."""
     return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
 
 
 def is_blank(value: Any) -> bool:
-    """Return whether a record's field says nothing: it is empty, or a text of white space."""
+    """Return whether a value is empty or a text of white space."""
     return is_empty(value) or (isinstance(value, str) and not value.strip())
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value is blank, or a list or an object of such values alone, as exports in columns have them."""
+    """Return whether a value is blank, or a list or object of such values alone, as exports in columns have them."""
     if isinstance(value, Mapping):
         return all(map(says_nothing, value.values()))
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -112,7 +110,7 @@ def says_nothing(value: Any) -> bool:
 
 
 def _is_plain(value: Any, is_first: bool) -> bool:
-    """Return whether a message has nothing but a role and a text, as nearly all have. It needs no further check."""
+    """Return whether a message has nothing but a role and a text. Nearly all do, and need no further check."""
     if type(value) is not dict or value.keys() != _PLAIN_KEYS or type(value["content"]) is not str:
         return False
     role = value["role"]
@@ -153,7 +151,7 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
 
 
 def _is_unsaid(name: str, value: Any) -> bool:
-    """Return whether a key of a message says nothing. A text of white space counts, and so does a list of calls."""
+    """Return whether a message's key has an empty value: white space counts as empty, and so does a list of calls."""
     return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
 
 
@@ -207,7 +205,7 @@ def _refuse_unread_call_keys(message: Mapping[str, Any], place: str) -> None:
 
 
 def _unify_reasoning(message: dict[str, Any], place: str) -> None:
-    """Write the reasoning of a message under the key `reasoning_content`. Raises ValueError for two different texts."""
+    """Write a message's reasoning under the key `reasoning_content`. Raises ValueError for two different texts."""
     values = {name: message.pop(name) for name in REASONING_KEYS if name in message}
     for name, text in values.items():
         if not isinstance(text, str):
@@ -219,7 +217,7 @@ def _unify_reasoning(message: dict[str, Any], place: str) -> None:
 
 
 def _unify_weight(message: dict[str, Any], place: str) -> None:
-    """Write whether a message is trained under the key `weight`: 0 if it is not, no key if it is.
+    """Write under the key `weight` whether a message is trained: 0 if not, no key if it is.
 
     Raises ValueError for other numbers, for two names that disagree, and for a trained message of another role.
     """

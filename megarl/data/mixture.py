@@ -1,6 +1,6 @@
 """Draws of problems from several sources, in proportion to their weights.
 
-A draw is a function of the seed and of positions saved in checkpoints.
+A draw depends only on the seed and on positions that checkpoints save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Position:
     """Position in one source's stream of problems.
 
     `taken` problems were drawn or skipped; `passed` of them were skipped by the curriculum. `credit` is the number of
-    draws that the source should get next, by its weight. `rates` are the curriculum's measured solve rates.
+    draws that the source's weight still entitles it to. `rates` are the measured solve rates.
     """
 
     taken: int = 0
@@ -61,11 +61,10 @@ class SourceStream:
 
 
 class Mixture:
-    """Mixture of several sources, from which problems are drawn in proportion to the sources' weights.
+    """Several sources, from which problems are drawn in proportion to the sources' weights.
 
-    Each draw goes to the source with the largest credit. So after any number of draws, each source has its share of
-    them, plus or minus one. The initial credits are drawn from the seed. Each source has its own stream, independent of
-    the others.
+    Each draw goes to the source with the largest credit. So after any number of draws, each source has its share, plus
+    or minus one. The initial credits are drawn from the seed. Each source has its own stream.
     """
 
     def __init__(self, streams: Sequence[SourceStream], seed: int) -> None:
@@ -109,8 +108,7 @@ class Mixture:
         return stream.problems[stream.place(number)], {**positions, **moved}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
-        """Return the positions of all sources after a group of attempts at a problem. `solve_rate` is the share
-        solved."""
+        """Return the positions after a group of attempts at a problem. `solve_rate` is the solved share of the group."""
         stream, position = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
@@ -120,13 +118,13 @@ class Mixture:
         return {**positions, problem.source: Position(position.taken, position.passed, position.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:
-        """Return for each source the number of its problems drawn or skipped so far, divided by its size."""
+        """Return, for each source, its drawn or skipped problems divided by its size."""
         return {
             name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
         }
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
-        """Return for each source with a curriculum its metrics, and `skipped`, the number of skipped problems."""
+        """Return, for each source with a curriculum, its metrics and the number of skipped problems (`skipped`)."""
         source_positions = {name: positions[name] for name in self._streams if name in positions}
         source_metrics = {
             name: self._streams[name].curriculum.metrics(position.rates) for name, position in source_positions.items()

@@ -18,15 +18,15 @@ Bins = list[list[int]]
 Costs = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Function from the lengths of sequences to their costs, in any unit: both [sequences]."""
 MOST_EXCHANGES = 70
-"""Number of exchanges of sequences tried for one packing. It bounds the time; more exchanges improve little."""
+"""Exchanges of sequences that are tried for one packing. The limit bounds the time; more improve little."""
 MOST_PARTNERS = 12
-"""Number of rows searched for an exchange. Rows with the most idle time come first."""
+"""Rows that are searched for an exchange. Rows with the most idle time come first."""
 WORTH_ANOTHER_START = 0.0075
-"""Share of the ranks' time spent waiting. Above it, a second packing is balanced too, and the better one is used."""
+"""Idle share of the ranks' time above which a second packing is balanced too. The better one is used."""
 
 
 def count_tokens(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the cost of sequences of a model without known sizes, their tokens: both [sequences]."""
+    """Return the lengths as costs, for a model whose sizes are unknown: both [sequences]."""
     return lengths.astype(np.float64)
 
 
@@ -44,7 +44,7 @@ def pack(
 
     Every sequence is in exactly one microbatch. Every rank has the same number of microbatches, a multiple of
     `rows_multiple`. No microbatch exceeds `max_tokens`, with each length rounded up to `multiple`. No microbatch is
-    empty while another holds two sequences. `costs` gives the cost of a sequence for its length, rounded up.
+    empty while another holds two sequences. `costs` gives the cost of a sequence for its rounded length.
 
     `together` keeps adjacent sequences in one microbatch: n for sets of n, or an array [sets] of set sizes. The same
     arguments give the same packing.
@@ -71,9 +71,8 @@ def pack(
 
 
 def expand(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Return sequence indices by rank and microbatch, from rows of sets and the sequences of each set.
-
-    The sequences of a microbatch are in ascending order.
+    """Return sequence indices by rank and microbatch, in ascending order, from rows of sets and the sequences of each
+    set.
     """
     by_rank = zip(*rows, strict=True)
     return [[sorted(int(sequence) for item in row for sequence in sets[item]) for row in rank] for rank in by_rank]
@@ -126,7 +125,7 @@ def _order_key(together: int | NDArray[np.int64]) -> str:
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
     """Put each sequence into the fullest bin with enough space, else into a new bin (best-fit decreasing).
 
-    It needs few bins. A sequence longer than `max_tokens` gets its own bin.
+    This needs few bins. A sequence longer than `max_tokens` gets a bin alone.
     """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
@@ -143,9 +142,9 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
 
 
 def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
-    """Fill bins up to a common level, about the lowest needing at most `num_bins` bins (MULTIFIT).
+    """Fill bins up to a common level, about the lowest for which `num_bins` bins are enough (MULTIFIT).
 
-    All bins then have some free space, not only the last one. The later exchanges of sequences need it.
+    Later exchanges of sequences need free space in all bins.
     """
     low, high, best = sum(tokens) // num_bins, max_tokens, None
     # Five halvings find the level to 1/32 of its range; the exchanges even out the remainder.

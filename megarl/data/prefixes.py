@@ -1,7 +1,7 @@
 """Trees of shared prefixes: the distinct prefixes of a row's sequences, each stored once.
 
-In lexicographic order, a sequence shares its longest prefix with the sequence before it. Only the remaining tokens are
-new. So the new tokens of all sequences, in this order, are the tree's tokens in depth-first order.
+In lexicographic order, a sequence shares its longest prefix with the sequence before it, and only its remaining tokens
+are new. So the new tokens of all sequences, in this order, are the tree's tokens in depth-first order.
 """
 
 from __future__ import annotations
@@ -40,25 +40,24 @@ class PrefixTree:
 
     @property
     def num_represented(self) -> NDArray[np.int64]:
-        """Return the number of represented tokens of each stored token: [stored tokens]."""
+        """Return how many tokens of the sequences each stored token represents: [stored tokens]."""
         return np.bincount(self.stored_of, minlength=len(self.parent))
 
 
 def digests(values: NDArray[np.integer]) -> NDArray[np.uint32]:
     """Return a hash of each token's values: uint32 [tokens], never 0. `values` [tokens, ...] are integers below 2^15.
 
-    Equal values have equal hashes in every process. Unequal values of two tokens have the same hash with a probability
-    of about 2^-31.
+    Equal values have equal hashes in every process. Unequal values collide with a probability of about 2^-31.
     """
     rows = np.ascontiguousarray(values, np.int16).reshape(len(values), -1)
     return np.array([zlib.crc32(row.data) or 1 for row in rows], np.uint32)
 
 
 def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Order:
-    """Return the sequences in lexicographic order, and their shared prefixes in tokens. Equal ones keep their order.
+    """Return the sequences in lexicographic order, and the prefixes shared with the sequence before, in tokens.
 
-    `keys` [tokens] are token ids, or other numbers from 0 on, equal where tokens may be shared. `cu_seqlens` is
-    [sequences + 1].
+    Equal sequences keep their order. `keys` [tokens] are token ids or other numbers from 0 on, equal where tokens may
+    be shared. `cu_seqlens` is [sequences + 1].
     """
     sequences = [keys[start:end] for start, end in pairwise(cu_seqlens)]
     # Big-endian bytes of numbers, which are not negative, compare like the numbers themselves.
@@ -71,7 +70,7 @@ def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) 
 
 
 def common_prefix(tokens: NDArray[np.int64], other_tokens: NDArray[np.int64]) -> int:
-    """Return the number of tokens at which two sequences [tokens] begin alike."""
+    """Return the number of leading tokens that two sequences [tokens] share."""
     length = min(len(tokens), len(other_tokens))
     differs = tokens[:length] != other_tokens[:length]
     first = int(differs.argmax()) if length else 0
@@ -81,8 +80,7 @@ def common_prefix(tokens: NDArray[np.int64], other_tokens: NDArray[np.int64]) ->
 def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many leading tokens of each sequence the tree stores with another sequence: [sequences].
 
-    The tree of the sequences stores the other tokens only. `keys` [tokens] are those of `lexicographic_order`,
-    `cu_seqlens` is [sequences + 1].
+    `keys` [tokens] are those of `lexicographic_order`, `cu_seqlens` is [sequences + 1].
     """
     order, shared = lexicographic_order(keys, cu_seqlens)
     lengths = np.zeros_like(shared)
@@ -91,8 +89,8 @@ def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> ND
 
 
 def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> PrefixTree:
-    """Return the tree of sequences: `keys` [tokens], those of `lexicographic_order`, with the boundaries `cu_seqlens`
-    [sequences + 1].
+    """Return the tree of sequences with boundaries `cu_seqlens` [sequences + 1]. `keys` [tokens] are those of
+    `lexicographic_order`.
     """
     order, shared = lexicographic_order(keys, cu_seqlens)
     stored_of = np.empty(len(keys), np.int64)
@@ -130,10 +128,10 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
 
 
 def chunk_owners(cp: int) -> NDArray[np.int64]:
-    """Return the context-parallel rank of each chunk of a segment, [chunks]: one rank has the whole, several have two
-    chunks each.
+    """Return the context-parallel rank of each chunk of a segment: [chunks].
 
-    Rank r of several has chunks r and 2 * cp - 1 - r, so attention costs all ranks about the same (zigzag).
+    One rank has the whole segment. Rank r of several has chunks r and 2 * cp - 1 - r (zigzag), so attention costs all
+    ranks about the same.
     """
     ranks = np.arange(cp)
     return np.concatenate([ranks, ranks[::-1]]) if cp > 1 else ranks
@@ -142,8 +140,8 @@ def chunk_owners(cp: int) -> NDArray[np.int64]:
 def chunk_sizes(sizes: NDArray[np.int64], owners: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of tokens in each chunk of each segment, for context parallelism: [segments, chunks].
 
-    `sizes` [segments] are the segments' numbers of tokens, `owners` [chunks] the ranks of `chunk_owners`. A division
-    leaves a remainder: these tokens go one by one to chunks of the ranks with the fewest tokens in the segments before.
+    `sizes` [segments] are the segments' numbers of tokens, `owners` [chunks] the ranks of `chunk_owners`. Tokens that
+    do not divide evenly go one by one to the ranks with the fewest tokens in earlier segments.
     """
     count = len(owners)
     chunks = np.repeat(sizes[:, None] // count, count, axis=1)
@@ -156,9 +154,9 @@ def chunk_sizes(sizes: NDArray[np.int64], owners: NDArray[np.int64]) -> NDArray[
 
 
 def _reach(depths: NDArray[np.int64], num_stored: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the end of each segment's subtree, from the depths of the segments' first tokens: [segments].
+    """Return the end of each segment's subtree [segments], from the depths of the segments' first tokens.
 
-    A subtree ends at the next segment that begins no deeper.
+    A subtree ends at the next segment that does not begin deeper.
     """
     reach = np.full(len(starts), num_stored, np.int64)
     waiting: list[int] = []

@@ -1,6 +1,6 @@
-"""The reader of all data sources: files to records, records to training examples.
+"""Reads data sources: files become records, and records become training examples.
 
-The kind of examples is chosen in `data.kinds`. Every error names the file and the line or row.
+`data.kinds` has the kinds of examples. Every error names the file and the line or row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megarl.types import DataError
 Made = TypeVar("Made")
 Example = TypeVar("Example", covariant=True)
 OnLong = Callable[[TooLongError], object]
-"""Called with the error of each record left out as too long."""
+"""Called with the error of each record that is left out because it is too long."""
 OnFault = Callable[[DataError, Path, str], object]
-"""Called with an error, its file, and its place there, such as `line 7`. Empty: the rest of the file cannot be read."""
+"""Called with an error, its file, and its place in the file (`line 7`). An empty place: the rest of the file is
+unreadable."""
 
 
 class Kind(Protocol[Example]):
@@ -31,7 +32,7 @@ class Kind(Protocol[Example]):
     """Whether each record has a label, good or bad, so that a source needs both."""
 
     def make(self, index: int, record: Record) -> Example:
-        """Return the training example of a record, the source's number `index` counted from 0.
+        """Return the training example of a record. `index` is the record's number in its source, from 0.
 
         Raises DataError, with the line, for an invalid record, and TooLongError for one with too many tokens.
         """
@@ -54,7 +55,7 @@ def read_examples(
     on_long: OnLong | None = None,
     collect: Collect | None = None,
 ) -> Sequence[Example]:
-    """Return the training examples of a data source, collected by `collect`. None: in memory.
+    """Return the training examples of a data source. `collect` collects them; None: in memory.
 
     Raises DataError, with the line, for an invalid record, and for judged answers that are all good or all bad. A
     record with too many tokens is never truncated: `on_long` is called with the error, or without `on_long` it is
@@ -79,20 +80,19 @@ def label_of(record: Record) -> bool:
 
 
 def equal_labels_text(source: str | Path) -> str:
-    """Return the error of a source with only good or only bad answers."""
+    """Return the error for a source whose answers are all good or all bad."""
     return f"{source}: all labels are the same; the loss kto needs good and bad answers, so add the other kind"
 
 
 def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on_long: OnLong | None) -> Sequence[Made]:
-    """Return all results in a list. Raises the errors of `make_results`, which checks the records."""
+    """Return all results in a list. Raises the errors of `make_results`."""
     return list(make_results(records, make, on_long))
 
 
 def collect_count(
     records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Return a sequence with the right length but without items, to count results. Raises the errors of
-    `make_results`."""
+    """Return a sequence with the right length but without items. Raises the errors of `make_results`."""
     return range(sum(1 for _ in make_results(records, make, on_long)))
 
 
@@ -104,8 +104,8 @@ def make_results(
 ) -> Iterator[Made]:
     """Yield the result of `make` for each record and its number, counted from 0.
 
-    `on_long`, if given, is called with the error of each record with too many tokens. `on_fault` is called with other
-    errors and their place. Without them the errors are raised.
+    `on_long` is called with the error of each record with too many tokens, `on_fault` with other errors and their
+    place. Without them the errors are raised.
     """
     for index, record in enumerate(records):
         try:
@@ -126,9 +126,9 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the records of a data source in order. Blank lines are skipped.
 
-    `names` gives the field names. Without it, the format is recognised from the first record. Raises DataError if the
-    source is missing or empty, or if a row is not a JSON object. With `on_fault`, only a missing source is raised:
-    reading goes on with the next row or file.
+    Without `names`, the format is recognised from the first record. Raises DataError if the source is missing or empty,
+    or if a row is not a JSON object. With `on_fault`, only a missing source is raised: reading goes on with the next
+    row or file.
     """
     format: RecordFormat | None = None
     for path in data_files(source):
@@ -153,10 +153,10 @@ def read_records(
 
 
 def _make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
-    """Return the record in a row. Raises DataError for a row that is not a JSON object, and for a field that would be
-    ignored though it changes the training.
+    """Return the record in a row. `format` is the format of the source's first record; None: the row is the first.
 
-    `format` is the format of the source's first record. None: the row is the first.
+    Raises DataError for a row that is not a JSON object, and for a field that would change the training but is not
+    read.
     """
     if isinstance(row.value, DataError):
         raise row.value

@@ -34,14 +34,14 @@ _REMEDIES = {
     ),
     "functions": "give the tools in the field tools",
 }  # fmt: skip
-"""Remedies for a value in a field, keyed by the field's name in other programs."""
+"""What to do about a value in a field, keyed by the field's name in other programs."""
 _WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
 
 
 def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
-    """Return an error message for the first field whose value would be ignored though it changes the training, or None.
+    """Return an error for the first field that would change the training but is not read, or None.
 
-    A field that the record's format reads is no such field.
+    Fields that the record's format reads are exempt.
     """
     for name in _REMEDIES.keys() & fields.keys():
         value = fields[name]

@@ -1,4 +1,4 @@
-"""A record of a data source (line or row), and what its fields hold. Every error names the file and the line or row."""
+"""A record of a data source (line or row), with access to its fields. Every error names the file and the line or row."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from megarl.files.strict_json import shown
 from megarl.types import DataError
 
 BY_FORMAT = FieldNames()
-"""Field names for a recipe without any: the format is recognised from the first record."""
+"""Field names of a recipe that sets none: the format is recognised from the first record."""
 _LABEL = re.compile(r"[\w.-]{0,20}", re.ASCII)
-"""Regular expression for a short word or nothing. ASCII, because other scripts write sentences without spaces."""
+"""Regular expression of a short word or nothing. ASCII, because other scripts write sentences without spaces."""
 
 
 class TooLongError(DataError):
@@ -42,23 +42,22 @@ class TooLongError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line or row of a data file: its place, its fields, and its format (the meaning of its fields)."""
+    """One line or row of a data file: its place, its fields, and the format of its fields."""
 
     path: Path
     line: int
     fields: Mapping[str, Any]
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
-    """Word for what `line` counts: lines of a text file, rows of a table, or records of a JSON list."""
+    """What `line` counts: lines of a text file, rows of a table, or records of a JSON list."""
     names: FieldNames = BY_FORMAT
-    """Field names in the recipe, for the remedy in an error."""
+    """Field names in the recipe. Errors suggest how to change them."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
         """Return a DataError whose message begins with the file and the line."""
         return kind(f"{self.path}, {self.unit} {self.line}: {problem}")
 
     def value(self, names: tuple[str, ...]) -> Any:
-        """Return the value of the first of these fields in the record, or None."""
         return next((value for name in names if (value := value_at(self.fields, name)) is not None), None)
 
     def at(self, name: str) -> Any:
@@ -66,13 +65,13 @@ class Record:
         return value_at(self.fields, name)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """Return the first of these field names in the record, else the first name. No names give an empty one."""
+        """Return the first of these field names that the record has, else the first name. Empty: no names."""
         return first_name_with_value(self.fields, names) or next(iter(names), "")
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
         """Raise a DataError that lists each of these roles for which the record has no field.
 
-        If a role is missing, the error also lists the missing roles among `also`, which are optional.
+        If a role is missing, the error also lists the missing ones of the optional roles `also`.
         """
         if missing_roles(self.fields, self.format, roles):
             missing = missing_roles(self.fields, self.format, (*also, *roles))
@@ -98,9 +97,9 @@ class Record:
         return text
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return the conversation to be answered, from a text, one message, or a list of messages.
+        """Return the conversation before the answer, from a text, one message, or a list of messages.
 
-        The record's system message and earlier turns come first. `system_prompt` stands for a missing system message.
+        The record's system message and earlier turns come first. `system_prompt` replaces a missing system message.
         """
         self.require("prompt")
         field = self.field(self.format.prompt)
@@ -111,7 +110,7 @@ class Record:
     def messages(self, field: str = "messages", *, role: str | None = None) -> tuple[Mapping[str, Any], ...]:
         """Return the messages in a field, from one message or a list of them, as objects or as text in JSON.
 
-        With `role`, any other text stands for a message of this role. If the format has an `input` field, its text is
+        With `role`, any other text becomes a message of this role. If the format has an `input` field, its text is
         appended to the prompt. Raises DataError for invalid messages, and for keys that are not read.
         """
         value = self._read_text(field, self.at(field), is_answer=role == "assistant")
@@ -169,7 +168,6 @@ class Record:
         return systems[0] if systems else ()
 
     def _history(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the record's earlier turns."""
         if is_blank(turns := self.value(self.format.history)):
             return ()
         try:
@@ -178,7 +176,7 @@ class Record:
             raise self.error(str(error)) from error
 
     def _read_text(self, field: str, value: Any, *, is_answer: bool) -> Any:
-        """Return a field's value, or the messages in it if it is a text that holds a chat in JSON."""
+        """Return a field's value, or the messages of the chat in JSON that the value is."""
         if not isinstance(value, str):
             return value
         try:
@@ -187,9 +185,9 @@ class Record:
             raise self.error(f"'{field}' {error}") from error
 
     def refuse_other_prompts(self, messages: Sequence[Mapping[str, Any]], *, answers: bool) -> None:
-        """Raise DataError if another field has a prompt of its own, of which `messages` do not have the texts.
+        """Raise DataError if another field has a prompt whose texts are not in `messages`.
 
-        With `answers`, the texts of its assistant's messages count too.
+        With `answers`, the texts of assistant's messages in that field count too.
         """
         field = self.field(self.format.prompt)
         for name in self.format.other_prompts:
@@ -204,7 +202,7 @@ class Record:
             )
 
     def _is_repeated(self, name: str, messages: Sequence[Mapping[str, Any]], answers: bool) -> bool:
-        """Return whether all texts in a field, without `answers` only those of questions, are in these messages."""
+        """Return whether `messages` have all texts in a field. Without `answers`, only texts of questions count."""
         try:
             turns = self.messages(name, role="user")
         except DataError:
@@ -214,7 +212,7 @@ class Record:
         return all((turn.get("content") or "").strip() in texts for turn in questions)
 
     def refuse_reasoning_field(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise DataError if the record has reasoning in a field of its own, and `messages` do not have the text.
+        """Raise DataError if a field has reasoning that `messages` do not have.
 
         An answer has it in `reasoning_content`, or its text begins with it. One short word is a label, such as off.
         """

@@ -1,4 +1,4 @@
-"""Which items (prompts, sequences) each step gets."""
+"""Assigns items (prompts, sequences) to steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class DataOrder:
-    """An endless stream of item indices, cut into equal batches. The batch of a step is a function of the step.
+    """An endless stream of item indices, cut into equal batches. The batch of a step depends on the step alone.
 
-    The stream is one epoch after another; each epoch holds every item once. With `shuffle` each epoch has its own
-    order, otherwise the file's order. A batch at the end of an epoch continues into the next, so no item is dropped.
-    Steps are counted from 0. The steps before `first_step` drew `num_drawn` items, in batches of any size.
+    The stream is one epoch after another; each epoch has every item once. With `shuffle` each epoch has its own order,
+    otherwise the file's order. A batch at the end of an epoch continues into the next, so no item is dropped. Steps are
+    counted from 0. The steps before `first_step` drew `num_drawn` items, in batches of any size.
     """
 
     num_items: int
@@ -41,7 +41,7 @@ class DataOrder:
         return stream[start : start + self.batch_size].tolist()
 
     def epochs(self, step: int) -> float:
-        """Return how many passes over the items are complete at the end of a step."""
+        """Return the number of passes over the items at the end of a step."""
         return self.start(step + 1) / self.num_items
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:

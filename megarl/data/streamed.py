@@ -1,4 +1,4 @@
-"""Data sets kept on disk. Records are validated once at the start, and tokenised each time they are drawn."""
+"""Data sets on disk. Records are validated once at the start, and tokenised each time they are drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 class Streamed(Sequence[Made], Generic[Made]):
-    """A sequence of results (tokenised examples) computed from records on disk at each access.
+    """A sequence of results (tokenised examples), computed from records on disk at each access.
 
     Each record takes 16 bytes of memory. The records are copied as JSON lines into an unnamed temporary file, which is
     deleted with this object. So every kind of source allows random access, and the source may change during the run.
@@ -76,8 +76,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
 
     def values(self, field: str) -> Iterator[Any]:
-        """Yield the value of a field of each record, without computing results. Raises KeyError if a record lacks the
-        field."""
+        """Yield a field's value of each record, without computing results. Raises KeyError if a record lacks the field."""
         for start in self._starts:
             self._file.seek(start)
             _, fields = json.loads(self._file.readline())
@@ -90,21 +89,21 @@ class Streamed(Sequence[Made], Generic[Made]):
 
 
 def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
-    """Return the `index` of each problem: [problems]. Problems on disk are not tokenised for it."""
+    """Return the `index` of each problem: [problems]. Problems on disk are not tokenised."""
     if isinstance(problems, Streamed):
         return problems.numbers
     return np.fromiter((problem.index for problem in problems), np.int64, len(problems))
 
 
 def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
-    """Yield the value of a field of each problem's record. Problems on disk are not tokenised for it."""
+    """Yield a field's value of each problem's record. Problems on disk are not tokenised."""
     if isinstance(problems, Streamed):
         return problems.values(field)
     return (problem.record[field] for problem in problems)
 
 
 class Places:
-    """Positions of problems in a sequence, found by their `index`."""
+    """Positions of problems in a sequence, keyed by their `index`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._numbers = numbers_of(problems)
@@ -112,7 +111,7 @@ class Places:
         self._order = np.argsort(self._numbers, kind="stable")
 
     def get(self, index: int) -> int | None:
-        """Return the position of the problem with this index in the sequence, or None."""
+        """Return the position of the problem with this index, or None."""
         place = int(np.searchsorted(self._numbers, index, sorter=self._order))
         if place == len(self._numbers) or self._numbers[self._order[place]] != index:
             return None

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 17
 """Most tokens of a record that a survey measures if no recipe limits them. Encoding megabytes takes minutes."""
 MAX_LISTED_FAULTS = 20
-"""Maximum number of different errors, of duplicates, and of overlaps listed. All are counted."""
+"""Most errors, duplicates and overlaps that are listed, of each kind. All are counted."""
 MAX_LISTED_PLACES = 5
-"""Maximum number of further records listed for an error. The first record is listed in any case."""
+"""Most records that are listed for an error after the first."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class _RepeatedError:
 
     problem: str
     place: str
-    """First record with the error: `train.jsonl, line 7`. Empty for an error of a whole file."""
+    """First record with the error: `train.jsonl, line 7`. Empty: the error is about a whole file."""
     further: list[str] = field(default_factory=list)
-    """Places of the next records with the same error, at most `MAX_LISTED_PLACES`, for example `line 8`."""
+    """Places of the next records with the same error, at most `MAX_LISTED_PLACES`: `line 8`."""
     count: int = 1
 
     @property
@@ -67,8 +67,8 @@ class Survey:
     """The first different errors, at most `MAX_LISTED_FAULTS`, each with the records having it."""
     num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Lengths in tokens of each prompt, conversation or pair (both answers together). Without a tokenizer: in
-    characters."""
+    """Lengths in tokens (without a tokenizer: in characters) of each prompt, conversation or pair (both answers
+    together)."""
     num_duplicates: int = 0
     duplicates: list[str] = field(default_factory=list)
     """Records equal to an earlier one in everything used for training: `line 7 (as line 3)`."""
@@ -76,11 +76,11 @@ class Survey:
     """Number of records whose prompt is also in another source, keyed by that source."""
     overlaps: list[str] = field(default_factory=list)
     first: list[tuple[str, bool]] = field(default_factory=list)
-    """Text of the first record, as pieces (text, whether its tokens are trained)."""
+    """Text of the first record in pieces: (text, whether its tokens are trained)."""
 
     @property
     def is_sound(self) -> bool:
-        """Return whether a run could train on the source: no errors."""
+        """Return whether a run could train on the source: it has no errors."""
         return self.num_records > 0 and self.num_faults == 0
 
 
@@ -98,10 +98,10 @@ def survey(
 ) -> Survey:
     """Return a survey of all records of a data source. Records with errors are counted, and the survey continues.
 
-    Without a tokenizer, records are only read, and lengths are in characters. Prompts of `other_sources`, for example
-    held-out sets with their field names, must not occur here. Without `has_answers`, problems need no gold answer. A
-    record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted.
-    Raises DataError for a missing source.
+    Without a tokenizer, records are only read, and lengths are in characters. Prompts of `other_sources` (held-out
+    sets, each with its field names) must not occur in this source. Without `has_answers`, problems need no gold answer.
+    A record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted. Raises
+    DataError for a missing source.
     """
     prompts = {
         other_source: _prompts_of(other_source, other_names, system_prompt)
@@ -221,7 +221,7 @@ def _make_kind(
 
 
 def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
-    """Return the text of a token sequence in pieces, each with whether it is trained."""
+    """Return the text of a token sequence in pieces: (text, whether it is trained)."""
     borders = [0, *(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence)]
     return [
         (str(tokenizer.decode(sequence.token_ids[start:end].tolist())), bool(sequence.loss_mask[start]))
@@ -231,7 +231,7 @@ def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tup
 
 
 def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path, place: str) -> None:
-    """Count an error under its message, without the place. An empty place is that of a whole file."""
+    """Count an error under its message, without the place. An empty place: the error is about the whole file."""
     if not place:
         faults[str(error)] = _RepeatedError(str(error), "")
         return
@@ -245,7 +245,7 @@ def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path,
 
 
 def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
-    """Return where each prompt of a source stands (file and line), keyed by the prompt's digest."""
+    """Return the place (file and line) of each prompt of a source, keyed by the prompt's digest."""
     places: dict[bytes, str] = {}
     for record in read_records(source, names, lambda *_: None):
         kind = _make_kind(kind_of(record.fields, record.format), None, system_prompt, True, MAX_TOKENS)

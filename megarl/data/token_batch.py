@@ -1,4 +1,4 @@
-"""Batches of sequences in flat arrays, as sent to data-parallel replicas and trained on.
+"""Batches of sequences in flat arrays, as they are sent to data-parallel replicas and trained on.
 
 Entry t of a log-prob, weight or advantage belongs to the prediction of token t from the tokens before it. So the first
 entry of each sequence is never trained.
@@ -28,28 +28,26 @@ class TokenBatch:
     loss_mask: NDArray[np.bool_]
     cu_seqlens: NDArray[np.int64]
     samples: NDArray[np.int64]
-    """Sample number of each sequence, never decreasing: [sequences].
+    """Sample number of each sequence, in ascending order: [sequences].
 
-    A sample has one or more sequences (segments), which losses and advantages treat together.
-    """
+    A sample has one or more sequences (segments), which losses and advantages treat together."""
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
-    """[sequences, 2]: for each sequence, the `types.ExpertsHandle` of the experts chosen by the engine. Used to route
-    the same way in training."""
+    """[sequences, 2]: handle (`types.ExpertsHandle`) of the experts that the engine chose for each sequence. Training
+    routes the same way."""
     expert_digests: NDArray[np.uint32] | None = None
-    """[tokens]: a hash of each token's experts; tokens with other experts are not shared by sequences."""
+    """[tokens]: a hash of each token's experts. Sequences share no token with different experts."""
     retained_sets: RetainedSets | None = None
-    """The retained tokens (after top-p, top-k, min-p) over which policy and reference renormalise each log-prob. None:
-    the whole vocabulary for every token."""
+    """The tokens left by top-p, top-k and min-p, over which policy and reference renormalise each log-prob. None: all
+    tokens of the vocabulary."""
     temperatures: NDArray[np.float64] | None = None
     """Temperature of the log-probs of policy and reference: [sequences]. None: 1 for all."""
     target_keys: NDArray[np.int64] | None = None
-    """For distillation: the number of the sequence's teacher, and the sequence's own number in the step: [sequences,
-    2]."""
+    """For distillation: the teacher's number, and the sequence's number in the step: [sequences, 2]."""
     labels: NDArray[np.int64] | None = None
     """[tokens]: the token whose log-prob is computed at the place of each token. None: the token itself."""
     shares_prefixes: bool = False
-    """Whether the model computes shared prefixes of these sequences once, as a tree. For batches of one row."""
+    """Whether the model computes shared prefixes of the sequences once, as a tree. For batches of one row."""
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sequence[TrainingSequence]]) -> TokenBatch:
@@ -106,7 +104,6 @@ class TokenBatch:
 
     @property
     def num_segments(self) -> NDArray[np.int64]:
-        """Return the number of sequences of each sample: [samples]."""
         first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
         return np.diff(np.append(first_segments, self.num_sequences))
 
@@ -116,12 +113,12 @@ class TokenBatch:
         return np.flatnonzero(np.diff(self.samples, append=-1))
 
     def tokens_of(self, sequences: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of these sequences' tokens, in the given order: [tokens of these sequences]."""
+        """Return the positions of these sequences' tokens, in this order: [tokens of these sequences]."""
         selection = np.asarray(sequences, np.int64)
         return ranges(self.cu_seqlens[selection], self.lengths[selection])
 
     def select(self, sequences: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
-        """Return a batch of these sequences, in the given order. The segments of a sample must stay adjacent."""
+        """Return a batch of these sequences, in this order. The segments of a sample must stay adjacent."""
         selection = np.asarray(sequences, np.int64)
         places = self.tokens_of(selection)
         return TokenBatch(
@@ -139,7 +136,7 @@ class TokenBatch:
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
-        """Return a batch of these samples (numbered by position) with all their segments, in the given order."""
+        """Return a batch of these samples (numbered by position) with all their segments, in this order."""
         counts = self.num_segments
         first_segments = np.cumsum(counts) - counts
         selection = np.asarray(samples, np.int64)
@@ -149,7 +146,7 @@ class TokenBatch:
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """Return the same sequences with only these per-token arrays. Indices of distillation teachers are dropped."""
+        """Return the same sequences with only these per-token arrays, without the keys of distillation targets."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
             self.expert_digests, self.retained_sets, self.temperatures, labels=self.labels,
@@ -158,7 +155,7 @@ class TokenBatch:
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Return one batch of all sequences, with the samples renumbered consecutively.
+    """Return one batch of all sequences, with the samples renumbered.
 
     All batches must have the same per-token arrays.
     """
@@ -195,9 +192,9 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
 
 
 def select_retained(retained: RetainedSets, places: NDArray[np.int64]) -> RetainedSets:
-    """Return the retained sets of the tokens at these positions, in the given order.
+    """Return the retained sets of the tokens at the positions `places` [tokens], in this order.
 
-    `places` is [tokens]. Position -1 yields an empty set, which means that nothing was cut off.
+    Position -1 gives an empty set: nothing was cut off.
     """
     # The appended entry of size 0 is what place -1 selects.
     counts = np.append(retained.counts, np.int32(0))
@@ -207,9 +204,9 @@ def select_retained(retained: RetainedSets, places: NDArray[np.int64]) -> Retain
 
 
 def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedSets | None:
-    """Return the concatenated retained sets of several parts, or None if no part has sets.
+    """Return the concatenated retained sets of several parts (number of tokens, sets), or None if no part has sets.
 
-    A part is (number of tokens, sets). A part without sets gets an empty set for each token.
+    A part without sets gets an empty set for each token.
     """
     if all(sets is None for _, sets in parts):
         return None
@@ -220,9 +217,9 @@ def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedS
 
 
 def places_by_rank(ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """Return the index of each item in the items of all ranks, rank after rank, and the number of items per rank.
+    """Return each item's index in the items of all ranks, rank after rank, and the number of items per rank.
 
-    `ranks` [items] is each one's rank; the index is [items]. All ranks are padded to the items of the fullest.
+    `ranks` [items] has the rank of each item; the index is [items]. Ranks are padded to the items of the fullest.
     """
     counts = np.bincount(ranks)
     longest = int(counts.max())

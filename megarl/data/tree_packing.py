@@ -1,4 +1,4 @@
-"""Packing of sequences with shared prefixes: those that begin alike land in one microbatch, stored as a tree.
+"""Packing of sequences with shared prefixes: those that begin alike come into one microbatch, stored as a tree.
 
 Sequences are first collected into clusters, in lexicographic order. Clusters are then packed like single sequences, by
 the tokens and the cost of their trees. Large clusters store fewer tokens, small ones balance ranks better, so several
@@ -18,15 +18,16 @@ from megarl.data.packing import Costs, assign, count_tokens, expand, pack
 from megarl.data.prefixes import lexicographic_order
 
 WORTH_SHARING = 0.05
-"""Saved share of the cost above which a prefix is shared. Below it, a tree's gathers cost as much as it saves."""
+"""Saved share of the cost above which a prefix is shared. Below, a tree's gathers cost as much as it saves."""
 _CLUSTERS_PER_RANK = (0, 1, 4, 16)
-"""Tried limits of a cluster's cost: the cost of all sequences, divided by this number of clusters per rank. 0: none."""
+"""Clusters per rank, which limit a cluster's cost: the cost of all sequences divided by ranks and by this number. 0: no
+limit."""
 
 
 def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], costs: Costs) -> float:
-    """Return the share of the cost that a tree saves, if it stores the first `shared` tokens of each sequence once.
+    """Return the share of the cost that a tree saves if it stores the first `shared` tokens of each sequence once.
 
-    Both are [sequences].
+    `lengths` and `shared` are [sequences].
     """
     full_cost = costs(lengths).sum()
     return float(costs(shared).sum() / max(full_cost, 1.0))
@@ -92,7 +93,7 @@ def pack_trees(
 
 
 class _Prefixes:
-    """Lengths of prefixes shared by any two sequences, from the lexicographic order of all."""
+    """Lengths of the prefixes that any two sequences share, from the lexicographic order of all."""
 
     def __init__(
         self, lengths: NDArray[np.int64], order: NDArray[np.int64], shared: NDArray[np.int64], costs: Costs
@@ -104,27 +105,27 @@ class _Prefixes:
         self.rank[order] = np.arange(len(order))
 
     def cost_of(self, members: NDArray[np.int64]) -> float:
-        """Return the cost of these sequences, each stored apart."""
+        """Return the cost of these sequences, if each is stored apart."""
         return float(self.cost_of_length[self.lengths[members]].sum())
 
     def common(self, low: int, high: int) -> int:
-        """Return the prefix shared by the sequences at two places of the order, the lower one first, in tokens."""
+        """Return the tokens of the prefix shared by the sequences at two places of the order, the lower place first."""
         return int(self.shared[low + 1 : high + 1].min())
 
 
 @dataclass(slots=True)
 class _Cluster:
-    """Sets of sequences stored as one tree."""
+    """Sequences that are stored as one tree."""
 
     sequences: list[int] = field(default_factory=list)
     tokens: int = 0
     """Number of stored tokens."""
     cost: float = 0.0
     places: list[int] = field(default_factory=list)
-    """Positions of the sequences among all of them, sorted by their tokens. The list is ascending."""
+    """Positions of the sequences in the lexicographic order, ascending."""
 
     def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
-        """Return the cluster of these sequences and one more set."""
+        """Return the cluster of these sequences and one more set of sequences."""
         places, tokens, cost = list(self.places), self.tokens, self.cost
         for sequence in members.tolist():
             place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])
@@ -141,7 +142,7 @@ class _Cluster:
 def _clusters(
     sets: Sequence[NDArray[np.int64]], prefixes: _Prefixes, max_tokens: int, max_cost: float
 ) -> list[_Cluster]:
-    """Collect sets into clusters, in lexicographic order of each set's first sequence there.
+    """Collect sets of sequences into clusters, in lexicographic order of each set's first sequence.
 
     A set joins the cluster before it if this saves enough, and the cluster stays within `max_tokens` stored tokens and
     `max_cost`.

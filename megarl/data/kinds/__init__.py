@@ -1,8 +1,8 @@
-"""The kinds of training examples that records of data become. A kind is chosen by its name in `KINDS`.
+"""The kinds of training examples that data records become, by their names in `KINDS`.
 
-A kind has four functions of a record. `make` returns the example. `parts` returns everything that is used for training,
-and raises the errors that show without a tokenizer. `prompt` returns the messages to be answered; an answer may follow
-them. `sequences` returns an example's tokens.
+A kind has four functions of a record. `make` returns the example. `parts` returns everything that is trained on, and
+raises the errors that need no tokenizer. `prompt` returns the messages before the answer. `sequences` returns an
+example's tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts that all kinds of training examples share."""
+"""Common base of the kinds of training examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TokenisedKind:
     """A kind of examples made of tokens. An example longer than `max_tokens` is an error.
 
-    `is_judged` says whether each record has a label, good or bad.
+    `is_judged`: each record has a label, good or bad.
     """
 
     tokenizer: Tokenizer
@@ -25,9 +25,9 @@ class TokenisedKind:
     is_judged: ClassVar[bool] = False
 
     def prompt(self, record: Record) -> Sequence[Mapping[str, Any]]:
-        """Return the messages to be answered."""
+        """Return the messages before the answer."""
         return record.prompt(self.system_prompt)
 
     def sequences(self, example: Any) -> Any:
-        """Return an example's tokens. Most examples are sequences themselves."""
+        """Return an example's sequences. Most examples are sequences themselves."""
         return example

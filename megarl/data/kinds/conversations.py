@@ -34,8 +34,8 @@ class Conversations(TokenisedKind):
     """Conversations as tokens, with the assistant's tokens marked for training.
 
     A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
-    messages may have `tool_calls`, and a record may list its `tools`. One without an assistant turn, and one longer
-    than `max_tokens`, is an error.
+    messages may have `tool_calls`, and a record may list its `tools`. A conversation without an assistant turn, or
+    longer than `max_tokens`, is an error.
     """
 
     def make(self, index: int, record: Record) -> Conversation:
@@ -51,7 +51,7 @@ class Conversations(TokenisedKind):
 def make_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> Conversation:
-    """Return a record's messages as tokens, encoded by `train_on_assistant`.
+    """Return a record's messages as tokens, as `train_on_assistant` encodes them.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """
@@ -64,10 +64,10 @@ def make_conversation(
 def encode_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
 ) -> Conversation:
-    """Return messages as tokens, encoded by `train_on_assistant`. Raises DataError, with the line, for invalid
-    messages.
+    """Return messages as tokens, as `train_on_assistant` encodes them.
 
-    If a conversation is far longer than `max_tokens`, it raises TooLongError before encoding, which could take minutes.
+    Raises DataError, with the line, for invalid messages. Raises TooLongError before encoding, which could take
+    minutes, if a conversation is far longer than `max_tokens`.
     """
     tools = record.tools()
     try:
@@ -104,7 +104,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
 
 
 def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages that a record's response adds to its prompt. None if the prompt is a whole conversation."""
+    """Return the messages that a record's response adds to its prompt. Empty: the prompt is a whole conversation."""
     if record.value(record.format.response) is None:
         # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its
         # line.
@@ -135,16 +135,16 @@ def train_on_assistant(
     The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message number `first` and in
     messages with `weight` 0. `tools` are JSON schemas of the tools that the assistant may call.
 
-    Each turn follows the exact tokens that the model sees in sampling: the earlier messages with a generation prompt.
-    So prompt and turn are encoded separately, and no token spans their border. White space that the template writes
-    after the end of a turn (a newline in ChatML) belongs to the next prompt.
+    Prompt and turn are encoded separately, as in sampling, so no token spans their border. The prompt is the text of
+    the earlier messages with a generation prompt. White space after the end of a turn (a newline in ChatML) belongs to
+    the next prompt.
 
-    The template may render earlier messages differently once more messages follow (for example, it drops old
-    reasoning). Then no single sequence has the right prompt for every turn, and a new sequence begins. Sequences
-    without a turn to train are left out.
+    Some templates render earlier messages differently once more messages follow (they drop old reasoning). Then no
+    single sequence has the right prompt for every turn, and a new sequence begins. Sequences without a turn to train
+    are left out.
 
-    Raises ValueError without an assistant turn to train, and if the template does not write a text of such a turn.
-    Raises ValueError if a rendered turn does not begin with its prompt.
+    Raises ValueError without a turn to train, if the template leaves out a text of such a turn, or if a rendered turn
+    does not begin with its prompt.
     """
     refuse_untrained(messages, first=first)
     sequences = [_Sequence()]
@@ -213,6 +213,6 @@ class _Sequence:
 
 
 def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
-    """Return the text up to and including its end-of-turn token. Without one, return it unchanged."""
+    """Return a text up to its last special token, or the whole text without one."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Answers = tuple[TrainingSequence, ...]
-"""One training example: the chosen and the rejected conversation, or one labelled conversation with `desirable`."""
+"""One example: the chosen and the rejected conversation, or one conversation with its label `desirable`."""
 
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -32,11 +32,11 @@ class Pairs(TokenisedKind):
 
     A record has `chosen` and `rejected`, each a text or messages. The common prompt is in `messages`, `prompt` or
     `context`, unless both answers begin with it (`data.formats` lists other names). Two equal answers, and a pair
-    longer than `max_tokens` in total, are an error.
+    longer than `max_tokens` in total, are errors.
     """
 
     is_scored: bool = False
-    """Whether only the last position of each sequence counts (`with_score_mask`)."""
+    """Whether only the score at the end of each sequence is trained (`with_score_mask`)."""
 
     def make(self, index: int, record: Record) -> Answers:
         pair = _make_pair(record, self.tokenizer, system_prompt=self.system_prompt, max_tokens=self.max_tokens)
@@ -55,7 +55,7 @@ class Pairs(TokenisedKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged(TokenisedKind):
-    """Labelled answers as tokens, with the answers marked for training.
+    """Answers labelled good or bad as tokens, with the answers marked for training.
 
     A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`,
     and `label` is true for a good answer (`data.formats` lists other names). A conversation longer than `max_tokens` is
@@ -79,8 +79,7 @@ class Judged(TokenisedKind):
 
 
 def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
-    """Return the chosen and the rejected conversation of a record. Raises DataError for what no tokenizer could
-    mend."""
+    """Return the chosen and the rejected conversation of a record. Raises DataError for an invalid record."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
     if record.fields.get("margin"):
@@ -121,8 +120,7 @@ def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | Non
 
 
 def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
-    """Return the conversation of a labelled answer, and its label. Raises DataError for what no tokenizer could
-    mend."""
+    """Return the conversation of a labelled answer, and its label. Raises DataError for an invalid record."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
@@ -135,7 +133,7 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
 
 
 def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequence:
-    """Return the sequence of an answer. Raises DataError for one of several: a loss compares whole answers."""
+    """Return the one sequence of an answer. Raises DataError for several, because a loss compares whole answers."""
     sequence, *further_sequences = conversation
     if further_sequences:
         raise record.error(
@@ -146,8 +144,7 @@ def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequen
 
 
 def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
-    """Return the sequence up to the end of its answer, with one more position. The value there is the sequence's
-    score."""
+    """Return the sequence up to the end of its answer, with one more position. The value there is the sequence's score."""
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
     # Entry t is predicted from the tokens before t, so any token can stand at the end: the first is at hand.
@@ -156,7 +153,7 @@ def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
 
 
 def with_score_masks(batch: TokenBatch) -> TokenBatch:
-    """Return the sequences, each with one more position. The value there, given all tokens, is the sequence's score."""
+    """Return the sequences, each with one more position. The value there is the score of the whole sequence."""
     lengths = batch.lengths + 1
     cu_seqlens = borders(lengths)
     is_token = np.ones(cu_seqlens[-1], np.bool_)
@@ -169,7 +166,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the whole conversation ending with one of the two answers."""
+    """Return the whole conversation that ends with the answer in `field`."""
     prompt_field = _prompt_field(record)
     answer = record.messages(field, role="assistant")
     if not prompt_field:
@@ -198,8 +195,8 @@ def _system(messages: Messages) -> Messages:
 def _prompt_field(record: Record) -> str | None:
     """Return the field with the prompt, or None.
 
-    A field that repeats the conversation of an answer is not the prompt: `ultrafeedback_binarized` has the chosen one
-    in `messages` too. A text is the prompt even if an answer repeats it.
+    A list of messages that repeats an answer's conversation is not the prompt: `ultrafeedback_binarized` has the chosen
+    conversation in `messages` too. A text is the prompt even if an answer repeats it.
     """
     format = record.format
     answers = [record.value(names) for names in (format.chosen, format.rejected, format.response)]

@@ -19,13 +19,12 @@ MAX_LINE_BYTES = 1 << 28
 
 
 def extension_of(path: Path) -> str:
-    """Return a file's extension in lower case, with that of its compression: `.jsonl`, `.jsonl.gz`."""
+    """Return a file's extension in lower case, with that of its compression: `.jsonl.gz`."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() + last if last in COMPRESSIONS else last
 
 
 def stem_of(path: Path) -> str:
-    """Return a file's name without its extension and that of its compression."""
     return path.name[: len(path.name) - len(extension_of(path))]
 
 
@@ -38,7 +37,7 @@ def first_bytes(path: Path, size: int) -> bytes:
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, decompressed.
 
-    Raises DataError for a damaged compressed file, and for one with a line longer than MAX_LINE_BYTES.
+    Raises DataError for a damaged compressed file, and for a line longer than MAX_LINE_BYTES.
     """
     if path.suffix.lower() not in COMPRESSIONS:
         with path.open("rb") as file:
@@ -61,7 +60,6 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading its decompressed bytes."""
     ending = path.suffix.lower()
     if ending == ".gz":
         with gzip.open(path) as file:
@@ -83,7 +81,7 @@ def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _damage_named(path: Path, num_lines: int = 0) -> Iterator[None]:
-    """Raise DataError instead of the errors of the libraries that decompress a file."""
+    """Raise DataError in place of the errors of the libraries that decompress a file."""
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error) as error:

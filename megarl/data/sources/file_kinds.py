@@ -1,4 +1,4 @@
-"""Kinds of data files that are not read, recognised by their first bytes so that an error can name them."""
+"""Recognises data files of unsupported kinds by their first bytes, so that an error can name the kind."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _READ_COMPRESSED = {"gzip": ".jsonl.gz", "Zstandard": ".jsonl.zst"}
 _UTF32, _UTF16 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff"), (b"\xff\xfe", b"\xfe\xff")
 """Byte-order marks."""
 _BARE_UTF16 = re.compile(rb"[\x09-\x7e]\0|\0[\x09-\x7e]")
-"""The first ASCII character of a text in UTF-16 without a byte-order mark."""
+"""First character, in ASCII, of a text in UTF-16 without a byte-order mark."""
 _NOT_LINES = (".csv", ".tsv", ".parquet", ".arrow", ".tar")
 _DELIMITERS = {b"\t": "tabs", b";": "semicolons"}
 _CONVERT = "convert it to JSON lines, Parquet, or CSV with commas"
 
 
 def refuse_other_text(path: Path) -> None:
-    """Raise DataError for a text file in another encoding, with another delimiter than commas, or compressed by a
-    program that its name does not show."""
+    """Raise DataError for a text file in another encoding, with other delimiters than commas, or compressed under a
+    name that hides it.
+    """
     start = first_bytes(path, _FIRST_BYTES)
     _refuse_compressed(path, start)
     encoding = "UTF-32" if start.startswith(_UTF32) else "UTF-16" if start.startswith(_UTF16) else None

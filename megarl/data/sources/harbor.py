@@ -15,7 +15,7 @@ from megarl.types import DataError
 
 TASK_FILE = "task.toml"
 FIELD = "harbor"
-"""Field of a record with its task."""
+"""Field of a record that has its task."""
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _UNSUPPORTED = {
     "agent": ("user",),
@@ -23,15 +23,15 @@ _UNSUPPORTED = {
     # `memory` and `storage` are older names, with units.
     "environment": ("env", "healthcheck", "mcp_servers", "gpus", "memory", "storage"),
 }
-"""Settings without effect here, by section. A task needing one would be graded in another state."""
+"""Settings that megarl ignores, by section. A task that needs one would be graded in another state."""
 _REMEDIES = {"memory": "write memory_mb", "storage": "write storage_mb"}
-"""Remedies other than removing a setting."""
+"""What to do about a setting, if not removing it."""
 _VERIFIER_SECONDS = 600.0
-"""Harbor's default."""
+"""Time limit of a verifier in seconds: Harbor's default."""
 
 
 def task_files(folder: Path) -> list[Path]:
-    """Return the description of each task in a folder, or in one task's folder; empty: it has none."""
+    """Return the description file of each task in a folder, or of the task that the folder is. Empty: no task."""
     if (folder / TASK_FILE).is_file():
         return [folder / TASK_FILE]
     return sorted(folder.glob(f"*/{TASK_FILE}"))
@@ -81,9 +81,9 @@ def read_task(path: Path) -> dict[str, Any]:
 
 
 def task_image(task: Mapping[str, Any], image: str | None, *, is_file: bool) -> str | None:
-    """Return the image of a task's container: `image` with the task's name for {task}, else its own.
+    """Return the image of a task's container: `image` with the task's name for {task}, else the task's image.
 
-    `is_file`: images are files or folders, so the name of one in a registry is of no use.
+    `is_file`: images are files or folders, so an image name in a registry is useless.
     """
     if image is not None:
         return image.replace("{task}", Path(task["folder"]).name)

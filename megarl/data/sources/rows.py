@@ -1,4 +1,4 @@
-"""Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder of files, or a data set of the Hub.
+"""Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder, or a data set of the Hub.
 
 JSON lines may be compressed. A source is a path, or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER), read from the
 local cache. SPLIT@ may stand before either. Rows are read one after another: only a JSON file is in memory as a whole.
@@ -29,18 +29,17 @@ from megarl.files.strict_json import MEDIUM, parse
 from megarl.types import ConfigError, DataError
 
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
-"""Words naming a split, as the name of a file or folder or at its start or end."""
+"""Names of splits. They are searched in the names of files and folders: as the whole name, its start or its end."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of metadata files written by `datasets` next to the data."""
+"""Metadata files that `datasets` writes next to the data."""
 _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
 _PART = re.compile(r"([-_.](part)?\d+)+$")
 """Regular expression for the number of a file among several: `train-1`."""
 _SEPARATORS = re.compile(r"[-_.]")
 _GENERATED_FILES = ("cache-", "tmp")
-"""Prefixes of Arrow files in which `datasets` keeps intermediate results."""
+"""Prefixes of Arrow files with intermediate results of `datasets`."""
 _ARROW_ROWS = 32
-"""Number of rows read from a Parquet or Arrow file at once. It is low, because a row with long texts may have
-megabytes."""
+"""Rows of a Parquet or Arrow file that are read at once. Few, because a row with long texts may have megabytes."""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
 # 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
@@ -57,7 +56,7 @@ class Row(NamedTuple):
     unit: str
     value: Any
     columns: tuple[str, ...] = ()
-    """Return the field names declared by a file for its rows, nested ones with dots. Empty if it declares none."""
+    """Field names that the file declares for its rows, nested ones with dots. Empty: it declares none."""
 
 
 def data_files(source: str | Path) -> list[Path]:
@@ -105,7 +104,7 @@ def data_files(source: str | Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file. Its extension decides how it is read; unknown ones are JSON lines. Raises DataError."""
+    """Yield the rows of a file, read by its extension. Unknown extensions are JSON lines. Raises DataError."""
     yield from READERS.get(extension_of(path), _json_lines)(path)
 
 
@@ -119,14 +118,14 @@ def _partition_source(source: str) -> tuple[str | None, str]:
 
 
 class HubDataSet(NamedTuple):
-    """Data set on the Hub: its name, and the patterns of the files needed (None: all)."""
+    """A data set on the Hub: its name, and patterns of the needed files (None: all)."""
 
     name: str
     only: Patterns | None
 
 
 def missing_data_set(source: str) -> HubDataSet | None:
-    """Return the data set of the Hub that a data source names, if the cache lacks some of its files. None otherwise."""
+    """Return the Hub's data set that a data source names, if the local cache lacks some of its files, else None."""
     data_set = _on_hub(_partition_source(source)[1])
     if (
         data_set is None
@@ -138,13 +137,13 @@ def missing_data_set(source: str) -> HubDataSet | None:
 
 
 def hub_data_set(source: str) -> str | None:
-    """Return the name on the Hub of a data source; None for a local one and for one that is not in the cache."""
+    """Return a data source's name on the Hub. None: the source is local, or not in the cache."""
     data_set = _on_hub(_partition_source(source)[1])
     return data_set.name if data_set is not None and cached_folder(data_set.name, "dataset", data_set.only) else None
 
 
 def _on_hub(place: str) -> HubDataSet | None:
-    """Return the data set of a path in the form of a Hub name (OWNER/NAME or OWNER/NAME/FOLDER). None: a local path."""
+    """Return the data set of a path that has the form of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
     name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
     if not is_hub_name(name) or Path(place).exists() or extension_of(Path(place)) in READERS:
@@ -209,9 +208,9 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
 
 
 def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool) -> None:
-    """Raise DataError if the files of a split are in several folders, as in a data set with several configurations.
+    """Raise DataError if a split's files are in several folders, as in a data set with several configurations.
 
-    Without names of splits, a local folder may have files in several subfolders.
+    A local folder without split names may have files in several subfolders.
     """
     folders = {
         "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
@@ -228,7 +227,7 @@ def _check_configurations(source: str | Path, files: dict[Path, Path], place: st
 
 
 def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
-    """Raise DataError if shards are missing or doubled, judged by names like `-00000-of-00004`."""
+    """Raise DataError if shards are missing or doubled, by names like `-00000-of-00004`."""
     shards: dict[Path, dict[str, set[int]]] = {}
     for inside in files.values():
         if match := _SHARD.search(inside.name):
@@ -255,9 +254,9 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
 
 
 def _name_parts(path: Path) -> tuple[str, ...]:
-    """Return the names in which a split's name (for example `train`) is searched: a file's own, then its folders'.
+    """Return the names in which a split's name is searched: the file's, then its folders', innermost first.
 
-    The file's own name has no extension and no shard number. The innermost folder comes first.
+    The file's name has no extension and no shard number.
     """
     return (_set_name(path), *reversed(path.parts[:-1]))
 
@@ -268,7 +267,6 @@ def _set_name(path: Path) -> str:
 
 
 def _split_words_in_path(path: Path) -> set[str]:
-    """Return the split names (SPLITS) found at the start or end of a file's name and its folders' names."""
     return {word for name in _name_parts(path) for word in _split_words(name)}
 
 
@@ -289,7 +287,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON list. If the file has JSON lines despite its extension, yield those."""
+    """Yield the objects of a JSON list, or of JSON lines in a file with the extension of JSON."""
     # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
     is_list = first_bytes(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:
@@ -363,9 +361,9 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 class _WholeReads(io.BufferedReader):
-    """A file that never allocates more than it holds.
+    """A file that allocates no more than the rest of its bytes.
 
-    A damaged Arrow file may name a message of any size. Python allocates the whole size before it reads (Python 3.11).
+    A damaged Arrow file may name a message of any size. Python (3.11) allocates the whole size before it reads.
     """
 
     def read(self, size: int | None = -1) -> bytes:
@@ -387,7 +385,6 @@ def _batch_rows(batches: Any) -> Iterator[Row]:
 
 
 def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
-    """Yield the names of Arrow's fields, and dotted names of nested fields."""
     for field in fields:
         yield (name := f"{within}{field.name}")
         if str(field.type).startswith("struct"):
@@ -395,7 +392,7 @@ def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
 
 
 def _arrow_module(name: str, path: Path) -> Any:
-    """Import and return a module of pyarrow. It is imported only when needed because it loads slowly."""
+    """Import and return a module of pyarrow. It loads slowly, so it is imported only when needed."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
@@ -406,7 +403,7 @@ def _arrow_module(name: str, path: Path) -> Any:
 
 @contextmanager
 def _arrow_faults(path: Path) -> Iterator[None]:
-    """Raise DataError if pyarrow cannot read a file, from the error of pyarrow."""
+    """Raise DataError in place of pyarrow's errors about a file."""
     try:
         yield
     except DataError:

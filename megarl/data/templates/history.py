@@ -1,8 +1,8 @@
-"""Tests of a chat template on sample conversations: whether it changes earlier turns.
+"""Tests on sample conversations whether a chat template changes earlier turns.
 
 Templates change earlier turns in three ways. They drop reasoning before a new question, close a conversation with their
-own token, or begin a turn differently from the generation prompt. Then a model shown the tokens as sampled
-reads a text different from the template's.
+own token, or begin a turn differently from the generation prompt. The tokens that a model sampled then differ from the
+template's text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def _calling(*numbers: int, thought: str = "") -> dict[str, Any]:
-    """Return an assistant's message with one tool call for each number."""
     calls = [
         # Nine letters and digits: Mistral's chat templates refuse any other id.
         {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
@@ -54,7 +53,7 @@ REFUSES = "refuses"
 
 
 def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return how a chat template changes earlier turns: the kind of sample conversation, and what it does.
+    """Return how a chat template changes earlier turns, by kind of sample conversation.
 
     "rewrites the answer": the rendered answer does not begin with the prompt that asked for it. "rewrites history": a
     later prompt does not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template
@@ -80,8 +79,7 @@ def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def history_notice(faults: Mapping[str, str], history: str) -> str:
-    """Return a sentence for the start of a run: what `rollout.history` does with a template changing earlier
-    turns."""
+    """Return the notice at a run's start: what `rollout.history` does with a template that changes earlier turns."""
     rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
     refused = [kind for kind, fault in faults.items() if fault == REFUSES]
     refusal = f" It refuses: {'; '.join(refused)}." if refused else ""

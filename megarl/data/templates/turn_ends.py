@@ -1,7 +1,7 @@
-"""Tokens that end the assistant's turns in a chat template, and the tokens at which the model's engine stops.
+"""Tokens that end the assistant's turns in a chat template, and the tokens at which an engine stops.
 
 They may differ: a base model of Qwen2.5 stops at `<|endoftext|>`, and its template ends turns with `<|im_end|>`. An
-engine that does not know the template's tokens samples on until the length limit.
+engine that does not know the template's tokens samples up to the length limit.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _TURNS: Sequence[Mapping[str, Any]] = (
 def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the special tokens with which the chat template ends an answer, and a turn with tool calls.
 
-    If it writes none after the turn, the first one of the next message counts: in GLM's templates the next role ends a
-    turn. Tokens that the template also writes inside a turn do not count.
+    If the template writes none after the turn, the first special token of the next message counts: in GLM's templates
+    the next role ends a turn. Tokens that the template also writes inside a turn do not count.
     """
     names = _end_of_answer(tokenizer), _end_of_calls(tokenizer)
     ends = dict.fromkeys(name for name in names if name and not _is_inside_turns(tokenizer, name))
@@ -59,13 +59,13 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def added_turn_ends(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of `turn_ends` at which the engine of a model folder does not stop by itself."""
+    """Return the tokens of `turn_ends` at which an engine with this model folder does not stop by itself."""
     engine_ends = _engine_ends(Path(folder), tokenizer)
     return tuple(token for token in turn_ends(tokenizer) if token not in engine_ends)
 
 
 def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
-    """Return a line for the start of a run: which tokens of `added_turn_ends` end completions too."""
+    """Return the notice at a run's start: which tokens of `added_turn_ends` also end completions."""
     names = _names(_engine_ends(Path(folder), tokenizer), tokenizer)
     return (
         f"the chat template ends turns with {_names(added, tokenizer)}, the model with {names or 'no token'}: "
@@ -74,7 +74,7 @@ def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokeni
 
 
 def own_files(model: ModelConfig) -> dict[str, str]:
-    """Return the files of an export that differ from those of the recipe's model folder, as file name and text.
+    """Return the files of an export that differ from those of the model folder, as text by file name.
 
     They are the recipe's chat template, and the generation config with the template's ends of turns.
     """
@@ -93,8 +93,7 @@ def own_files(model: ModelConfig) -> dict[str, str]:
 def _engine_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens at which vLLM stops by itself.
 
-    They are the end tokens of generation_config.json and the tokenizer's end token. If generation_config.json is
-    missing, config.json takes its place.
+    They are the end tokens of generation_config.json (if it is missing, of config.json) and the tokenizer's end token.
     """
     path = next((folder / name for name in (_GENERATION_CONFIG, "config.json") if (folder / name).is_file()), None)
     stored = read_object(path).get("eos_token_id") if path is not None else None
@@ -123,7 +122,7 @@ def _end_of_calls(tokenizer: Tokenizer) -> str | None:
 
 
 def _special_after_turn(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the special tokens that the template writes after the placeholder. Empty if it refuses the messages."""
+    """Return the special tokens that the template writes after the placeholder. Empty: it refuses the messages."""
     special = special_tokens(tokenizer)
     if special is None:
         return []

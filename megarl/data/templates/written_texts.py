@@ -20,11 +20,11 @@ _QUESTION = {"role": "user", "content": "."}
 def check_prompt_written(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
 ) -> None:
-    """Raise ValueError for a text of a prompt, or a tool's name, that is missing in the rendered prompt.
+    """Raise ValueError for a text of a prompt, or a tool's name, that the rendered prompt lacks.
 
-    Templates may drop reasoning before a later question, so each assistant's message is looked for in a rendering that
-    ends with it. That rendering has one question instead of all earlier messages, which makes the cost linear. Only if
-    a text is missing there, the earlier messages are rendered too.
+    Templates may drop reasoning before a later question. So each assistant's message is searched in a rendering that
+    ends with it, first after a single question, which makes the cost linear. Only if a text is missing there, the
+    earlier messages are rendered too.
     """
     check_tools_written(tools, rendered)
     texts = _WrittenText(rendered)
@@ -53,7 +53,7 @@ def check_answer_written(
 ) -> None:
     """Raise ValueError for a text of the last message, the assistant's, that is missing in its turn.
 
-    `rendered` is the text of all messages. The turn has its generation prompt too, because that may open the thoughts.
+    `rendered` is the text of all messages. The turn includes its generation prompt, which may open the thoughts.
     """
     number = len(messages) - 1
     before = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""
@@ -61,7 +61,7 @@ def check_answer_written(
 
 
 def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
-    """Raise ValueError for a text of a conversation's message `number` that is missing in the rendered text."""
+    """Raise ValueError for a text of message `number` that is missing in the rendered text."""
     _check_texts(number, message, _WrittenText(rendered))
 
 
@@ -95,7 +95,7 @@ def _missing(subject: str, text: str) -> str:
 def _required_texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yield the texts of a message that the rendered text must contain, each after its label for errors.
 
-    Arguments of calls are left out, because templates write them in forms of their own.
+    Arguments of calls are left out, because templates write them in various forms.
     """
     if content := message.get("content"):
         yield "content", content
@@ -117,8 +117,7 @@ class _WrittenText:
         """End of the last text that was found."""
 
     def contains(self, text: str) -> bool:
-        """Return whether the rendered text has another one. Templates may change its white space, or write it as
-        JSON."""
+        """Return whether the rendered text has a message's text. Its white space may differ, or it is written as JSON."""
         text = text.strip()
         place = self._rendered.find(text, self._place)
         if place < 0:

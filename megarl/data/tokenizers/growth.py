@@ -1,4 +1,4 @@
-"""Check of a tokenizer.json before it is loaded: how much longer its rules can make a text."""
+"""Checks, before a tokenizer.json is loaded, how much its rules can lengthen a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megarl.types import DataError
 
 _MOST_GROWTH = 64.0
-"""Highest factor of a text's length. Published tokenizers have at most 4: 64 characters a character are an attack."""
+"""Largest accepted factor of a text's length. Published tokenizers have at most 4; a factor of 64 is an attack."""
 
 
 def refuse_growth(definition: Mapping[str, Any], path: Path) -> None:
@@ -54,9 +54,9 @@ def _growth(rule: Any) -> float:
 
 
 def _longest_replacement(charsmap: Any) -> float:
-    """Return the length of the longest text in a compiled table of SentencePiece, which may replace one character.
+    """Return the length of the longest replacement of one character in a compiled table of SentencePiece.
 
-    The table is the size of a trie in four bytes, the trie, and the texts, each with a zero byte after it.
+    The table has the size of a trie in four bytes, the trie, and the texts, each followed by a zero byte.
     """
     try:
         table = base64.b64decode(str(charsmap), validate=True)
@@ -67,7 +67,7 @@ def _longest_replacement(charsmap: Any) -> float:
 
 
 def _template_length(rule: Mapping[str, Any], name: str) -> float:
-    """Return the number of tokens and texts that a template of a post-processor puts together."""
+    """Return the number of tokens and texts that a post-processor's template joins."""
     special = rule.get("special_tokens")
     length = 0.0
     for piece in _items(rule.get(name)):
@@ -78,5 +78,5 @@ def _template_length(rule: Mapping[str, Any], name: str) -> float:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return a list of a JSON file. Empty for another value: loading the file names the fault."""
+    """Return a list of a JSON file. Empty for another value: loading the file reports it."""
     return value if isinstance(value, list) else []

@@ -1,6 +1,6 @@
-"""Check of a tokenizer's rules on probe texts, in a child process with limits of time and memory.
+"""Tries a tokenizer's rules on probe texts, in a child process with limits of time and memory.
 
-Regular expressions of a tokenizer.json may backtrack without an end, and its other rules may fail or multiply a text.
+Regular expressions of a tokenizer.json may backtrack without an end. Its other rules may fail, or multiply a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PROBE_SECONDS = 5.0
 """CPU seconds allowed for all probe texts. Published tokenizers take about 0.1."""
 _PROBE_BYTES = 1 << 30
 _MAX_TOKENS_PER_CHARACTER = 64
-"""Tokens that a tokenizer may make of one character. The bytes of a ligature of 18 letters, each a token, are 33."""
+"""Most tokens that a tokenizer may make of one character. The longest known case is 33: a ligature of 18 letters, as
+bytes."""
 
 _SENTENCES = (
     "The quick brown fox jumps over 13 lazy dogs; it's 7:45 o'clock, isn't it?\n\n\tdef f(x): return x**2 # 1e-10\r\n",
@@ -40,11 +41,12 @@ _CHARACTERS = (
 """One character of each class that patterns name: letters of scripts, digits, white space, punctuation, marks."""
 _RUN_LENGTH = 100
 _RUN_ENDS = "\n", "\u0001"
-"""Characters after a run of equal ones. An expression that backtracks does so where a run does not end as it wants."""
+"""Characters after a run of equal ones. An expression backtracks where a run ends with a character that does not match.
+"""
 _MAX_UNITS = 1000
-"""Characters and words of the patterns that are repeated. Patterns of published tokenizers have fewer than 300."""
+"""Most characters and words of the patterns that are repeated. Patterns of published tokenizers have fewer than 300."""
 _SURROGATES = range(0xD800, 0xE000)
-"""Code points that are no characters."""
+"""Code points that are not characters."""
 _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[pP]\{[^}]*\}|(.))", re.DOTALL)
 _WORD = re.compile(r"\w{2,20}")
 
@@ -52,7 +54,7 @@ _WORD = re.compile(r"\w{2,20}")
 def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
     """Raise DataError if the rules of a tokenizer.json fail on probe texts, or exceed the limits of the child.
 
-    The vocabulary is left out, so that this takes little time. Loading already applies the rules, to added tokens.
+    The vocabulary is left out to save time. Loading already applies the rules, to added tokens.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -66,16 +68,16 @@ def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
 
 
 def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path, *, digest: str) -> None:
-    """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens of a text.
+    """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens.
 
-    `digest` stands for the tokenizer: the digest of its folder.
+    `digest` is the digest of the tokenizer's folder.
     """
     texts = make_probe_texts(definition)
     _refuse_fault(path, ("encoding", digest, *texts), partial(_count_tokens, tokenizer, texts))
 
 
 def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
-    """Return the texts on which a tokenizer.json is tried: sentences, and runs of what its patterns look for."""
+    """Return the probe texts of a tokenizer.json: sentences, and runs of the characters in its patterns."""
     units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_list_units(definition))}
     runs = ((unit * (_RUN_LENGTH // len(unit)) + end) for unit in units for end in _RUN_ENDS)
     return [*_SENTENCES, *_CHARACTERS, "".join(runs)]
@@ -101,7 +103,7 @@ def _iterate_patterns(rule: Any) -> Iterator[str]:
 
 
 def _decode_escape(escape: re.Match[str]) -> str:
-    """Return the character that an escape of a regular expression means. A class of characters is left out."""
+    """Return the character of a regular expression's escape. Empty: it is a class of characters."""
     number = escape[1] or escape[2] or escape[3]
     if number:
         code = int(number, 16)

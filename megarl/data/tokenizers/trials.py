@@ -1,7 +1,7 @@
-"""Trials of tokenizers and chat templates in a forked process, made once for equal content.
+"""Tries tokenizers and chat templates in a forked process, once for equal content.
 
 A driver loads its tokenizer two or three times, each time with three trials. In a process with torch in memory, the
-fork of one trial takes 0.05 to 0.15 s of CPU time.
+fork for one trial takes 0.05 to 0.15 s of CPU time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megarl.files.model_folder import WEIGHTS
 from megarl.processes.process_tree import fault_of
 
 _passed: set[bytes] = set()
-"""Digests of the contents whose trials found no fault in this process."""
+"""Digests of contents that passed their trial in this process."""
 
 
 def digest_of_folder(folder: Path) -> str:
-    """Return a digest of what decides how the tokenizer of a model folder behaves: all files except weights.
+    """Return a digest of all files of a model folder except weights. They decide how its tokenizer behaves.
 
     If a file cannot be read, the digest equals no other one.
     """
@@ -40,10 +40,10 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def trial_fault(content: Sequence[str], work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
-    """Return the fault of `work` in a forked process, as `fault_of` does; None: it stays within its limits.
+    """Return the fault of `work` in a forked process, or None if it stays within its limits.
 
-    `content` is the input of `work`, beginning with the kind of the trial. Equal content that has passed in this
-    process is not tried again, because `work` is deterministic.
+    `content` is the input of `work`, beginning with the kind of the trial. Content that passed in this process is not
+    tried again, because `work` is deterministic.
     """
     key = hashlib.sha256(json.dumps(content).encode()).digest()
     if key in _passed:

@@ -1,8 +1,8 @@
 """Tool calls in the text of a sampled turn.
 
 The text is decoded with special tokens, because several formats mark calls with them. Reasoning is removed first: a
-call inside it was considered, not made. Every call that was begun is returned in order, with its arguments or an error.
-A broken call does not affect others. `data.tools.formats` has the formats.
+call inside it was considered, not made. Every begun call is returned in order, with its arguments or an error. A broken
+call does not affect others. `data.tools.formats` has the formats.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with wide bars)
@@ -26,7 +26,7 @@ END_TOKENS = (
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MAX_DEPTH = 48
-"""Maximum depth of a call's arguments. A request in which a client sends them back may have 64 levels in all."""
+"""Maximum depth of a call's arguments. A client sends them back in a request, which may have 64 levels in all."""
 _THINK = "<think>", "</think>"
 _MISTRAL_THINK = "[THINK]", "[/THINK]"
 
@@ -35,7 +35,7 @@ _MISTRAL_THINK = "[THINK]", "[/THINK]"
 class ParsedTurn:
     """Parts of a turn. `text` excludes reasoning, tool calls and end tokens. `reasoning` is None if there is none.
 
-    `calls` are in the order written.
+    `calls` are in the order of the text.
     """
 
     text: str
@@ -69,15 +69,15 @@ def parse(
 
 
 def _digits(number: int, count: int) -> str:
-    """Return the last digits of a number to the base 36. Ids thus keep nine characters, and differ in 46,656 turns of
-    1,296 calls each.
+    """Return the last `count` digits of a number to the base 36.
+
+    So ids have nine characters, and differ in 46,656 turns of 1,296 calls each.
     """
     return "".join(_DIGITS[number // 36**place % 36] for place in reversed(range(count)))
 
 
 def parser_of_template(template: str) -> str | None:
-    """Return the format in which a chat template writes tool calls, a key of `PARSERS`. None: the template does not
-    show it."""
+    """Return the format in which a chat template writes tool calls, a key of `PARSERS`. None: it does not show it."""
     return next((name for name, marks in _TEMPLATE_MARKS if all(mark in template for mark in marks)), None)
 
 
@@ -92,8 +92,7 @@ _TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Texts in a chat template that reveal its format of tool calls.
 
-The first match counts, so specific formats come before general ones.
-"""
+The first match counts, so specific formats come before general ones."""
 
 
 def _without_end_tokens(text: str) -> str:
@@ -141,7 +140,7 @@ def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema
 
 
 def _json_fault(arguments: Mapping[str, Any]) -> str | None:
-    """Return why clients could not read arguments as JSON, or not send them back; None: they can."""
+    """Return why clients could not read arguments as JSON, or could not send them back, else None."""
     if is_deeper(arguments, _MAX_DEPTH):
         return f"the arguments are nested more than {_MAX_DEPTH} levels deep"
     try:

@@ -1,4 +1,4 @@
-"""Formats of tool calls written by models: a table with one parsing function for each format.
+"""Formats in which models write tool calls: a table with one parsing function for each format.
 
 The names are vLLM's. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). qwen3_coder: like XML (Qwen3-Coder, Qwen3.5).
 llama3_json: bare JSON (Llama 3). pythonic: Python calls (Llama 3.2, Llama 4, OLMo 3). mistral. glm45 (GLM 4.5 to 4.7).
@@ -33,11 +33,11 @@ _Read = tuple[str, list[WrittenCall]]
 
 
 class _CutOffError(ValueError):
-    """Raised for JSON text ending before the value is complete."""
+    """Raised for a JSON text that ends before its value is complete."""
 
 
 def no_constant(name: str) -> Any:
-    """Reject NaN and infinities, as `parse_constant` of Python's `json`. Raises ValueError."""
+    """Reject NaN and infinities: a `parse_constant` for Python's `json`. Raises ValueError."""
     raise ValueError(f"{name} is not valid JSON")
 
 
@@ -73,7 +73,6 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
-    """Return the call written as a JSON object {"name": ..., "arguments": ...}."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return WrittenCall("", error='the call is not a JSON object with a "name"')
     field = next((field for field in argument_fields if field in value), None)
@@ -83,7 +82,7 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 
 def _find_name(text: str) -> str:
-    """Return the tool's name in a possibly broken JSON text, or an empty text."""
+    """Return the tool's name in a JSON text that may be broken, or an empty text."""
     match = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return match.group(1) if match else ""
 
@@ -141,8 +140,7 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _split_tags(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return the text outside the tags, and a list of the texts inside. Each entry is (text, whether its closing tag
-    was there)."""
+    """Return the text outside the tags, and the texts inside: (text, whether its closing tag exists)."""
     texts, bodies, place = [], [], 0
     while (opening_place := text.find(opening, place)) >= 0:
         texts.append(text[place:opening_place])
@@ -278,7 +276,7 @@ def _python_call(text: str) -> WrittenCall:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a Python literal. JSON's constant names (true, null) are accepted too."""
+    """Return the value of a Python literal, or of one of JSON's names (true, null)."""
     constants = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
@@ -307,8 +305,7 @@ def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _mistral_list(text: str) -> list[WrittenCall]:
-    """Return the tool calls in a JSON list. Its objects are read one by one, so a broken one does not affect
-    others."""
+    """Return the tool calls in a JSON list. Objects are read one by one, so a broken one does not affect others."""
     calls, place = [], 1
     while True:
         place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n,"))
@@ -350,7 +347,7 @@ _HARMONY_MESSAGE = re.compile(
 
 
 def harmony_reasoning(text: str) -> tuple[str, str | None]:
-    """Return the text without messages of the analysis channel (Harmony), and the text of those messages or None."""
+    """Return the text without messages of Harmony's analysis channel, and the text of those messages or None."""
     reasoning: list[str] = []
 
     def cut(message: re.Match[str]) -> str:

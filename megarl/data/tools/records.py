@@ -14,11 +14,11 @@ from megarl.files.strict_json import MEDIUM, parse, shown
 
 _CALLS_FORM = '[{"function": {"name": "...", "arguments": {...}}}]'
 _SCHEMA_KEYS_ELSEWHERE = ("input_schema", "inputSchema")
-"""Keys of a tool's JSON schema in other programs: Anthropic's, and the Model Context Protocol's."""
+"""Keys of a tool's JSON schema in other programs: Anthropic's API, and the Model Context Protocol."""
 _NULL_KEYS = ("default", "const")
 """Keys of a JSON schema for which null is a value."""
 _VALUE_KEYS = (*_NULL_KEYS, "enum", "examples")
-"""Keys of a JSON schema with values rather than schemas."""
+"""Keys of a JSON schema that hold values rather than schemas."""
 
 
 def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,7 +59,7 @@ def _standard_call(call: Any, place: int) -> Mapping[str, Any]:
 
 
 def _arguments(value: Any) -> Mapping[str, Any]:
-    """Return a call's arguments, given as an object or as its JSON text. Raises ValueError for everything else."""
+    """Return a call's arguments, from an object or its JSON text. Raises ValueError for everything else."""
     if value is None:
         raise ValueError("they are missing")
     if isinstance(value, str):
@@ -73,9 +73,9 @@ def _arguments(value: Any) -> Mapping[str, Any]:
 def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
     """Return the tools in a record's field, a list or its JSON text, as {"type": "function", "function": {...}}.
 
-    Null and empty text are no tools. A tool may be JSON text itself, and in the flat form {"name", "parameters"}.
-    Null entries of a tool are dropped, since exports in columns give all tools the same keys. Raises ValueError for
-    values that cannot be read, and the errors of `check_tools`.
+    Null and empty text are no tools. A tool may be JSON text, or have the flat form {"name", "parameters"}. Null
+    entries of a tool are dropped, since exports in columns give all tools the same keys. Raises ValueError for values
+    that cannot be read, and the errors of `check_tools`.
     """
     if isinstance(value, str):
         value = _parse_json(value) if value.strip() else None
@@ -90,7 +90,7 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a tool, or a part of its schema, without null entries that are no values of the schema."""
+    """Return a tool, or a part of its schema, without null entries, unless null is a value of the schema."""
     if isinstance(value, Mapping):
         return {
             name: item if name in _VALUE_KEYS else _without_nulls(item)

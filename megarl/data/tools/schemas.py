@@ -1,4 +1,4 @@
-"""Schemas of the tools for a policy to call, in the form used by chat templates."""
+"""Schemas of the tools that a policy may call, in the form of chat templates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from megarl.files.json_schema import schema_validator
 
 ToolSchema = Mapping[str, Any]
-"""A tool in the form used by chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
-"""
+"""A tool in the form of chat templates: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 def check_tools(tools: Sequence[ToolSchema]) -> None:
@@ -43,7 +42,6 @@ def parameter_schema(tool: ToolSchema) -> Mapping[str, Any]:
 
 
 def tool_named(name: str, tools: Sequence[ToolSchema]) -> ToolSchema | None:
-    """Return the tool with this name, or None."""
     return next((tool for tool in tools if tool["function"]["name"] == name), None)
 
 
@@ -54,7 +52,7 @@ def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
 
 
 def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
-    """Return an error message if the arguments do not fit the tool's JSON schema, else None."""
+    """Return why the arguments do not fit the tool's JSON schema, or None."""
     from jsonschema.exceptions import best_match
 
     error = best_match(_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))
@@ -66,5 +64,5 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
-    """Return the validator of a JSON schema, given as text because the cache needs hashable keys."""
+    """Return the validator of a JSON schema. The schema is text, because the cache needs hashable keys."""
     return schema_validator(json.loads(schema))

@@ -281,7 +281,7 @@ def plain_text(text: str) -> str:
 
 
 def is_within_caps(text: str) -> bool:
-    """Return whether a text is small enough to evaluate: limits of length, nesting, powers, factorials and binomials."""
+    """Return whether a text is small enough to evaluate, by length, nesting, powers, factorials and binomials."""
     if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
         return False
     towers = _POWER_TOWER.findall(text)

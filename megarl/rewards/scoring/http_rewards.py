@@ -259,7 +259,10 @@ class ServedReward(Generic[Config]):
             raise FailedCallError(f"the answer is not valid JSON: {_shorten(text)}") from None
 
     def _adopt_loop(self) -> None:
-        """Create new connections and a new limit of concurrent calls in a new event loop. Both work in one loop only."""
+        """Create new connections and a new limit of concurrent calls if the event loop changed.
+
+        Both work in one loop only.
+        """
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):
             return

@@ -231,7 +231,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics of a reward function. Raises TypeError or ValueError if they are not finite numbers by name."""
+    """Return the metrics of a reward function.
+
+    Raises TypeError or ValueError if they are not finite numbers by name.
+    """
     if not isinstance(metrics, Mapping) or not all(
         isinstance(name, str) and _is_number(value) for name, value in metrics.items()
     ):
