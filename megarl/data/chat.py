@@ -329,7 +329,9 @@ def remove_marks(text: str) -> str:
 
 
 def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
-    """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has marks."""
+    """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has
+    marks.
+    """
     if isinstance(value, Mapping):
         return {_add_marks(name, special): _add_marks(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -37,7 +37,9 @@ class Curriculum:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
-        """Return the curriculum for these problems. Every problem must have the record field `config.by`, if it is set."""
+        """Return the curriculum for these problems. Every problem must have the record field `config.by`, if it
+        is set.
+        """
         if config.band is None:
             return cls(config, ())
         if config.by is None:

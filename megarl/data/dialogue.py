@@ -131,7 +131,9 @@ class Dialogue:
 
     @property
     def call_format(self) -> str:
-        """Return the format of tool calls. Raises ConfigError if none is configured and the template does not show one."""
+        """Return the format of tool calls. Raises ConfigError if none is configured and the template does not
+        show one.
+        """
         name = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
         if name is None:
             raise ConfigError(

@@ -172,7 +172,9 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
-    """Return why a record cannot be read: the roles without a field, the names searched for, and an override to paste."""
+    """Return why a record cannot be read: the roles without a field, the names searched for, and an override to
+    paste.
+    """
     user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
     if all(role in user_names for role in missing):
@@ -193,7 +195,9 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 
 
 def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
-    """Return a field for each role, by its usual name. Remaining texts are assigned in order, if their number is right."""
+    """Return a field for each role, by its usual name. Remaining texts are assigned in order, if their number
+    is right.
+    """
     guesses: dict[str, str] = {}
     for role in roles:
         free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()]

@@ -108,7 +108,9 @@ class Mixture:
         return stream.problems[stream.place(number)], {**positions, **moved}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
-        """Return the positions after a group of attempts at a problem. `solve_rate` is the solved share of the group."""
+        """Return the positions after a group of attempts at a problem. `solve_rate` is the solved share of the
+        group.
+        """
         stream, position = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions

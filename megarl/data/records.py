@@ -1,4 +1,6 @@
-"""A record of a data source (line or row), with access to its fields. Every error names the file and the line or row."""
+"""A record of a data source (line or row), with access to its fields. Every error names the file and the line
+or row.
+"""
 
 from __future__ import annotations
 

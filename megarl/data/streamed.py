@@ -76,7 +76,9 @@ class Streamed(Sequence[Made], Generic[Made]):
         return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
 
     def values(self, field: str) -> Iterator[Any]:
-        """Yield a field's value of each record, without computing results. Raises KeyError if a record lacks the field."""
+        """Yield a field's value of each record, without computing results. Raises KeyError if a record lacks
+        the field.
+        """
         for start in self._starts:
             self._file.seek(start)
             _, fields = json.loads(self._file.readline())

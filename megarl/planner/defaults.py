@@ -91,7 +91,9 @@ def _make_judge(recipe: Recipe) -> MemoryJudge | None:
 
 
 def _sets_field(recipe: Recipe, field: str) -> bool:
-    """Return whether the recipe sets `trainer.offload` or `trainer.recompute`, or passes the latter to Megatron-Core."""
+    """Return whether the recipe sets `trainer.offload` or `trainer.recompute`, or passes the latter to
+    Megatron-Core.
+    """
     trainer = recipe.trainer
     if field == _RECOMPUTE and not reserved_settings("recompute").keys().isdisjoint(trainer.megatron):
         return True
@@ -205,7 +207,9 @@ class _Savings:
         return ranking.changes[0].recipe
 
     def explain(self, field: str, completed: Recipe) -> str:
-        """Return in words why a field of the completed recipe has its value: what the next cheaper value would leave."""
+        """Return in words why a field of the completed recipe has its value: what the next cheaper value would
+        leave.
+        """
         choices = self._list_values(field)
         place = next(
             place

@@ -26,7 +26,9 @@ and its own layers cannot do that."""
 
 
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
-    """Yield errors of parallel sizes that do not divide the model. `is_sampled`: the recipe's engines are checked too."""
+    """Yield errors of parallel sizes that do not divide the model. `is_sampled`: the recipe's engines are
+    checked too.
+    """
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE

@@ -213,6 +213,6 @@ class _Sequence:
 
 
 def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
-    """Return a text up to its last special token, or the whole text without one."""
+    """Return a text without white space at its end, if a special token precedes the white space."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

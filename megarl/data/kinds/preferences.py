@@ -144,7 +144,9 @@ def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequen
 
 
 def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
-    """Return the sequence up to the end of its answer, with one more position. The value there is the sequence's score."""
+    """Return the sequence up to the end of its answer, with one more position. The value there is the
+    sequence's score.
+    """
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
     # Entry t is predicted from the tokens before t, so any token can stand at the end: the first is at hand.

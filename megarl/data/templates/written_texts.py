@@ -117,7 +117,9 @@ class _WrittenText:
         """End of the last text that was found."""
 
     def contains(self, text: str) -> bool:
-        """Return whether the rendered text has a message's text. Its white space may differ, or it is written as JSON."""
+        """Return whether the rendered text has a message's text. Its white space may differ, or it is written
+        as JSON.
+        """
         text = text.strip()
         place = self._rendered.find(text, self._place)
         if place < 0:

@@ -199,7 +199,9 @@ class RankMemory:
 
     @property
     def max_host_copies(self) -> int:
-        """Return the maximum number of tensors with a copy in host memory: weights, main weights, two moments of each."""
+        """Return the maximum number of tensors with a copy in host memory: weights, main weights, two moments
+        of each.
+        """
         models = filter(None, [self.models.policy, self.models.critic, *self.models.frozen.values()])
         return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
 

@@ -77,7 +77,9 @@ class Lengths:
 
 
 def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
-    """Return log-normal lengths, cut at `limit` tokens, whose mean after the cut is `mean` (at most 98 % of the limit)."""
+    """Return log-normal lengths, cut at `limit` tokens, whose mean after the cut is `mean` (at most 98 % of the
+    limit).
+    """
     mean = min(mean, 0.98 * limit)
     normal = NormalDist()
     places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES

@@ -49,7 +49,9 @@ _DOTS = symbol("ldots")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of a predicted with a gold answer. Predicted numbers are multiplied by `factor` to convert their unit."""
+    """Comparison of a predicted with a gold answer. Predicted numbers are multiplied by `factor` to convert
+    their unit.
+    """
 
     factor: Fraction = Fraction(1)
 

@@ -20,7 +20,9 @@ def list_steps(node: Node) -> list[tuple[Node, str]]:
 
 
 def determines(left: Node, right: Node, difference: Node) -> bool:
-    """Return whether `left = right` is the only solution of `difference = 0`. It must be linear in the symbol `left`."""
+    """Return whether `left = right` is the only solution of `difference = 0`. It must be linear in the symbol
+    `left`.
+    """
     if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
         return False
     zero = number(0)
