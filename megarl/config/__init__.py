@@ -1,7 +1,7 @@
 """Schema of a recipe (a run's YAML file): every field with its type, default and meaning.
 
-An unknown key is an error. Checks of a single field are here. Checks of several fields, the model folder or the data
-are functions of `megarl.preflight`. A user sees the errors of both in one list. The package imports without torch.
+An unknown key is an error. Checks of a single field are in this package. Checks of several fields, of the model folder
+or of the data are in `megarl.preflight`. A user sees the errors of both in one list. The package imports without torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megarl.files.model_folder import find_folder
 
 
 class Recipe(Section):
-    """Recipe of one run: all sections, and properties that combine several of them."""
+    """Recipe of one run: all sections, and properties that combine several sections."""
 
     name: Name
     """Name of the run and of its folder."""
@@ -121,8 +121,7 @@ class Recipe(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _complete(cls, raw_values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the mixture's sources, then set `algorithm.overlong_buffer` if the recipe leaves it to the
-        preset."""
+        """Validate the mixture's sources, then set `algorithm.overlong_buffer` if only the preset decides it."""
         filled = with_first_train(raw_values)
         recipe = validate(filled)
         if filled is not raw_values:
@@ -132,8 +131,8 @@ class Recipe(Section):
         return recipe.with_overlong_buffer()
 
     def with_overlong_buffer(self) -> Self:
-        """Return the recipe with `algorithm.overlong_buffer` filled in, if `algorithm.preset` decides it and the recipe
-        does not.
+        """Return the recipe with `algorithm.overlong_buffer` from `algorithm.preset`, if the recipe leaves the field
+        out.
 
         Presets give it as a fraction of `rollout.sampling.max_new_tokens`.
         """
@@ -150,14 +149,12 @@ class Recipe(Section):
 
     @property
     def references(self) -> Mapping[Place, str]:
-        """Return the recipe file's text of each value that was read from the environment, for example
-        `${oc.env:HF_TOKEN}`."""
+        """Return the text in the recipe file of each value from the environment: `${oc.env:HF_TOKEN}`."""
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
-        """Return a copy of the recipe with texts such as `${oc.env:HF_TOKEN}` for values read from the environment.
-
-        A written recipe shows the texts instead of the values.
+        """Return a copy of the recipe that is written with texts like `${oc.env:HF_TOKEN}` for values from the
+        environment.
         """
         copy = self.model_copy()
         copy._references = dict(references)
@@ -169,7 +166,7 @@ class Recipe(Section):
         return self._notices
 
     def with_notices(self, notices: Sequence[str]) -> Self:
-        """Return a copy of the recipe with messages about ignored values, see `notices`."""
+        """Return a copy of the recipe with these `notices`."""
         copy = self.model_copy()
         copy._notices = tuple(notices)
         return copy
@@ -180,8 +177,9 @@ class Recipe(Section):
 
     @property
     def drafter(self) -> str | None:
-        """Return the folder or Hub name of the engines' EAGLE-3 drafter, a model with files of its own; None without
-        one."""
+        """Return the folder or Hub name of the engines' EAGLE-3 drafter, a small model that drafts tokens. None: no
+        drafter.
+        """
         config = self.rollout.vllm.get("speculative_config")
         if not self.has_engine or not isinstance(config, Mapping) or config.get("method") != "eagle3":
             return None
@@ -194,7 +192,7 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """Return whether the engines keep the base weights and receive a LoRA adapter in each reshard.
+        """Return whether engines keep the base weights and receive only a LoRA adapter in each reshard.
 
         False before a start has replaced `lora.sync: auto` by a choice.
         """
@@ -209,12 +207,11 @@ class Recipe(Section):
 
     @property
     def has_kl_penalty(self) -> bool:
-        """Return whether a KL to the reference model is part of the rewards, the advantages or the loss of loop rl."""
+        """Return whether loop rl has a KL penalty towards the reference model, in rewards, advantages or loss."""
         return self.loop == "rl" and self.algorithm.kl_coefficient > 0
 
     @property
     def has_critic(self) -> bool:
-        """Return whether the run trains a critic, as PPO does."""
         return self.loop == "rl" and self.algorithm.advantage == "gae"
 
     @property
@@ -243,15 +240,15 @@ class Recipe(Section):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Return the folder of each teacher with one, keyed by its name on the ranks: teacher0, teacher1 and so on."""
+        """Return the folders of teachers, keyed by their names on the ranks: teacher0, teacher1 and so on."""
         folders = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
         return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(folders))}
 
     @property
     def teacher_models(self) -> tuple[str, ...]:
-        """Return the names on the ranks of all teachers: teacher0 and so on, then `reference` and `live_teacher`.
+        """Return the names of all teachers on the ranks: teacher0 and so on, then `reference` and `live_teacher`.
 
-        The last two are teachers `reference` and `policy` of a recipe.
+        The last two are the recipe's teachers `reference` and `policy`.
         """
         if self.loop != "distillation" or not self.train.steps:
             return ()
@@ -260,7 +257,7 @@ class Recipe(Section):
 
     @property
     def teacher_of_source(self) -> dict[str, int]:
-        """Return the number of the teacher for each source of the mixture, keyed by the source's name."""
+        """Return the number of the teacher of each source in the mixture, keyed by the source's name."""
         numbers = {name: number for number, name in enumerate(self.teacher_models)}
         name_of_folder = {folder: name for name, folder in self.teachers.items()}
         teacher_of_source = {source.name: source.recipe.distillation.teacher or "" for source in self.sources}
@@ -273,7 +270,7 @@ class Recipe(Section):
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property
     def for_teachers(self) -> Self:
-        """Return a copy of the recipe with the teachers' parallel sizes in the section `trainer`."""
+        """Return a copy of the recipe with the teachers' parallel sizes in place of the trainer's."""
         if not (sizes := self.distillation.sizes):
             return self
         changed = sizes | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
@@ -289,7 +286,7 @@ class Recipe(Section):
 
     @property
     def logprob_gap_limit(self) -> float | None:
-        """Return the maximum mean distance of trainer and engine log-probs in nats; None without a limit.
+        """Return the maximum mean distance of trainer and engine log-probs in nats. None: no limit.
 
         Above it updates are skipped. With trainer.exact the limit is 0.
         """
@@ -297,9 +294,9 @@ class Recipe(Section):
 
     @property
     def exact_blocks(self) -> int:
-        """Return the number of equal blocks, over all ranks, of the inner dimension of a product split over ranks.
+        """Return the number of equal blocks in which a matrix product over several ranks is summed.
 
-        It is the largest of trainer.tp, trainer.etp and rollout.tp; 0 without trainer.exact.
+        It is the largest of trainer.tp, trainer.etp and rollout.tp. 0: trainer.exact is off.
         """
         return (
             max(self.trainer.tp, self.trainer.etp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
@@ -307,7 +304,7 @@ class Recipe(Section):
 
     @property
     def has_advantages(self) -> bool:
-        """Return whether the loss multiplies sampled tokens by advantages. False for losses on whole distributions."""
+        """Return whether the loss multiplies sampled tokens by advantages. False: it compares whole distributions."""
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
@@ -319,13 +316,12 @@ class Recipe(Section):
 
     @property
     def frozen_steps(self) -> int:
-        """Return the number of steps at the start that train only the critic."""
+        """Return the number of steps at the start in which only the critic is trained."""
         return self.critic.warmup_steps if self.has_critic else 0
 
     @property
     def sequences_per_example(self) -> int:
-        """Return the number of sequences in one training example: 2 for a pair of chosen and rejected answer, else
-        1."""
+        """Return the sequences of one training example: 2 for a pair of chosen and rejected answer, else 1."""
         return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 
     @property
@@ -335,7 +331,7 @@ class Recipe(Section):
 
     @property
     def separate_ranks(self) -> int:
-        """Return the number of ranks used for sampling only. 0 with `rollout.placement` colocated.
+        """Return the number of ranks that only sample. 0: `rollout.placement` is colocated.
 
         It is `rollout.ranks`, or the number of ranks on the nodes of `cluster.groups.engines`.
         """
@@ -351,7 +347,7 @@ class Recipe(Section):
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
-        """Return the names of all validation sets, including those of the mixture's sources."""
+        """Return the names of all validation sets, with those of the mixture's sources."""
         source_names = [name for source in self.sources for name in source.recipe.data.validation]
         return tuple(dict.fromkeys([*source_names, *self.data.validation_conversations]))
 
@@ -365,16 +361,15 @@ class Recipe(Section):
         return bool(self.validation_sets) and (step == self.train.steps or (interval > 0 and step % interval == 0))
 
     def overlaps_at(self, step: int) -> bool:
-        """Return whether sending the step's new weights to the engines overlaps the next step.
+        """Return whether the step's new weights are sent in the background of the next step.
 
-        It does with `weights.overlap`, if another step follows directly.
+        They are with `weights.overlap`, if another step follows directly.
         """
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
-        """Return whether the step sends new weights to the engines.
-
-        It does every `rollout.sync_every` steps, and before an evaluation.
+        """Return whether the step sends new weights to the engines: every `rollout.sync_every` steps and before
+        evaluations.
         """
         return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
@@ -385,26 +380,27 @@ class Recipe(Section):
 
     @property
     def context_tokens(self) -> int:
-        """Return the number of tokens in the longest possible sampled sequence: prompt, completions and tool
-        replies."""
+        """Return the tokens of the longest possible sampled sequence: prompt, completions and tool replies."""
         return max(source.recipe._context_tokens for source in self.sources)
 
     @property
     def trained_tokens(self) -> int:
-        """Return the number of tokens in the longest possible training sequence."""
+        """Return the tokens of the longest possible training sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 
     @property
     def teacher_tokens(self) -> int:
-        """Return the limit of tokens in a teacher's sequence with a prompt of its own. 0: there is none."""
+        """Return the limit of tokens in a teacher's sequence with its own prompt. 0: teachers have the policy's
+        prompt.
+        """
         recipes = [source.recipe for source in self.sources] if self.loop == "distillation" else []
         longest = self.distillation.max_teacher_tokens or 2 * self.trained_tokens
         return longest if any(recipe.distillation.teacher_prompt is not None for recipe in recipes) else 0
 
     @property
     def longest_trajectory(self) -> int:
-        """Return the limit of tokens that the policy may sample in one training attempt, over all turns."""
+        """Return the limit of tokens that the policy samples in one training attempt, over all turns."""
         return max(source.recipe._longest_trajectory for source in self.sources)
 
     @property
@@ -426,8 +422,10 @@ class Recipe(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Return the sampling parameters of evaluations without the repetition penalty. Unset fields are
-        `rollout.sampling`'s."""
+        """Return the sampling parameters of evaluations, without the repetition penalty.
+
+        Unset fields are those of `rollout.sampling`.
+        """
         changes = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
         changes["temperature_schedule"] = "constant"
         if self.evaluation.samples_per_prompt == 1:

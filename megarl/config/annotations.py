@@ -1,11 +1,12 @@
-"""Annotations of recipe fields: when a field has an effect, library settings that it decides, untried values.
+"""Annotations of recipe fields: conditions of their effect, library settings that they decide, untried values.
 
 They stand in `Annotated`, after the field's type:
 
     ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
 
-Errors about fields without effect, refused settings of vLLM and Megatron-Core, and notes about values that have not run
-on a GPU are made from them. Names of fields in other programs are in `megarl.config.hints.foreign`.
+Three texts are generated from them: errors about fields without effect, errors about refused settings of vLLM and
+Megatron-Core, and notes about values that have not run on a GPU. `megarl.config.hints.foreign` has the names of fields
+in other programs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Condition under which a recipe field has an effect, for example `rollout.placement` being separate.
+    """Condition under which a recipe field has an effect, for example that `rollout.placement` is separate.
 
     `fields` are the names of the fields that decide it. `remedy` says how a user can fulfil it.
     """
@@ -31,15 +32,16 @@ class Condition:
     remedy: str
     holds: Callable[[Recipe], bool]
     example: str = ""
-    """Command-line overrides fulfilling the condition, for example `rollout.placement=separate`. The generated page
-    MIGRATION.md shows them."""
+    """Command-line overrides that fulfil the condition: `rollout.placement=separate`. The generated page MIGRATION.md
+    shows them."""
     is_alternative: bool = False
-    """True if the annotated and the deciding field are two ways to write one setting, for example warmup_steps and
+    """Whether the annotated and the deciding field are two ways to write one setting, as warmup_steps and
     warmup_fraction. A command-line override of one then removes the recipe file's value of the other."""
 
     def state(self, recipe: Recipe) -> str:
-        """Return the deciding fields with their values, for an error message: `under loop=sft`, `without
-        reward.model`."""
+        """Return the deciding fields with their values for an error message: `under loop=sft`, `without
+        reward.model`.
+        """
         values = {field: value_at(recipe, field) for field in self.fields}
         absent = [field for field, value in values.items() if value is None or value == {}]
         texts = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
@@ -51,12 +53,12 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, init=False)
 class OnlyIf:
-    """Conditions under which the annotated field, or every field of the annotated section, has an effect. All must
-    hold.
+    """Conditions that must all hold for the annotated field, or every field of the annotated section, to have an
+    effect.
 
-    A field inside a section inherits the section's conditions. If the field has its own condition on the same deciding
-    field, it replaces the inherited one. An item may be a function from the section's dotted name to the condition, for
-    sections used at several places of the recipe.
+    A field inside a section inherits the section's conditions. Its own condition on the same deciding field replaces
+    the inherited one. An item may be a function from the section's dotted name to the condition, for sections that
+    occur at several places of the recipe.
     """
 
     conditions: tuple[Condition | Callable[[str], Condition], ...]
@@ -69,7 +71,7 @@ class OnlyIf:
 class UntriedOnGpu(DescriptionNote):
     """Values of the annotated field that have not run on a GPU. tests/gpu/README.md lists the runs on GPUs.
 
-    The field's description says so, and so does a start on a GPU with such a value, which is any but the default.
+    The field's description says so. A start on a GPU says so too, with any value but the default.
     """
 
     values: str
@@ -81,9 +83,9 @@ class UntriedOnGpu(DescriptionNote):
 
 @dataclass(frozen=True, slots=True)
 class KeywordOf:
-    """The annotated field is a keyword argument of a formula (a loss, an advantage estimator), chosen by another field.
+    """Marks a field as a keyword argument of a formula (a loss, an advantage estimator) that another field selects.
 
-    It has an effect only if the other field has one, and if the chosen formula takes the keyword.
+    The field has an effect only if the selecting field has one, and if the formula takes the keyword.
     """
 
     formula: str
@@ -94,23 +96,19 @@ class KeywordOf:
 
 @dataclass(frozen=True, slots=True)
 class Decides:
-    """Settings of vLLM and Megatron-Core determined by the annotated recipe field. Users must set the recipe field
-    instead.
+    """Settings of vLLM and Megatron-Core that the annotated field determines, so users must not set them directly.
 
     A text has several names separated by blanks.
     """
 
     vllm: str = ""
-    """Names of the fields of vLLM's EngineArgs set by this recipe field."""
+    """Names of vLLM's EngineArgs fields."""
     megatron: str = ""
-    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field."""
+    """Names of fields of Megatron-Core's TransformerConfig."""
     experts: str = ""
-    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field for mixture-of-experts models
-    only."""
+    """Like `megatron`, for mixture-of-experts models only."""
     # With `none` users may set these through trainer.megatron.
     recompute: str = ""
-    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field, unless `trainer.recompute` is
-    `none`."""
+    """Like `megatron`, unless `trainer.recompute` is `none`."""
     fp8: str = ""
-    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field, unless `trainer.fp8` is
-    `none`."""
+    """Like `megatron`, unless `trainer.fp8` is `none`."""

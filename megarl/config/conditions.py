@@ -1,6 +1,6 @@
-"""Conditions under which recipe fields have an effect, used in `OnlyIf` annotations.
+"""Conditions under which recipe fields have an effect, for `OnlyIf` annotations.
 
-Some are functions from a section's dotted name to the condition, because a section may be used at several places of the
+Some are functions from a section's dotted name to the condition, because the section occurs at several places of the
 recipe.
 """
 
@@ -47,9 +47,9 @@ def above_zero(field: str, example: str) -> Condition:
 
 
 def takes(field: str, keyword: str) -> Condition:
-    """Return the condition that the formula chosen by a recipe field takes this keyword argument.
+    """Return the condition that the formula selected by a recipe field takes this keyword argument.
 
-    A user's own formula counts as taking any; `preflight.keyword_arguments` checks it later.
+    A user's own formula counts as taking every keyword; `preflight.keyword_arguments` checks it later.
     """
 
     def holds(recipe: Recipe) -> bool:
@@ -60,7 +60,7 @@ def takes(field: str, keyword: str) -> Condition:
 
 
 def _runs_programs(recipe: Recipe) -> bool:
-    """Return whether a reward function or the environment may run programs written by the policy. A user's own may."""
+    """Return whether a reward function or the environment may run programs of the policy. User-defined ones may."""
     names = [function.name for function in recipe.reward.functions]
     return any(name == "code" or ":" in name for name in names) or (
         recipe.rollout.environment == "python" or ":" in recipe.rollout.environment
@@ -205,7 +205,7 @@ NOT_SINGLE_TURN = Condition(
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
 AGENTS = ("command", "verifiers")
-"""Environments with an agent loop of their own, so that the limits of megarl's loop do not apply. A user's environment
+"""Environments whose agent loop replaces megarl's, so the limits of megarl's loop do not apply. A user's environment
 counts only after its import."""
 AGENT = Condition(
     ("rollout.environment",),
@@ -215,7 +215,7 @@ AGENT = Condition(
 COMMAND = one_of("rollout.environment", "command")
 CONTAINER = one_of("rollout.agent.sandbox", "sandbox", "podman", "docker", "apptainer")
 LAYERED = one_of("rollout.agent.sandbox", "sandbox", "apptainer")
-"""Containers with new files in memory."""
+"""Condition for containers that hold new files in memory."""
 NOT_AGENT = Condition(
     ("rollout.environment",),
     "set rollout.environment to another",
@@ -241,13 +241,13 @@ CORRECTION = non_empty("algorithm.importance_sampling")
 
 
 def takes_margin(_: str) -> Condition:
-    """Return the condition that the run trains a reward model, or with a preference loss that has a margin."""
+    """Return the condition that the run trains a reward model, or has a preference loss with a margin."""
     loss = takes("preference.loss", "margin")
     return replace(loss, holds=lambda recipe: recipe.loop == "reward_model" or loss.holds(recipe))
 
 
 def adam(section: str) -> Condition:
-    """Return the condition that a section's optimizer updates some parameters by Adam."""
+    """Return the condition that the optimizer of a section updates some parameters by Adam."""
     return one_of(f"{section}.name", "adam", "muon")
 
 
@@ -257,12 +257,12 @@ def muon(section: str) -> Condition:
 
 
 def decays(section: str) -> Condition:
-    """Return the condition that a section's learning-rate schedule decays."""
+    """Return the condition that the learning-rate schedule of a section decays."""
     return one_of(f"{section}.schedule", "linear", "cosine", "wsd")
 
 
 def wsd(section: str) -> Condition:
-    """Return a condition for recipe fields: the learning-rate schedule of `section` is wsd (warmup-stable-decay)."""
+    """Return the condition that the learning-rate schedule of a section is wsd (warmup-stable-decay)."""
     return one_of(f"{section}.schedule", "wsd")
 
 

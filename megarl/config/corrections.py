@@ -1,4 +1,4 @@
-"""Whether a recipe corrects for samples of another policy than the trained one, by importance weights or clipping."""
+"""Whether a recipe corrects for samples of an older policy, by importance weights or clipping."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 CORRECTING_LOSSES = ("dppo_tv", "dppo_kl", "vespo")
-"""Policy losses with the ratio to the engine's log-probs. A further importance weight would correct twice."""
+"""Policy losses with a ratio to the engine's log-probs. An importance weight would correct twice."""
 _SMOOTH_LOSSES = ("vespo", "dro")
-"""Policy losses for samples of another policy, without a clip: a weight fades with the ratio, or a penalty grows."""
+"""Policy losses for samples of an older policy, without a clip: a weight fades with the ratio, or a penalty grows."""
 
 
 def lacks_correction(recipe: Recipe) -> bool:
-    """Return whether the recipe trains on stale tokens without a correction, and does not say that this is intended."""
+    """Return whether the recipe trains on stale tokens without a correction, and does not declare it as intended."""
     if unmet(recipe, "rollout.max_staleness") is not None:
         return False
     # An explicit importance_sampling = none states intent, so it gives a warning instead of an error.
@@ -32,8 +32,7 @@ def is_uncorrected(recipe: Recipe) -> bool:
 
 
 def nothing_corrects(recipe: Recipe) -> bool:
-    """Return whether the loss has no correction for the sampling policy: no importance weight and no clipped ratio to
-    it."""
+    """Return whether the loss has neither an importance weight nor a clipped ratio to the sampling policy."""
     algorithm = recipe.algorithm
     # Starting from the engine's log-probs, the loss itself is the correction.
     is_bounded = "clip_low" in _settings_of_policy_loss(recipe) or algorithm.policy_loss in _SMOOTH_LOSSES
@@ -42,6 +41,6 @@ def nothing_corrects(recipe: Recipe) -> bool:
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the recipe fields used as arguments by the policy loss. A user's own loss counts as using all."""
+    """Return the recipe fields that are arguments of the policy loss. A user's own loss counts as using all."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])

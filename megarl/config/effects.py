@@ -1,4 +1,4 @@
-"""Effects of recipe fields: whether a recipe meets the conditions at a field (`OnlyIf`, `KeywordOf`).
+"""Whether recipe fields have an effect: whether the conditions at a field (`OnlyIf`, `KeywordOf`) hold.
 
 The schema is one model with conditions at its fields, not a union of models chosen by `loop`. A union would have these
 drawbacks:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @cache
 def conditions(field: str) -> tuple[Condition, ...]:
-    """Return all conditions under which a field has an effect, including those of the sections around it."""
+    """Return all conditions of a field's effect, with those of the sections around it."""
     parts, field_conditions = field.split("."), []
     for end in range(1, len(parts) + 1):
         for layer in _layers(".".join(parts[:end])):
@@ -66,14 +66,14 @@ def unmet(recipe: Recipe, field: str) -> Condition | None:
 
 
 def unmet_in(recipe: Recipe, field: str) -> Condition | None:
-    """Like `unmet`, for the recipe of a single source (`Recipe.sources`). Without a mixture it is the run's recipe."""
+    """Like `unmet`, for the recipe of a single source (`Recipe.sources`)."""
     return next((condition for condition in conditions(field) if not condition.holds(recipe)), None)
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Return whether a field is a keyword argument of a user's own formula that does not take it.
+    """Return whether a field is a keyword argument that a user's own formula does not take.
 
-    A formula that was not imported yet counts as one that does not.
+    A formula that was not imported yet counts as not taking it.
     """
     own_formulas = [
         (path, item.name or field.rpartition(".")[2])

@@ -1,6 +1,6 @@
 """Names and keyword arguments of the formulas in `megarl.algorithms` (losses, advantage estimators, KL estimators).
 
-They are read from the source code, because recipes are checked without torch, and an import needs it. A recipe field
+They are read from the source code, because recipes are checked without torch, which an import needs. A recipe field
 with a `Formula` annotation accepts the names in a table of the source. The functions' keyword arguments become recipe
 settings. A new formula therefore needs no second registration. pydantic is imported where it is used, so that `megarl
 --help` is fast.
@@ -28,7 +28,7 @@ _ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """Keyword argument of a formula. `annotation` is its type annotation, None if the source has none."""
+    """Keyword argument of a formula. `annotation` is its type annotation. None: the source has none."""
 
     annotation: ast.expr | None
     is_required: bool
@@ -39,11 +39,11 @@ Keywords = Mapping[str, Keyword]
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Annotation of a recipe field that chooses a formula by its name in a table of a module of `megarl.algorithms`.
+    """Annotation of a recipe field that selects a formula by its name in a table of `megarl.algorithms`.
 
-    `further` are names of functions accepted in addition to the table's. `measured` are keyword arguments that the run
-    computes from its samples, so that a recipe cannot set them. `takes_own`: an import path of a user's formula is
-    accepted, too.
+    `further` are functions that are accepted in addition to the table. `measured` are keyword arguments that the run
+    computes from its samples, so a recipe cannot set them. `takes_own`: an import path of a user's formula is accepted
+    too.
     """
 
     module: str
@@ -87,18 +87,18 @@ def _functions(formula: Formula) -> dict[str, Keywords]:
 
 @cache
 def formula_fields() -> dict[str, Formula]:
-    """Return the recipe fields that choose a formula, with their annotations."""
+    """Return the recipe fields that select a formula, with their annotations."""
     return {place: annotations[0] for place in all_fields() if (annotations := annotated_with(place, Formula))}
 
 
 def formulas(field: str) -> dict[str, Keywords]:
-    """Return the formula names accepted by a recipe field, each with the formula's keyword arguments."""
+    """Return the formulas that a recipe field accepts, by name, each with its keyword arguments."""
     return _functions(formula_fields()[field])
 
 
 @cache
 def keyword_fields(field: str) -> dict[str, str]:
-    """Return the keyword arguments of the formulas of `field` that are recipe fields of their own: keyword to field."""
+    """Return the recipe fields that are keyword arguments of the formulas of `field`, keyed by keyword."""
     return {
         item.name or place.rpartition(".")[2]: place
         for place in all_fields()
@@ -108,8 +108,7 @@ def keyword_fields(field: str) -> dict[str, str]:
 
 
 def kwargs_field(field: str) -> str | None:
-    """Return the recipe field for all other keyword arguments of a formula, for example algorithm.loss_kwargs. May be
-    None."""
+    """Return the recipe field for all other keyword arguments of a formula: algorithm.loss_kwargs. May be None."""
     name = f"{field}_kwargs"
     return name if name in all_fields() else None
 
@@ -120,7 +119,7 @@ def taking(field: str, keyword: str) -> list[str]:
 
 
 def either(choices: Sequence[object]) -> str:
-    """Return names joined for a sentence: `a, b or c`. There must be at least one."""
+    """Return at least one name, joined for a sentence: `a, b or c`."""
     *leading, last = map(str, choices)
     return f"{', '.join(leading)} or {last}" if leading else last
 

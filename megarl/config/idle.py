@@ -1,6 +1,6 @@
-"""Recipe fields that the user set but that have no effect under the other fields' values.
+"""Idle recipe fields: fields that the user set, but that have no effect under the other fields' values.
 
-If a command-line override made a field of the file idle, its value is dropped with a notice. Otherwise an idle field is
+If a command-line override made a field of the file idle, the field is dropped with a notice. Otherwise an idle field is
 an error. `config.effects` decides which fields have an effect.
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Origin:
     """Origin of a recipe's values: a file, and command-line overrides that set or remove values.
 
-    `overridden` has the dotted names set by overrides, `unread` the names of fields without a usable value.
-    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields with an effect, so a field that
-    has lost it is not the user's mistake.
+    `overridden` has the dotted names that overrides set, `unread` the names of fields without a usable value.
+    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields with an effect, so a field that lost
+    its effect is not the user's mistake.
     """
 
     path: Path
@@ -46,11 +46,11 @@ class Origin:
 
 # Dropping a value can make others idle (a mixture's data, say), so this repeats until nothing changes.
 def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Recipe, list[str], list[str]]:
-    """Drop values of the recipe file that have no effect because of overrides.
+    """Drop values of the recipe file that lost their effect because of overrides.
 
     Returns the recipe, one notice per reason, and the errors. Values and references are removed from `merged` too. An
-    error is a required value missing after the removal, for example the data of a mixture; its field is added to
-    `origin.unread`.
+    error is a required value that is missing after the removal, for example the data of a mixture; its field is added
+    to `origin.unread`.
     """
     notices: list[str] = []
     faults: list[str] = []
@@ -77,7 +77,7 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
 
 # Two different names are a validation error, so this is done before validation.
 def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
-    """Drop the file's name of the gold answer's field if an override gives it in the other way.
+    """Drop the file's name of the gold answer's field if an override names the field in the other way.
 
     The two ways are fields.answer and answer_field. Values and references are removed from `merged`. Returns the
     notices.
@@ -104,7 +104,9 @@ def _is_within(place: Place, field: str) -> bool:
 
 # A value idle in the file alone is the user's mistake and stays an error; only overrides excuse it.
 def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> dict[str, tuple[str, str]]:
-    """Return the file's fields without effect because of overrides: the value as written, and the reason."""
+    """Return the file's fields that lost their effect because of overrides, each with its value as written and the
+    reason.
+    """
     superseded: dict[str, tuple[str, str]] = {}
     from_file: list[Idle] = []
     for idle in _readable(idle_fields(recipe), origin.unread):
@@ -144,7 +146,7 @@ def idle_lines(recipe: Recipe, references: Mapping[Place, str], origin: Origin) 
 
 
 def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
-    """Return `field = value` for an error line. Secrets are hidden, and `${...}` references are not resolved."""
+    """Return `field = value` for an error line. Secrets are hidden; `${...}` references stay unresolved."""
     where: Any = tuple(place.split("."))
     value = reference_around(where, references) or printable(value_at(recipe, field), where, references)
     return f"{place} = {shorten_value(value)}"
@@ -161,8 +163,9 @@ def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 class Idle(NamedTuple):
-    """A field that the user set, but that has no effect. It has the field's name as written, the name in the schema,
-    the recipe, and the unmet condition."""
+    """A field that the user set without effect: its name as written, its name in the schema, the recipe, the unmet
+    condition.
+    """
 
     place: str
     field: str
@@ -182,7 +185,9 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
-    """Yield the idle fields whose own value and deciding fields could be read. Others have an error already."""
+    """Yield the idle fields of which the value and the deciding fields could be read. The others have an error
+    already.
+    """
     for idle in fields:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
             yield idle
@@ -190,5 +195,5 @@ def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
 
 # A check of several fields makes their whole section unread.
 def _is_unread(field: str, unread: set[str]) -> bool:
-    """Return whether a field, or a section around it, is among the names without a usable value."""
+    """Return whether a field, or a section around it, is in `unread`."""
     return any(f"{field}.".startswith(f"{name}.") for name in unread)

@@ -1,7 +1,7 @@
 """Whether a run can know that an answer is right: verdicts of reward functions and environments.
 
-Accuracy, pass@k and majority@k count verdicts. A score alone is not one, because a function for brevity or format also
-rewards wrong answers. A score counts as a verdict only if the recipe or the function says so.
+Accuracy, pass@k and majority@k count verdicts. A score alone is not a verdict, because a function for brevity or format
+also rewards wrong answers. The recipe or the function must say that a score is a verdict.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ JUDGES = frozenset(
 )
 """Built-in reward functions with a verdict: they compare the answer with the gold answer, or test it."""
 SCORERS = frozenset({"format", "length"})
-"""Built-in reward functions that do not look at the answer's content, so that they have no verdict."""
+"""Built-in reward functions without a verdict, because they ignore the answer's content."""
 
 SCORED_BY_FUNCTIONS = frozenset({"single_turn", "calculator", "python", "search"})
-"""Environments without rewards of their own. `reward.functions` score their attempts."""
+"""Environments without rewards: `reward.functions` score their attempts."""
 JUDGING_ENVIRONMENTS = frozenset({"countdown", "guess_number", "mastermind", "reasoning_gym", "gem"})
-"""Names of environments whose last reward says whether the policy's answer is right."""
+"""Environments whose last reward is the verdict on the policy's answer."""
 
 REMEDY = "set judges_answer: true on the function of reward.functions scoring whether the answer is right"
 
@@ -45,8 +45,7 @@ def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
 
 
 def judges_answers(recipe: Recipe) -> Judging:
-    """Return how the attempts of a source are judged, as far as the recipe shows it. `recipe` is the source's
-    recipe."""
+    """Return how the attempts of a source are judged, as far as the source's recipe shows it."""
     if recipe.rollout.environment in JUDGING_ENVIRONMENTS:
         return "declared"
     if recipe.rollout.environment not in SCORED_BY_FUNCTIONS:
@@ -55,7 +54,7 @@ def judges_answers(recipe: Recipe) -> Judging:
 
 
 def accuracy_needs(recipe: Recipe) -> list[str]:
-    """Return the fields, as `FIELD = VALUE`, for which training needs verdicts although this source has none."""
+    """Return the fields (`FIELD = VALUE`) for which training needs verdicts that this source does not have."""
     if not recipe.trains_rewards:
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
@@ -87,7 +86,8 @@ def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
 
 def _is_judging_server(kind: str, function: RewardFunctionConfig) -> bool:
     """Return whether the score of an HTTP reward is a verdict: by a threshold, or by the choices CORRECT and
-    INCORRECT."""
+    INCORRECT.
+    """
     if kind not in ("judge", "remote"):
         return False
     kwargs = function.kwargs

@@ -1,5 +1,6 @@
-"""Data mixtures: a run with several sources of prompts. A source may override some recipe fields and shares all
-others."""
+"""Data mixtures: a run with several sources of prompts. A source may override some recipe fields and shares the
+others.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class SourceConfig(Section):
 
     @model_serializer
     def _short(self) -> dict[str, Any]:
-        """Serialise the weight and the sections set for this source."""
+        """Return the weight and the sections that the source sets, for a written recipe."""
         sections = {name: getattr(self, name) for name in OWN if getattr(self, name)}
         return {"weight": self.weight, **sections}
 
@@ -73,7 +74,7 @@ class SourceRecipe:
     overridden: frozenset[str] = frozenset()
 
     def place(self, field: str) -> str:
-        """Return the dotted name of a source's field in the user's recipe, for example mixture.NAME.data.train."""
+        """Return the dotted name of a source's field in the user's recipe: mixture.NAME.data.train."""
         is_overridden = any(f"{field}.".startswith(f"{name}.") for name in self.overridden)
         return f"mixture.{self.name}.{field}" if is_overridden else field
 
@@ -119,7 +120,7 @@ def check_sources(recipe: Recipe) -> None:
 
 # data.train is a required field, so a recipe with data in its sources only would not validate.
 def with_first_train(values: Any) -> Any:
-    """Return recipe values in which data.train is the first source's, if only the sources have one."""
+    """Return recipe values with the first source's data.train, if only the sources have one."""
     if not isinstance(values, Mapping) or not isinstance(values.get("mixture"), Mapping):
         return values
     data = values.get("data", {})
@@ -161,7 +162,6 @@ def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the dotted names of the recipe fields that a source overrides."""
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterat
 
 
 def _within(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
-    """Return a section's pydantic errors, placed below the source at mixture.NAME."""
+    """Return a section's pydantic errors with places below mixture.NAME."""
     return [
         InitErrorDetails(
             type=PydanticCustomError(fault["type"], fault["msg"]),  # pyright: ignore[reportArgumentType]

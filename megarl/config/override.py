@@ -1,5 +1,4 @@
-"""Overrides of fields of a model's config.json (`model.override_config`): permitted fields, and how they are
-applied."""
+"""Overrides of fields of a model's config.json (`model.override_config`): permitted fields, and their application."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _NOT_SCALING = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Rotary settings that say which channels rotate. A change of the scaling keeps them."""
+"""Rotary settings that say which channels rotate. A change of the scaling does not touch them."""
 OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
 """Fields of config.json that may be overridden. They change the computation but not the shapes of weights."""
 
@@ -32,7 +31,7 @@ _REASONS = {
 
 
 def override_fault(override: Mapping[str, Any]) -> str | None:
-    """Return the first error in the overrides, or None. Whether megarl supports the values is checked later."""
+    """Return the first error in the overrides, or None. A later check tests whether megarl supports the values."""
     for name, value in override.items():
         if name not in OVERRIDABLE:
             reason = _REASONS.get(name, "it is not a permitted field")
@@ -45,7 +44,7 @@ def override_fault(override: Mapping[str, Any]) -> str | None:
 
 
 def _value_fault(name: str, value: Any) -> str | None:
-    """Return the permitted values of an overridden field in words if the given value is wrong, else None."""
+    """Return the permitted values of an overridden field in words if the value is wrong, else None."""
     if name in ("rope_scaling", "rope_parameters"):
         return None if value is None or isinstance(value, Mapping) else "rope_type and its parameters, or null"
     if name == "norm_topk_prob":
@@ -59,7 +58,7 @@ def _value_fault(name: str, value: Any) -> str | None:
 def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json with the overrides applied.
 
-    Settings of rotary embeddings keep the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
+    Rotary settings stay in the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
     (transformers 4). An override of rope_theta changes only the base. An override of rope_scaling changes neither the
     base nor the fraction of rotated channels.
     """
@@ -91,7 +90,7 @@ def engine_overrides(
 ) -> dict[str, Any]:
     """Return the overrides as vLLM's `hf_overrides`.
 
-    vLLM replaces a field as a whole, so rotary settings are complete: `rope` has those that config.json may lack.
+    vLLM replaces a field as a whole, so rotary settings must be complete: `rope` has those that config.json may lack.
     """
     plain = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain) == len(override):

@@ -1,7 +1,7 @@
 """Positions of ranks in the parallel grid (tp, cp, dp, pp), as arithmetic on integers.
 
-Megatron numbers its ranks by an order of the grid's axes, fastest axis first. Experts have axes of their own over the
-same ranks. A tensor-parallel group of vLLM is a block of contiguous ranks.
+Megatron numbers its ranks by an order of the grid's axes, fastest axis first. Experts have other axes over the same
+ranks. A tensor-parallel group of vLLM is a block of contiguous ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ FP8_BLOCK = 128
 """With block-scaled FP8, the tokens and hidden channels of one rank must be multiples of this."""
 EXACT_ROWS = 16
 """The input of an exact matrix product is padded to a multiple of this number of rows. At other numbers oneDNN's
-kernels (torch 2.13) round some elements differently: on an AVX-512 processor at 1 row, with two threads also at 2, 3,
-33, 129 and 257 rows, of 12 numbers tried. At multiples of 16 and 32 none did."""
+kernels (torch 2.13) round some elements differently. Of 12 numbers of rows tried on an AVX-512 processor, 1 differed,
+and with two threads also 2, 3, 33, 129 and 257. Multiples of 16 and 32 did not."""
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Values of trainer.rank_order: Megatron's default, and the order in which a replica's pipeline stages are
@@ -46,7 +46,7 @@ class ParallelConfig:
     ranks instead of splitting each. `order` is Megatron's rank order.
 
     `rank_permutation` (a, b) moves the trainer's ranks: in each block of a * b ranks, rank i * b + j takes position j *
-    a + i of the order. Neighbouring ranks then hold distant positions. (1, 1) changes nothing.
+    a + i of the order. Neighbouring ranks then have distant positions. (1, 1) changes nothing.
     """
 
     tp: int
@@ -85,7 +85,7 @@ class ParallelConfig:
     def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of layers in each of the pp * vpp model chunks, in layer order. They differ by at most one.
 
-        The first chunk also has the embedding, and the last one the head. These two are therefore the last to get an
+        The first chunk also has the embedding, and the last one the head. So these two are the last to get an
         additional layer.
         """
         chunks = self.pp * self.vpp
@@ -105,7 +105,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Return the number of the trainer's ranks."""
+        """Return the number of ranks that train."""
         return self.tp * self.pp * self.dp * self.cp
 
     @property
@@ -118,11 +118,10 @@ class ParallelConfig:
 
     @property
     def replica_sizes(self) -> list[int]:
-        """Return the number of ranks of each separate engine replica. Empty if trainer and engines share ranks."""
+        """Return the number of ranks of each separate engine. Empty: trainer and engines share ranks."""
         return [self.rollout_tp] * (self.rollout_ranks // self.rollout_tp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a rank in the trainer's grid."""
         dense = self._place(self._dense, self.part(rank))
         expert = self._place(self._expert, self.part(rank))
         return Coordinates(
@@ -147,7 +146,7 @@ class ParallelConfig:
         return block * a * b + place % a * b + place // a
 
     def part(self, rank: int) -> int:
-        """Return a rank's position in the trainer's order, given its coordinates."""
+        """Return a rank's position in the trainer's order. Coordinates follow from the position."""
         a, b = self.rank_permutation
         block, place = divmod(rank, a * b)
         return block * a * b + place % b * a + place // b
@@ -158,7 +157,7 @@ class ParallelConfig:
         return tuple(sorted(range(self.world_size), key=self.part))
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Return the tp * pp * cp ranks of one data-parallel replica, the one with tp 0, cp 0 and pp 0 first."""
+        """Return the tp * pp * cp ranks of one data-parallel replica, the rank with tp 0, cp 0 and pp 0 first."""
         # A permutation may give tp 0 a higher number than its peers, so the first rank is placed explicitly.
         first = self.rank(tp=0, dp=dp, pp=0)
         places = product(range(self.tp), range(self.pp), range(self.cp))
@@ -173,8 +172,9 @@ class ParallelConfig:
     # Zigzag context parallelism gives each rank one early and one late chunk, to balance causal attention.
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of tokens to whose multiple a sequence is padded. Each context-parallel rank has two
-        chunks."""
+        """Return the number of tokens of which each padded sequence is a multiple: two chunks per context-parallel
+        rank.
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
@@ -193,7 +193,7 @@ class ParallelConfig:
         return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": edp, "pp": self.pp}
 
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
-        """Return the digits of a position in the mixed-radix number system whose digits are the axes of the order."""
+        """Return a position's index on each axis. The axes are the digits of a mixed-radix number."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
         digits = {}
         for axis in self.order.split("-"):

@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe read as far as possible, together with its errors."""
+    """A recipe without its faulty values, together with its errors."""
 
     path: Path
     recipe: Recipe
-    """The recipe, without unknown keys. Fields listed in `unread` have their default values."""
+    """The recipe without unknown keys. Fields listed in `unread` have their default values."""
     problems: tuple[str, ...]
     """Errors of the recipe. Each line has a field, its value, the error and the remedy."""
     unread: frozenset[str]
     """Dotted names of fields with a missing or unreadable value."""
 
     def error(self, further: Sequence[str] = ()) -> ConfigError:
-        """Return one ConfigError with all errors of the recipe, then `further` errors of other checks, then the
-        notices."""
+        """Return one ConfigError with all errors of the recipe, then the `further` errors of other checks, then the
+        notices.
+        """
         notices = [f"\n  notice: {notice}" for notice in self.recipe.notices]
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 
@@ -45,9 +46,10 @@ class Draft:
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Recipe:
     """Read a recipe from a YAML file and apply overrides: `section.field=value` sets, `~section.field` removes a value.
 
-    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`). `Recipe.references`
-    keeps the latter as written. A value `???` in the file must be overridden. If an override leaves a value of the file
-    without effect, the value is dropped, and `Recipe.notices` says so. `is_of_run` is as in `read`.
+    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`). `Recipe.references` has
+    the latter as written. A value `???` in the file must be overridden. If an override leaves a value of the file
+    without effect, the value is dropped, and `Recipe.notices` says so. `is_of_run`: the file is the config.yaml of a
+    run folder.
 
     Raises one ConfigError that lists all errors. Errors include secrets in clear text and fields without effect.
     """
@@ -58,10 +60,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
 
 def load_of_run(run: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the config.yaml of a run folder, which an earlier version may have written, and apply overrides to it.
-
-    Raises ConfigError like `load`.
-    """
+    """Read the config.yaml of a run folder, perhaps of an earlier version, and apply overrides. Raises ConfigError."""
     return load(run / "config.yaml", overrides, is_of_run=True)
 
 
@@ -91,8 +90,8 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
     """Return a recipe as YAML that `load` can read, with all fields that have an effect.
 
-    Values read from the environment are written as references, and secrets in clear text are hidden. `comments` puts
-    each field's description above it.
+    Values from the environment are written as references, and secrets in clear text are hidden. `comments` puts each
+    field's description above it.
     """
     from megarl.config.effects import may_be_idle, unmet
     from megarl.config.idle import given_fields
@@ -115,8 +114,8 @@ def written_value(recipe: Recipe, field: str) -> Any:
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Return a line `field: old -> new` for each field that differs from an earlier recipe of the same run.
 
-    The earlier recipe is the parsed YAML of the run folder. A field that it does not have counts as the default.
-    `runs_folder` is ignored, because both recipes belong to the same run folder, and only its spelling can differ.
+    `earlier` is the parsed YAML of the run folder. A field that it does not have counts as the default. `runs_folder`
+    is ignored, because both recipes belong to the same run folder, and only its spelling can differ.
     """
     import yaml
 
@@ -138,7 +137,6 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe by dotted name. A list is a single value."""
     return {rest[1:]: value for rest, value in leaves_of(recipe) if value != {}}
 
 

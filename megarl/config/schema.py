@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 class DescriptionNote:
-    """Base class of annotations that `description` appends, as text, to the description of their field."""
+    """Base class of annotations whose text is appended to the description of their field."""
 
 
 # Imports of the schema are inside functions, because the schema's modules import this one.
@@ -48,14 +48,15 @@ def _as_section(kind: Any) -> type[Section] | None:
 
 
 def recipe_field(place: str) -> str:
-    """Return the recipe field for a field's dotted name: `data.train` for `mixture.NAME.data.train`."""
+    """Return the recipe field of a field inside a source: `data.train` for `mixture.NAME.data.train`."""
     parts = place.split(".")
     return ".".join(parts[2:]) if parts[0] == "mixture" and len(parts) > 3 else place
 
 
 def section_at(place: str) -> type[Section] | None:
     """Return the section type at a dotted name (`optimizer`, `reward.functions.0`, `mixture.NAME`). Empty: the whole
-    recipe."""
+    recipe.
+    """
     from megarl.config import Recipe
 
     section: type[Section] = Recipe
@@ -80,7 +81,7 @@ def _among(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] | None:
 
 
 def field_at(place: str) -> FieldInfo | None:
-    """Return the recipe field at a dotted name. None if there is none, for example for a key inside `rollout.vllm`."""
+    """Return the recipe field at a dotted name. None: there is none, for example for a key inside `rollout.vllm`."""
     parent, _, name = recipe_field(place).rpartition(".")
     section = section_at(parent)
     return None if section is None else section.model_fields.get(name)
@@ -93,7 +94,6 @@ def annotated_with(place: str, kind: type[Item]) -> list[Item]:
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
-    """Return the value of a field by its dotted name."""
     value: Any = recipe
     for part in field.split("."):
         value = getattr(value, part)
@@ -101,18 +101,19 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 def description(field: FieldInfo) -> str:
-    """Return a field's description as one line, with the notes among its annotations."""
+    """Return a field's description as one line, with the notes of its annotations."""
     notes = (str(item) for item in field.metadata if isinstance(item, DescriptionNote))
     return " ".join([*(field.description or "").split(), *notes])
 
 
 _DEFAULT_IS_A_VALUE = ("data.system_prompt",)
-"""Fields for which `default` is an ordinary value: `FIELD=default` sets it, and only `~FIELD` removes the value."""
+"""Fields with `default` as an ordinary value: `FIELD=default` sets it, and only `~FIELD` removes the value."""
 
 
 def default_removes(place: str) -> bool:
-    """Return whether the override `PLACE=default` removes a value, as it does for fields but not for names inside a
-    field."""
+    """Return whether the override `PLACE=default` removes a value. It does for fields, but not for keys inside
+    a field.
+    """
     field = field_at(place)
     return field is not None and not field.is_required() and recipe_field(place) not in _DEFAULT_IS_A_VALUE
 

@@ -1,4 +1,4 @@
-"""Detection of secrets in a recipe, by a field's name or a text's form. megarl never writes secrets to files."""
+"""Detects secrets in a recipe, by a field's name or a text's form. megarl never writes secrets to files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 Place = tuple[str | int, ...]
-"""Place of a value in a recipe: its keys and list indices from the top."""
+"""Keys and list indices that lead to a value of a recipe."""
 
 REMEDY = "refer to it by the name of an environment variable: ${oc.env:NAME}"
 HIDDEN = "<hidden>"
@@ -29,13 +29,13 @@ _TOKENIZER_NAME = re.compile(
     # Numbers and positions of tokens, as in max_new_token. first_access_token is a secret.
     r"|(^|_)(max|min|num|context|first)(_(?!access_|auth_|bearer_|refresh_|session_|api_|bot_|hf_)[a-z0-9]+)*_tokens?$"
 )
-"""Field names that end like a secret's name but mean tokens of a vocabulary."""
+"""Names that end like a secret's name but mean tokens of a vocabulary."""
 _PLACEHOLDER = re.compile(r"((bearer|basic|token)\s+)?(empty|none|dummy)", re.IGNORECASE)
-"""Values given to servers that want a key but check none."""
+"""Values for servers that require a key but do not check it."""
 _PASS_COUNT = re.compile(r"all|any|both|each|every|first|second|last|one|two|\d", re.IGNORECASE)
 """Values of a field `pass` that mean passes over something."""
 _NUMERIC_NAME = re.compile(r"(passwords?|passwd|pwd|passphrases?|passcodes?|_keys?|apikeys?)$")
-"""Names whose value is a secret even if it is a number. `max_tokens: 64` is none."""
+"""Names whose value is a secret even if it is a number. `max_tokens: 64` is not a secret."""
 _URL_PARAMETER = re.compile(r"[?&;#](key|sig|signature|code)=[^\s&]", re.IGNORECASE)
 
 _EDGE = r"(?<![A-Za-z0-9_/.-])"
@@ -70,9 +70,9 @@ _FORMS = re.compile(
 """Texts that are, or contain, a secret whatever their field is called."""
 
 _PROSE = re.compile(r"(prompt|system|stop|template|pattern|instruction|message)s?$")
-"""Fields whose text is for a model or a search, so `password=` in it is only a word."""
+"""Fields with text for a model or a search. A `password=` in it is only a word."""
 _COMMAND = re.compile(r"(command|cmd|arg|argument|argv|option|flag|environment|env|export|script|entrypoint|header)s?$")
-"""Fields whose text may hold options of a program, variables or HTTP headers. Lists of texts may too."""
+"""Fields whose text may have options of a program, variables or HTTP headers."""
 # Matches may overlap: --export=HF_TOKEN=VALUE has two.
 # A name begins at the first of its characters only: else a long word of many dashes would be read from each of them.
 _ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_-])[0-9_-]*([A-Za-z][A-Za-z0-9_-]*)=(?=[\"']?([^\s,&;\"']+))")
@@ -88,7 +88,7 @@ _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a field name denotes a secret, like `hf_token`, `apiKeys` or `auth`."""
+    """Return whether a field name means a secret: `hf_token`, `apiKeys`, `auth`."""
     words = _words(name)
     return bool(_SECRET_NAME.search(words)) and not _TOKENIZER_NAME.search(words)
 
@@ -102,8 +102,9 @@ def is_secret_place(place: Place) -> bool:
 
 
 def holds_secret(place: Place, value: Any) -> bool:
-    """Return whether a value is a secret in clear text: its field is named like one, or it contains a password or
-    token."""
+    """Return whether a value is a secret in clear text: by the field's name, or because it contains a password or
+    token.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_words(str(place[-1]))))
     # The run's name is the user's choice, and stands in paths and logs anyway.
@@ -118,7 +119,7 @@ def holds_secret(place: Place, value: Any) -> bool:
 
 
 def secret_items(place: Place, items: Sequence[Any]) -> set[int]:
-    """Return the indices of a list's items that are the values of options named like secrets: `--token`, VALUE."""
+    """Return the indices of list items that follow an option named like a secret: `--token`, VALUE."""
     if place[:1] == ("data",):
         return set()
     return {
@@ -158,7 +159,7 @@ def dotted_name(place: Place) -> str:
 
 
 def shown_key(name: str) -> str:
-    """Return a key of a mapping as it is shown: hidden if it is a secret itself."""
+    """Return a mapping's key for printing: hidden if it is a secret itself."""
     return HIDDEN if _FORMS.search(name) else name
 
 
@@ -175,14 +176,14 @@ def _name_at(place: Place) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Return whether the value of a secret's name is none: a placeholder, or a count as in `max_tokens: "64"`."""
+    """Return whether a value with a secret's name is harmless: a placeholder, or a count as in `max_tokens: "64"`."""
     if _words(name) == "pass" and _PASS_COUNT.fullmatch(value):
         return True
     return bool(_PLACEHOLDER.fullmatch(value)) or (_words(name).endswith("tokens") and value.isdecimal())
 
 
 def _is_given_secret(name: str, value: str) -> bool:
-    """Return whether `name`, of an option or a variable, means a secret and `value` is one in clear text."""
+    """Return whether an option or variable `name` means a secret, and its `value` is in clear text."""
     # A variable of the shell is no secret.
     return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
 

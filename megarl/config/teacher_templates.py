@@ -1,4 +1,4 @@
-"""Templates of the teachers' own prompts (`distillation.teacher_prompt`), and their faults."""
+"""Templates of the teachers' prompts (`distillation.teacher_prompt`), and their faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 RECORD = "record."
-"""Prefix of the context sources in the record's fields."""
+"""Prefix of context sources that are fields of the record."""
 CONTEXTS = ("success", "feedback")
 """Context sources other than fields of the record."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -14,7 +14,7 @@ _NAMES = ("prompt", "context")
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each placeholder {NAME} replaced by its value. Values are never filled again."""
+    """Return the template with each placeholder {NAME} replaced by its value. Placeholders in values stay."""
     return _PLACEHOLDER.sub(lambda match: values[match.group(1)], template)
 
 

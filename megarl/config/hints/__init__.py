@@ -1,1 +1,1 @@
-"""Hints to the recipe field or value that a user means: misspelt, or in another program's words."""
+"""Hints about misspelt fields and values, and about those of other training programs."""

@@ -1,17 +1,17 @@
 """Table of other programs' options and values, and the recipe fields for them.
 
-`megarl.config.hints.migration` makes the hints for unknown keys and options from it, and launch/recipes/MIGRATION.md.
+`megarl.config.hints.migration` uses it for hints about unknown keys and options, and for launch/recipes/MIGRATION.md.
 
 A row has the option, the recipe fields, and a note. The option may have further spellings, for example `--dataset -d`,
 and a value: `--algo=GRPO`. It matches every key that ends with it: `rollout.n` matches `actor.rollout.n`. Case, dashes
 and underscores are ignored, except in options with a single dash. The fields may have example values. No fields: megarl
-has no such setting, and the note says why. A row without a note takes the option's value as it is.
+has no such setting, and the note says why. A row without a note takes the option's value unchanged.
 """
 
 from __future__ import annotations
 
 OTHERS = ""
-"""Key of the options of programs without a table in MIGRATION.md, such as OpenRLHF, and of options of many programs."""
+"""Key of options of programs without a table in MIGRATION.md (OpenRLHF), and of options of many programs."""
 
 # fmt: off
 OPTIONS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
@@ -708,10 +708,10 @@ VALUES = {
         "constant_length": "seq_mean_token_sum_norm",
     },
 }
-"""Other programs' spellings of a field's values, in lower case with underscores."""
+"""Spellings of a field's values in other programs, in lower case with underscores."""
 
 REMOVED = {
     "monitor.otlp_url": "samples/ of the run folder has each attempt with its turns and reward, /metrics at "
     "monitor.port has the engines' load, and train.profile_steps has times",
 }
-"""Recipe fields of earlier versions of megarl that were removed, and what to use instead."""
+"""Removed recipe fields of earlier versions, each with its replacement."""

@@ -1,7 +1,7 @@
-"""Hints and MIGRATION.md from the table of other programs' options, `megarl.config.hints.foreign`.
+"""Hints and MIGRATION.md from `megarl.config.hints.foreign`, the table of other programs' options.
 
-`meanings` says what an option is in a recipe: the error for an unknown recipe key or command-line option prints it.
-`migration_page` lists all options by program.
+`meanings` returns the recipe fields for an option: the error for an unknown recipe key or command-line option prints
+them. `migration_page` lists all options by program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _COMPANIONS = {
     "algorithm.ptx_conversations": "algorithm.ptx_coefficient=0.1",
     "algorithm.ptx_coefficient": "data.ptx=talk.jsonl",
 }
-"""Overrides that the examples of a field need in addition to its conditions: `preflight` checks the fields together."""
+"""Overrides that the examples of a field need in addition to its conditions, because `preflight` checks fields
+together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +50,36 @@ class Option:
     spellings: tuple[str, ...]
     """Spellings of the option on the program's command line, for example `--dataset` and `-d`."""
     value: str
-    """Value of the option that the row is about. Empty: all values."""
+    """Value of the option to which the row is limited. Empty: all values."""
     assignments: tuple[str, ...]
     """Recipe fields for the option, each with or without an example value: `train.epochs=2`. Empty: there is none."""
     note: str
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the recipe fields, for example `data.validation` for `data.validation.math=math.jsonl`."""
+        """Return the recipe fields: `data.validation` for `data.validation.math=math.jsonl`."""
         return tuple(dict.fromkeys(_field_around(item.partition("=")[0]) for item in self.assignments))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the plain names that match the option. A program's name for a field that has it too is not foreign:
-        the hint for a field of another section is better."""
+        """Return the plain names that match the option.
+
+        A name that the recipe field itself has is left out: for it, the hint about a field of another section is
+        better.
+        """
         names = (_plain(spelling) for spelling in self.spellings if not _is_short(spelling))
         own_name = _last(self.fields[0]) if self.fields and self.program != OTHERS else None
         return tuple(name for name in names if _last(name) != own_name)
 
     @property
     def text(self) -> str:
-        """Return the option with its value, as its program writes it."""
+        """Return the option with its value, as the program writes it."""
         return f"{self.spellings[0]} {self.value}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Options of one or several programs that are the same fields in a recipe."""
+    """Options of one or several programs that become the same recipe fields."""
 
     options: tuple[Option, ...]
 
@@ -89,11 +93,11 @@ class Meaning:
 
     @property
     def takes_value(self) -> bool:
-        """Return whether the option's value is the field's, perhaps in another spelling."""
+        """Return whether the field takes the option's value, perhaps in another spelling."""
         return len(self.fields) == 1 and any(not option.note and not option.value for option in self.options)
 
     def describe(self, is_only: bool) -> str:
-        """Return the end of an error message, for example `here it is train.samples_per_prompt`.
+        """Return the end of an error message: `here it is train.samples_per_prompt`.
 
         `is_only`: the option means the same in all programs. Otherwise the text names the programs.
         """
@@ -106,7 +110,7 @@ class Meaning:
         return f"{'here' if is_only else where} it is {fields}" + (f" ({notes})" if notes else "")
 
     def _notes(self) -> str:
-        """Return how the options differ from the fields. Empty if one of them does not: its value is the field's."""
+        """Return how the options differ from the fields. Empty: one of them has the same values as the field."""
         programs: defaultdict[str, list[str]] = defaultdict(list)
         for option in self.options:
             programs[option.note].append(option.program)
@@ -120,7 +124,6 @@ class Meaning:
 
 @cache
 def options() -> tuple[Option, ...]:
-    """Return all rows of `foreign.OPTIONS`, in its order."""
     return tuple(_read_row(program, row) for program, rows in OPTIONS.items() for row in rows)
 
 
@@ -140,7 +143,7 @@ def _options_by_name() -> dict[str, list[Option]]:
 
 
 def meanings(name: str, value: str | None = None) -> list[Meaning]:
-    """Return what another program's dotted option name is in a recipe, for each different meaning. Empty: unknown.
+    """Return the different meanings of another program's dotted option in a recipe. Empty: unknown.
 
     `value` is the option's value, because some options mean another field with some values.
     """
@@ -155,14 +158,17 @@ def meanings(name: str, value: str | None = None) -> list[Meaning]:
 
 def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
     """Return the meanings of another program's short option, without its dash. Case matters: `tMbs` and `tmbs`
-    differ."""
+    differ.
+    """
     rows = [option for option in options() if f"-{name}" in option.spellings]
     return _group_by_meaning(rows, value) or _group_by_meaning(rows, None)
 
 
 def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning]:
-    """Return the meanings among the rows about a value. Rows about other values are left out, unless `value` is None
-    and no row is about all values."""
+    """Return the meanings of the rows about a value.
+
+    Rows about other values are left out, unless `value` is None and no row is about all values.
+    """
     exact = [option for option in rows if option.value and value and _plain(option.value) == _plain(value)]
     decided = {field for option in exact for field in option.fields}
     general = [option for option in rows if not option.value and not decided & set(option.fields)]
@@ -176,7 +182,7 @@ def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning
 def describe_option(several: Sequence[Meaning], value: str | None = None, *, with_override: bool = False) -> str:
     """Return the end of an error message with all meanings of an option.
 
-    `with_override`: where a field takes the option's value, the text has the override to write.
+    `with_override`: the text has the override to write, if a field takes the option's value.
     """
     texts = []
     for meaning in several:
@@ -204,7 +210,7 @@ def _last(name: str) -> str:
 
 
 def _field_around(name: str) -> str:
-    """Return the recipe field that contains a dotted name: `data.validation` for `data.validation.math`."""
+    """Return the recipe field of a dotted name: `data.validation` for `data.validation.math`."""
     while name and name not in all_fields():
         name = name.rpartition(".")[0]
     return name
@@ -225,8 +231,10 @@ def _page_row(option: Option) -> str:
 
 
 def overrides_of(option: Option) -> list[str]:
-    """Return overrides of a recipe that express an option: those under which its fields have an effect, then the
-    fields, then those that must go with them."""
+    """Return overrides of a recipe that express an option.
+
+    First come the conditions of its fields, then the fields, then their companions.
+    """
     base = _base_recipe()
     unmet = [condition for field in option.fields for condition in conditions(field) if not condition.holds(base)]
     needed = " ".join(condition.example for condition in unmet).split()
@@ -237,7 +245,7 @@ def overrides_of(option: Option) -> list[str]:
 
 
 def _other_overrides(overrides: Sequence[str], than: Sequence[str]) -> list[str]:
-    """Return the first override of each field that has none in `than`."""
+    """Return the first override of each field that `than` does not override."""
     written = {_name(override) for override in than}
     first = {_name(override): override for override in reversed(overrides)}
     return [first[name] for name in dict.fromkeys(map(_name, overrides)) if name not in written]
@@ -255,7 +263,6 @@ def _name(override: str) -> str:
 
 
 def _default(field: str) -> str:
-    """Return a field's default as YAML on one line, without blanks."""
     import yaml
 
     value = all_fields()[field].get_default(call_default_factory=True)

@@ -1,4 +1,4 @@
-"""Values that a recipe field takes instead of a wrong one: misspelt, or in another program's words."""
+"""Values that a user probably meant by a wrong one: a misspelt one, or one of another program."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _words(kind: Any) -> Iterator[str]:
 def written_override(field: str, value: str | None) -> str:
     """Return the override of a field with the value of another program's option, in megarl's spelling.
 
-    Where the field takes no such value, the override has VALUE, and says what the field takes.
+    If the field does not take the value, the override has VALUE and the accepted values.
     """
     if value is None:
         return f"{field}=VALUE"
@@ -59,7 +59,7 @@ def written_override(field: str, value: str | None) -> str:
 
 
 def _value_fault(field: str, value: str) -> str | None:
-    """Return why a field does not take a value that is written as an override's. None: it takes it."""
+    """Return why a field does not take a value as written in an override, or None."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from pydantic import ValidationError

@@ -1,7 +1,7 @@
-"""A table of the fields of vLLM's EngineArgs in `rollout.vllm`: accepted, decided by another field, or refused.
+"""Table of vLLM's EngineArgs fields for `rollout.vllm`: accepted, decided by another field, or refused.
 
-A field that is not in the table is refused. It may need another executor, or hold state that depends on old weights,
-as a cache does. The table has the field names of vLLM 0.30 and of vLLM 0.32.
+A field that is not in the table is refused. It may need another executor, or hold state that depends on old weights, as
+a cache does. The table has the field names of vLLM 0.30 and of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ACCEPTED = {
         enable_layerwise_nvtx_tracing fail_on_environ_validation jit_monitor_mode jit_monitor_verbose
     """,
 }
-"""Fields passed on to vLLM, by the reason why an engine of megarl may have any value of them."""
+"""Fields passed on to vLLM, keyed by the reason why every value is safe."""
 
 _SET_BY_MEGARL = {
     "the process that runs the rank is the engine's executor and worker": """
@@ -79,7 +79,7 @@ _SET_BY_MEGARL = {
         per_request_spec_decode_metrics profiler_config show_hidden_metrics_for_version
     """,
 }
-"""Fields that megarl sets, by the reason."""
+"""Fields that megarl sets, keyed by the reason."""
 
 _REFUSED = {
     "keys and values outside the engine would outlive a weight update, so old ones would be read under new weights": """
@@ -124,7 +124,7 @@ _REFUSED = {
         reasoning_config reasoning_parser reasoning_parser_plugin structured_outputs_config
     """,
 }
-"""Fields that no run may have, by the reason."""
+"""Fields that no run may have, keyed by the reason."""
 
 
 def _index_by_name(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -133,15 +133,13 @@ def _index_by_name(reasons: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def accepted_fields() -> dict[str, str]:
-    """Return the fields passed on to vLLM, each with the reason."""
     return _index_by_name(_ACCEPTED)
 
 
 @cache
 def refusals_by_field() -> dict[str, str]:
-    """Return the fields that a recipe may not set in `rollout.vllm`, each with the reason and the remedy.
-
-    The error about a field ends with this text.
+    """Return the fields that `rollout.vllm` may not have, each with the reason and the remedy for the end of an
+    error.
     """
     refused = {name: f"{reason}; remove it" for name, reason in _index_by_name(_REFUSED).items()}
     set_by_megarl = {
@@ -152,7 +150,7 @@ def refusals_by_field() -> dict[str, str]:
 
 
 def engine_field_fault(name: str) -> str | None:
-    """Return why `rollout.vllm` may not have a field of vLLM, and what to do. None: it may."""
+    """Return why `rollout.vllm` may not have a field, and what to do. None: it may have the field."""
     if name in accepted_fields():
         return None
     unknown = "megarl does not know what this field of vLLM does to an engine whose weights change; remove it"

@@ -1,5 +1,4 @@
-"""Settings that users pass on to Megatron-Core and vLLM (trainer.megatron, rollout.vllm): refused and ineffective
-ones."""
+"""Settings that users pass on to Megatron-Core and vLLM (trainer.megatron, rollout.vllm), and which are refused."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ _OTHERWISE = {
     ),
     "sinks": {"apply_rope_fusion": "the model's attention sinks: their packed rows have one rotary angle a token"},
 }  # fmt: skip
-"""Settings of vLLM and Megatron-Core that neither users nor recipe fields set, each with what determines it. The keys
-are names of fields of `Decides`."""
+"""Settings of vLLM and Megatron-Core that neither users nor recipe fields set, each with what determines it. Keys are
+names of fields of `Decides`."""
 
 
 @cache
@@ -103,9 +102,9 @@ def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterato
 
 
 def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return the balancing losses of a model's MoE routers, with their coefficients, which are not zero.
+    """Return the balancing losses of a model's MoE routers, with their non-zero coefficients.
 
-    `settings` are fields of Megatron's configuration. A coefficient without a type is that of the loss `aux_loss`.
+    `settings` are fields of Megatron's configuration. A coefficient without a type belongs to the loss `aux_loss`.
     """
     kinds, coefficients = settings.get(_BALANCING) or "aux_loss", settings.get(_COEFFICIENT) or 0.0
     if isinstance(kinds, str):
@@ -117,8 +116,9 @@ def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _balancing_faults(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error line if an experts' balancing loss has a type but coefficient zero, or a coefficient but no
-    type."""
+    """Yield an error line if a balancing loss of experts has a type but coefficient zero, or a coefficient but
+    no type.
+    """
     kinds, coefficient = settings.get(_BALANCING), settings.get(_COEFFICIENT)
     if kinds is None:
         return

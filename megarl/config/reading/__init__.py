@@ -1,1 +1,1 @@
-"""From a recipe's text and overrides to valid values, or to error lines that name field, fault and remedy."""
+"""Reads a recipe's text and overrides into valid values, or into error lines with field, fault and remedy."""

@@ -27,7 +27,7 @@ def explain_error(
 ) -> str:
     """Return the message for a pydantic error as one or several lines.
 
-    The arguments are the error's type, its place (keys and indices), the wrong value and pydantic's own message.
+    The arguments are the error's type, its place (keys and indices), the wrong value and pydantic's message.
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
@@ -66,7 +66,8 @@ def _children(place: str) -> list[str]:
 
 def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
     """Return what is wrong with a value, the nearest valid value or the way to remove it, and the field's
-    description."""
+    description.
+    """
     # The texts are pydantic's: this makes them sentences about a recipe.
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
@@ -81,7 +82,8 @@ def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
 
 def _around(place: str) -> str:
     """Return the description of the field at a place (keys and indices), or of the nearest section around it. May be
-    empty."""
+    empty.
+    """
     parts = place.split(".")
     fields = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
     return next((description(field) for field in fields if field is not None), "")
@@ -89,7 +91,7 @@ def _around(place: str) -> str:
 
 # A misspelt section gets one line. A foreign section gets a line per value, since each has another counterpart.
 def _unknown(place: str, value: Any) -> Iterator[str]:
-    """Yield the error line of an unknown key. For a section with an unknown name: one line for each value in it."""
+    """Yield the error line of an unknown key. An unknown section gets one line for each value in it."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
     is_foreign = any(meanings(name) for name, _ in leaves)
@@ -100,7 +102,7 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
 
 
 def key_hint(place: str, value: str | None = None) -> str:
-    """Return a hint for an unknown key: the similar recipe field, or the recipe field for another program's option.
+    """Return a hint for an unknown key: a similar recipe field, or the recipe field for another program's option.
 
     `value` is the key's value, because some options mean another field with some values.
     """
@@ -126,7 +128,7 @@ def key_hint(place: str, value: str | None = None) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a key lies inside a list item or a mapping entry that is a section, as in reward.functions."""
+    """Return whether a key lies in a section inside a list or a mapping, as in reward.functions."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
@@ -143,7 +145,7 @@ def _nearest_field(place: str) -> str | None:
 
 
 def _siblings(place: str) -> dict[str, str]:
-    """Return the fields of the section that contains a key: their dotted names, keyed by their last part."""
+    """Return the dotted names of the fields in the key's section, keyed by their last part."""
     parent = place.rpartition(".")[0]
     section = section_at(parent)
     prefix = f"{parent}." if parent else ""
@@ -151,7 +153,7 @@ def _siblings(place: str) -> dict[str, str]:
 
 
 def _elsewhere(place: str) -> list[str]:
-    """Return the fields in other sections with exactly the name of a key."""
+    """Return the fields of other sections with exactly the name of a key."""
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
@@ -159,7 +161,7 @@ def _elsewhere(place: str) -> list[str]:
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     """Return the error message for an unknown command-line option, for example `--steps 5`.
 
-    `options` are the valid options of the command. The message suggests one, or the recipe field to override.
+    `options` are the valid options of the command. The message suggests one of them, or the recipe field to override.
     """
     name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
     matches = [name] if name in recipe_fields else _elsewhere(name)
@@ -180,8 +182,10 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all values below a section, each with its dotted name relative to the section. If `value` itself is not a
-    section, it is yielded with an empty name."""
+    """Yield all values below a section, each with its dotted name relative to the section.
+
+    A value that is not a section is yielded with an empty name.
+    """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from ((f".{name}{rest}", leaf) for rest, leaf in leaves_of(item))
@@ -215,6 +219,5 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
-    """Return the text of the reference, for example `${oc.env:NAME}`, that gave a value or a section around it. Else
-    None."""
+    """Return the text of the reference (`${oc.env:NAME}`) that gave a value or a section around it, else None."""
     return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Merged:
     """Recipe file and overrides as plain values, with references (`${...}`) resolved.
 
-    `references` has the texts of values read from the environment. `unread` has the fields left out because their
-    references cannot be resolved. `overridden` has the dotted names set by overrides.
+    `references` has the texts of values from the environment. `unread` has the fields whose references cannot be
+    resolved; they have no value. `overridden` has the dotted names that overrides set.
     """
 
     values: dict[str, Any]
@@ -81,7 +81,7 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
 
 @dataclass(slots=True)
 class _Merging:
-    """A recipe as an OmegaConf tree, with the methods that apply overrides. A later override wins."""
+    """A recipe as an OmegaConf tree, to which overrides are applied. A later override wins."""
 
     tree: Any
     problems: list[str]
@@ -172,8 +172,9 @@ class _Merging:
         self.overridden.add(place)
 
     def _items(self, place: str) -> list[Any]:
-        """Return the items of a list in the tree as plain values. A missing list is the recipe's, or the field's
-        default."""
+        """Return the items of a list in the tree as plain values. A list that the tree does not have has its default
+        items.
+        """
         items = self._at(place)
         items = self._at(recipe_field(place)) if items is None else items
         return (_default_list(place) or []) if items is None else _plain(items)
@@ -209,7 +210,7 @@ class _Merging:
 
 # Merging an empty mapping changes nothing, so it replaces the earlier value before the merge.
 def _empty(tree: Any, key: str, value: Any) -> None:
-    """Empty the mapping at `key`, or at the keys below it, wherever the new value has an empty mapping."""
+    """Empty each mapping in the tree, at `key` or below, for which the new value has an empty mapping."""
     from omegaconf import OmegaConf
 
     if value == {}:
@@ -221,19 +222,18 @@ def _empty(tree: Any, key: str, value: Any) -> None:
 
 
 def _numbers(place: str, items: list[Any], remedy: str) -> str:
-    """Return a sentence with the valid item numbers of a list. `remedy` is the sentence's end for an empty list."""
+    """Return a sentence with the valid item numbers of a list. `remedy` is its end if the list is empty."""
     return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
 
 def _plain(tree: Any) -> Any:
-    """Return an OmegaConf tree as plain values with unresolved references."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(tree, resolve=False)
 
 
 def _form_fault(override: str) -> str | None:
-    """Return what is wrong with the form of an override and what to do, or None if it is well-formed."""
+    """Return what is wrong with the form of an override and what to do, or None."""
     key, equals, value = override.partition("=")
     if key.startswith("+"):
         return f"a field is set without the +; write {override.lstrip('+')}"
@@ -254,7 +254,7 @@ def _default_list(place: str) -> list[Any] | None:
 
 
 def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
-    """Return three things: a tree's resolved values, its references to the environment, and its unresolvable fields.
+    """Return a tree's resolved values, its references to the environment, and its unresolvable fields.
 
     A reference is a text such as `${oc.env:NAME}`, keyed by its place (keys and indices).
     """

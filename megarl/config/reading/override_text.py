@@ -1,4 +1,4 @@
-"""Overrides of a recipe written by a program: `trainer.tp=4`, with values that YAML reads as they are."""
+"""Overrides of a recipe that a program writes: `trainer.tp=4`, with values that YAML reads unchanged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ _PAIR = re.compile(r"(\\\\)|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
 
 
 def override_text(name: str, value: Any) -> str:
-    """Return the override `name=value` of a recipe field. `value` is of JSON's types."""
     return f"{name}={as_yaml(value)}"
 
 
 def short_override(name: str, value: Any) -> str:
-    """Return the override of a recipe field as a user would write it: `name=[a,b]`, or its removal for the value None.
+    """Return the override of a recipe field as a user would write it: `name=[a,b]`, or its removal for None.
 
     `value` is a number, a truth value, a plain word, or a tuple of plain words. A shell needs the text in quotes.
     """
@@ -33,7 +32,7 @@ def short_override(name: str, value: Any) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value of JSON's types as JSON that YAML reads alike.
+    """Return a JSON value as JSON text that YAML reads alike.
 
     JSON writes a character such as an emoji as two surrogates. YAML takes these for two broken characters, and has one
     escape of eight digits instead.

@@ -1,4 +1,4 @@
-"""Values of removed recipe fields: those that were not set are dropped. The table is `foreign.REMOVED`."""
+"""Drops removed recipe fields whose value is null. `foreign.REMOVED` lists the removed fields."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megarl.config.reading.validating import section_around
 
 
 def drop_removed_fields(merged: Merged, path: Path, *, is_of_run: bool) -> list[str]:
-    """Drop removed fields that were not set. Values are removed from `merged`. Returns the notices.
+    """Drop removed fields without a value (null) from `merged`. Returns the notices.
 
-    The config.yaml of a run folder lists all fields, so there a removed field is dropped even if it was set.
+    The config.yaml of a run folder (`is_of_run`) lists all fields, so there a removed field is dropped even with a
+    value.
     """
     notices = []
     for field, replacement in REMOVED.items():

@@ -1,4 +1,4 @@
-"""Values with a surprising meaning in YAML 1.1, found in the text of a recipe before it is parsed."""
+"""Finds values with a surprising meaning in YAML 1.1, in the text of a recipe before it is parsed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MAX_DEPTH = 32
 """Deepest nesting of sections and lists accepted in a YAML file. Recipes need four levels."""
 
 MAX_VALUES = 100_000
-"""Limit of the number of values in a recipe. An alias counts as all its values, because nested aliases grow
-exponentially."""
+"""Most values in a recipe. An alias counts as all its values, because nested aliases grow exponentially."""
 
 TOO_LARGE = f"has more than {MAX_VALUES} values, where an alias counts as all its values"
 
@@ -24,7 +23,7 @@ TOO_LONG = "digits, which is more than are read"
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 UNREADABLE = TOO_LARGE, TOO_LONG, TOO_DEEP
-"""Faults of a text that make it impossible to read the rest."""
+"""Faults of a text after which the rest cannot be read."""
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 BOOLEAN = "tag:yaml.org,2002:bool"
@@ -36,8 +35,8 @@ def problems(text: str, field: str = "") -> list[str]:
 
     Misleading are numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs;
     numbers with more digits than Python reads; and nesting deeper than MAX_DEPTH. A text with more than MAX_VALUES
-    values gets one line about that only. `field` is the dotted name of the whole text. Raises yaml.YAMLError if the
-    text is not YAML.
+    values gets a single line. `field` is the dotted name of the whole text. Raises yaml.YAMLError if the text is not
+    YAML.
     """
     too_large = f"{field or 'the file'}: {TOO_LARGE}; remove values or aliases"
     # Before the text is parsed, which takes 50 us for each value.

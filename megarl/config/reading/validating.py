@@ -1,4 +1,4 @@
-"""Validation of a recipe's plain values. Usable values are kept although others are wrong."""
+"""Validates a recipe's plain values. Usable values stay although others are wrong."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 def validate_values(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
-    """Return a recipe made of plain values, its error lines, and the names of fields left out because of errors.
+    """Return a recipe of plain values, its error lines, and the names of fields left out because of errors.
 
-    `values` is changed: wrong values are removed, and missing required ones are filled with the field's name in angle
-    brackets.
+    `values` is changed: wrong values are removed, and missing required ones become the field's name in angle brackets.
     """
     from pydantic import ValidationError
 
@@ -37,8 +36,9 @@ def validate_values(values: dict[str, Any], references: Mapping[Place, str]) -> 
 
 
 def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
-    """Remove the wrong value of a pydantic error. A missing required value gets a placeholder. Returns the fields'
-    names."""
+    """Remove the wrong value of a pydantic error; a missing required value gets a placeholder. Returns the fields'
+    names.
+    """
     recipe_fields = all_fields()
     parts = [str(part) for part in loc]
     while not is_unknown and recipe_field(".".join(parts)) not in recipe_fields:
@@ -65,8 +65,9 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
 
 
 def section_around(values: Any, parts: Sequence[str]) -> dict[str, Any] | None:
-    """Return the mapping that holds a value of nested mappings and lists. `parts` are the value's keys and indices.
-    None: the value is absent.
+    """Return the mapping that holds a value of nested mappings and lists.
+
+    `parts` are the value's keys and indices. None: the value is absent.
     """
     for part in parts[:-1]:
         if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
@@ -79,7 +80,7 @@ def section_around(values: Any, parts: Sequence[str]) -> dict[str, Any] | None:
 
 
 def take_value(values: Any, parts: Sequence[str]) -> bool:
-    """Remove a value, which `parts` place as in `section_around`. Returns False if it is absent."""
+    """Remove the value at `parts` (keys and indices). Returns False if it is absent."""
     section = section_around(values, parts)
     if section is None:
         return False
@@ -95,4 +96,4 @@ def _put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 # These two fields refuse a placeholder in angle brackets: name has a pattern, loop a fixed list of words.
 _PLACEHOLDERS = {"name": "unnamed", "loop": "rl"}
-"""Placeholders for required fields missing in a recipe, used until the errors are reported."""
+"""Values of missing required fields, until the errors are reported."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _HELP_CHARACTERS = 60
-"""Longest description of a candidate. Longer ones would wrap in zsh's and fish's lists."""
+"""Longest description of a candidate. zsh's and fish's lists would wrap longer ones."""
 
 
 def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def _help(head: str) -> str:
 
 
 def _values(name: str, field: FieldInfo) -> list[str]:
-    """Return a field's choices, or its default, and the word `default` if this removes the recipe's value."""
+    """Return a field's choices, or its default, and the word `default` if it removes the recipe's value."""
     default = field.default
     choices = list(dict.fromkeys(_choices(field.annotation)))
     if not choices and isinstance(default, int | float | str):

@@ -33,7 +33,7 @@ def fields_markdown() -> str:
 
 
 def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
-    """Yield title, description and fields of each section, including sections in lists and settings of HTTP rewards."""
+    """Yield title, description and fields of each section, with sections in lists and settings of HTTP rewards."""
     recipe_fields = all_fields()
     yield "Top level", "Fields outside any section.", {n: f for n, f in recipe_fields.items() if "." not in n}
     for name, field in recipe_fields.items():
@@ -105,7 +105,7 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _flatten_metadata(metadata: Sequence[Any]) -> list[Any]:
-    """Return the bounds in the metadata of an annotation, including those given through pydantic's `Field`."""
+    """Return the bounds in an annotation's metadata, with those inside pydantic's `Field`."""
     return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 

@@ -17,9 +17,9 @@ _REFERENCE = {
     "type": "string",
     "pattern": r"\$\{.+\}|^\?\?\?$",
 }
-"""JSON Schema of a text in place of a value. `megarl.config.reading.merging` replaces it before validation."""
+"""JSON Schema of a reference (`${a.b}`) in place of a value."""
 _NOTES = ("description", "default", "deprecated")
-"""Keys of a property for readers. They stay outside its `anyOf`, because editors show only outer ones."""
+"""Keys of a property that are for readers. They stay outside its `anyOf`, because editors show only outer ones."""
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -53,7 +53,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema with a reference, such as `${a.b}`, accepted for each value inside. Sections accept none."""
+    """Return the schema with a reference (`${a.b}`) accepted in place of each value inside. Sections accept none."""
     changed = dict(schema)
     if "properties" in changed:
         changed["properties"] = {name: _or_reference(inner) for name, inner in changed["properties"].items()}
@@ -70,7 +70,7 @@ def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _or_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of one value with a reference as an alternative.
 
-    Schemas of sections, and schemas accepting every text, are returned without one.
+    Schemas of sections, and schemas that accept every text, are unchanged.
     """
     inner = _with_references(schema)
     notes = {name: inner.pop(name) for name in _NOTES if name in inner}

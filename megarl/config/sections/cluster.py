@@ -32,7 +32,7 @@ CommandOption = Annotated[str, AfterValidator(_on_one_line)]
 def _resource_name(name: str) -> str:
     """Return the name of a Ray resource unchanged. Raises PydanticCustomError for other characters.
 
-    KubeRay puts it into a shell command, so it must have no quotes and no $.
+    KubeRay puts the name into a shell command, so it must have no quotes and no $.
     """
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]*", name) is None:
         raise PydanticCustomError("resource", "is not the name of a Ray resource: use letters, digits and _ . : / -")
@@ -145,7 +145,7 @@ class ClusterConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Return the number of all ranks. Separate engines have the last ones."""
+        """Return the number of all ranks. Separate engines have the last ranks."""
         return self.nodes * self.ranks_per_node + (self.groups.engines.num_ranks if self.groups.engines else 0)
 
     @property

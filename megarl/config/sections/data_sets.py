@@ -43,14 +43,15 @@ class DataSetConfig(Section):
     # Only given fields are written: a default written out would count as given and override `data` on reading.
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
-        """Serialise as the path alone, or as a mapping if fields besides the path are set."""
+        """Return the path alone, or a mapping if other fields are set."""
         values = {name: value for name, value in dump(self).items() if name in self.model_fields_set}
         return values if self.has_own_names else self.path
 
     @property
     def has_own_names(self) -> bool:
-        """Return whether fields besides the path are set. Otherwise data.format, data.fields and data.answer_field
-        apply."""
+        """Return whether fields besides the path are set. False: data.format, data.fields and data.answer_field
+        apply.
+        """
         return bool(self.model_fields_set - {"path"})
 
 
@@ -78,13 +79,13 @@ def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, An
 
 
 def path_of(data_set: str | DataSetConfig) -> str:
-    """Return the path of a data set given as a path or as a DataSetConfig."""
     return data_set if isinstance(data_set, str) else data_set.path
 
 
 def _of_forms(value: Any) -> Any:
     """Return a path unchanged, and a mapping as a DataSetConfig, so that pydantic's errors name fields of the
-    mapping."""
+    mapping.
+    """
     if isinstance(value, str | DataSetConfig) or value is None:
         return value
     if not isinstance(value, Mapping) or "path" not in value or value.keys() - DataSetConfig.model_fields.keys():

@@ -12,7 +12,7 @@ from megarl.config.formulas import Formula
 from megarl.config.section import Section
 
 SELF_TEACHERS = {"reference": "reference", "policy": "live_teacher"}
-"""Teachers with the policy's own weights, initial or live, and the names of these teachers on the ranks."""
+"""Teachers with the policy's weights, initial or live: the recipe's name, and the name on the ranks."""
 
 
 class DistillationConfig(Section):
@@ -77,6 +77,6 @@ class DistillationConfig(Section):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the teachers' parallel sizes by name (tp, pp, cp, ep, etp). Empty: they are the trainer's."""
+        """Return the teachers' parallel sizes by name (tp, pp, cp, ep, etp). Empty: they equal the trainer's."""
         optional_sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         return {name: size or 1 for name, size in optional_sizes.items()} if any(optional_sizes.values()) else {}

@@ -41,8 +41,7 @@ class ServedConfig(Section):
 
     @property
     def right_from(self) -> float | None:
-        """Return the lowest score that counts as a right answer. None: scores do not decide whether an answer is
-        right."""
+        """Return the lowest score that counts as a right answer. None: scores are not verdicts."""
         return self.correct_from
 
 
@@ -87,7 +86,7 @@ class JudgeConfig(ServedConfig):
 
     @property
     def right_from(self) -> float | None:
-        """Return the lowest score that counts as a right answer, as in the base class.
+        """Return the lowest score that counts as a right answer.
 
         With the default choices it is 1, the score of the verdict CORRECT.
         """

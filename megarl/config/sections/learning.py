@@ -63,18 +63,18 @@ own."""
 
 # q, k and v are one linear layer in the trainer (gate and up too), so its adapter has one A.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Fused projections (qkv_proj, gate_up_proj), each with PEFT's names of the projections in it."""
+"""Fused projections (qkv_proj, gate_up_proj), each with PEFT's names of its projections."""
 _ALL_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 _WrittenTarget = _Target | Literal["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "all-linear"]
-"""Names accepted in a recipe's lora.targets: fused projections, and PEFT's names for them."""
+"""Names that lora.targets accepts: fused projections, and PEFT's names for them."""
 
 
 def fused_targets(targets: Any) -> Any:
     """Return lora.targets with PEFT's names (q_proj) replaced by fused projections (qkv_proj).
 
-    A value that is not a list is returned unchanged. Raises PydanticCustomError if only a part of a fused projection is
-    named: the adapter would apply to all of it.
+    A value that is not a list is unchanged. Raises PydanticCustomError if only a part of a fused projection is named,
+    because the adapter would apply to the whole.
     """
     if targets == "all-linear" or (isinstance(targets, list | tuple) and list(targets) == ["all-linear"]):
         return _ALL_LINEARS
@@ -200,7 +200,7 @@ class OptimizerConfig(Section):
     run."""
 
     def warmup_updates(self, num_updates: int) -> int:
-        """Return the number of linear warm-up steps in a run of `num_updates` optimizer steps, at most all of them."""
+        """Return the warm-up steps in a run of `num_updates` optimizer steps."""
         warmup = self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * num_updates)
         return min(warmup, num_updates)
 
@@ -495,7 +495,6 @@ class AlgorithmConfig(Section):
 
     @property
     def correction_settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of the importance-sampling correction."""
         return {
             "low": self.importance_sampling_low,
             "high": self.importance_sampling_high,

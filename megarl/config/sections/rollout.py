@@ -29,16 +29,16 @@ from megarl.config.section import Section
 from megarl.config.sections.sampling import SamplingConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Addresses that only this machine can reach."""
+"""Addresses of this machine that no other machine can reach."""
 
 ANY_ADDRESS = ("0.0.0.0", "::")
-"""Addresses of all interfaces of a machine. They can be listened on, not connected to."""
+"""Addresses of all interfaces of a machine. A server can listen on them, but no client can connect to them."""
 
 MIN_TOKEN_CHARACTERS = 16
 """Minimum length of a token on a public address. 16 random letters and digits have 95 bits, too many to guess."""
 
 MODEL_LAYERS = "mtp"
-"""vLLM's method of drafts by layers for multi-token prediction (MTP) of the policy's own checkpoint."""
+"""vLLM's method of drafting tokens with the multi-token prediction layers (MTP) of the policy's checkpoint."""
 
 
 class EndpointConfig(Section):
@@ -134,12 +134,12 @@ class AgentConfig(Section):
 
     @property
     def reach(self) -> Literal["endpoint", "host"]:
-        """Network of the programs."""
+        """Return the network of the programs."""
         return self.network or ("host" if self.sandbox == "process" else "endpoint")
 
     @property
     def images_are_files(self) -> bool:
-        """Whether `image` is a path, and no name that a container program knows."""
+        """Return whether `image` is a path, and not a name known to a container program."""
         return self.sandbox in ("sandbox", "apptainer")
 
 
@@ -316,8 +316,10 @@ class RolloutConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Return the largest permitted age of a group at its update: the number of weight versions from the one that
-        sampled its oldest token to the updated one."""
+        """Return the largest permitted age of a group at its update.
+
+        The age is the number of weight versions from the one that sampled its oldest token to the updated one.
+        """
         if self.max_staleness is None:
             return 1 if self.stragglers == "park" else 0
         return self.max_staleness

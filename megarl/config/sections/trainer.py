@@ -182,7 +182,7 @@ class TrainerConfig(Section):
 
     @property
     def token_block(self) -> int:
-        """Return the number of tokens to whose multiple each rank's part of a packed row is padded."""
+        """Return the number of tokens of which each rank's part of a packed row is a multiple."""
         if self.fp8 == "blockwise":
             return FP8_BLOCK
         return EXACT_ROWS if self.exact else 1
