@@ -22,33 +22,33 @@ class DeltaNet(LinearAttention):
     sums_norm_gradient = False
 
     num_key_heads: int
-    """Heads of queries, and of keys. Each serves num_value_heads / num_key_heads value heads."""
+    """Number of query heads, and of key heads. Each serves num_value_heads / num_key_heads value heads."""
     num_value_heads: int
     key_dim: int
     """Channels of a query or key head."""
     value_dim: int
     """Channels of a value head."""
     width: int
-    """Tokens seen by the causal convolution, the current one included."""
+    """Tokens that the causal convolution reads, with the current one."""
 
     @property
     def key_channels(self) -> int:
-        """Key channels of all heads. Queries have equally many."""
+        """Return the key channels of all heads. Queries have equally many."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_channels(self) -> int:
-        """Value channels of all heads. Output gates and the output projection's input have equally many."""
+        """Return the value channels of all heads. Output gates and the output projection's input have equally many."""
         return self.num_value_heads * self.value_dim
 
     @property
     def convolved_channels(self) -> int:
-        """Channels of the causal convolution: queries, keys and values."""
+        """Return the channels of the causal convolution: queries, keys and values."""
         return 2 * self.key_channels + self.value_channels
 
     @property
     def state_numbers(self) -> int:
-        """Numbers in the state of one sequence."""
+        """Return the number of elements in the state of one sequence."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property

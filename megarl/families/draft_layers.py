@@ -1,4 +1,4 @@
-"""Draft layers: layers of a checkpoint, after the model's last one, with which an engine drafts tokens.
+"""Draft layers: further layers of a checkpoint, with which an engine drafts tokens.
 
 A family that has them names their kind, an instance of `DraftLayers`. Without training they are only copied.
 """
@@ -24,25 +24,25 @@ PARAMETERS = "mtp."
 
 
 class DraftLayers(Protocol):
-    """The tensors of a kind of draft layers, in checkpoints, in Megatron and in vLLM.
+    """The tensors of one kind of draft layers, in checkpoints, in Megatron and in vLLM.
 
-    `model.num_draft_layers` is the number of trained ones, `model.num_kept_layers` that of copied ones.
+    `model.num_draft_layers` is the number of trained layers, `model.num_kept_layers` that of copied ones.
     """
 
     @property
     def num_layers_field(self) -> str:
-        """The field of config.json with the number of layers."""
+        """Return the field of config.json with the number of draft layers."""
         ...
 
     @property
     def recipe_field(self) -> str:
-        """Name of the recipe field that switches the training of draft layers on, for error messages."""
+        """Return the recipe field that switches on the training of draft layers, for error messages."""
         ...
 
     @property
     def copied(self) -> Mapping[str, str]:
-        """Tensors equal to others of the model, by their names without the layer's prefix, with the names of the
-        latter.
+        """Return the tensors that copy others of the model: names without the layer's prefix, each with its
+        original.
         """
         ...
 
@@ -51,11 +51,13 @@ class DraftLayers(Protocol):
         ...
 
     def layer_kind(self, model: ModelShape) -> LayerKind:
-        """Return the kind of the model's layers that each draft layer contains."""
+        """Return the kind of decoder layer inside each draft layer."""
         ...
 
     def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-        """Yield the rules of the trained layers, in the model's last stage; `rules` are those of the other layers."""
+        """Yield the rules of the trained draft layers, in the model's last stage. `rules` are those of the other
+        layers.
+        """
         ...
 
     def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
@@ -66,9 +68,9 @@ class DraftLayers(Protocol):
         ...
 
     def copies(self, model: ModelShape) -> dict[str, str]:
-        """Return the layers' tensors equal to others of the model: the name of each copy, and of its original."""
+        """Return the draft layers' tensors that copy others: the name of each copy, and of its original."""
         ...
 
     def copied_prefixes(self, model: ModelShape) -> tuple[str, ...]:
-        """Return name prefixes of the tensors of layers that are only copied."""
+        """Return the name prefixes of tensors in layers that are only copied."""
         ...

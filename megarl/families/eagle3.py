@@ -1,6 +1,6 @@
 """Published EAGLE-3 drafters (arXiv 2503.01840): one layer that drafts tokens from hidden states of three layers.
 
-vLLM 0.30 reads such a drafter from its own files. It is frozen, or trained with the policy (`DrafterShape`).
+vLLM 0.30 reads a drafter from its own files. A drafter is frozen, or trained with the policy (`DrafterShape`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METHOD = "eagle3"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """Names of the drafter's class in config.json, for drafters of all policies."""
 WITHOUT_EAGLE3 = ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "seed_oss")
-"""Families whose models in vLLM 0.30 return no hidden states to a drafter."""
+"""Families whose models in vLLM 0.30 give a drafter no hidden states."""
 _NUM_STATES = 3
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = "midlayer.", "layers.0."
@@ -33,15 +33,16 @@ _LAYER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "hidden_norm", "input_layernorm",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-"""Modules of that layer. Each has a weight."""
+"""Modules of the drafter's layer that have a weight."""
 OFFSETS, IS_DRAFTED = "d2t", "t2d"
-"""Maps of a smaller draft vocabulary, int64 [drafted tokens] and bool [vocabulary]: each drafted token's id less its
-own number, and whether the policy's token is drafted. No training changes them."""
+"""Maps of a smaller draft vocabulary, int64 [drafted tokens] and bool [vocabulary]. d2t: the policy's id of a drafted
+token, minus the drafted token's number. t2d: whether a token of the policy is drafted. Training does not change them.
+"""
 _OTHER_FORMS = {
     "attention_bias": False, "mlp_bias": False, "norm_output": False, "fc_norm": False, "norm_before_fc": False,
     "logit_scale": 1.0, "hidden_act": "silu", "bias": False, "qkv_bias": False, "is_causal": True,
 }  # fmt: skip
-"""Fields of config.json that change what vLLM 0.30 computes, with the one value that the trainer computes."""
+"""Fields of config.json that change what vLLM 0.30 computes, with the only value that the trainer supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,13 @@ class DrafterShape:
     norm_epsilon: float
     rotary: Rotary
     aux_layers: tuple[int, ...]
-    """The policy's layers, from 0, whose inputs the drafter reads."""
+    """Numbers, from 0, of the policy's layers whose inputs the drafter reads."""
     adds_normed_state: bool = False
-    """Whether the residual of the layer is the state after `hidden_norm` instead of before it."""
+    """Whether the layer's residual is the state after `hidden_norm` instead of before it."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the trained tensors, by their names in published files."""
+        """Return the shapes of the trained tensors, by their names in published files."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes = (
@@ -81,10 +82,7 @@ class DrafterShape:
 
 
 def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
-    """Return the shape of a drafter in which `drafter_faults` saw no fault.
-
-    Raises DataError if it cannot be trained.
-    """
+    """Return the shape of a drafter without faults (`drafter_faults`). Raises DataError if it cannot be trained."""
     config = read_object(Path(folder) / "config.json")
     eagle = config.get("eagle_config") or {}
     options = {**config, **eagle}
@@ -123,23 +121,23 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
 
 
 def published_name(name: str) -> str:
-    """Return a drafter's tensor name in its usual form, from one of the forms in published files."""
+    """Return the usual name of a drafter's tensor, from any of its names in published files."""
     name = name.removeprefix("model.")
     return name.replace(_MIDDLE[1], _MIDDLE[0], 1) if name.startswith(_MIDDLE[1]) else name
 
 
 def _layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
-    """Return the numbers of the policy's layers as config.json has them, in the place that vLLM 0.30 prefers."""
+    """Return the numbers of the policy's layers in config.json, from the field that vLLM 0.30 prefers."""
     return config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
 
 
 def default_layers(policy: ModelShape) -> tuple[int, int, int]:
-    """Return vLLM 0.30's layers for a drafter that names none: it reads the hidden states before each of them."""
+    """Return vLLM 0.30's layers for a drafter whose config.json names none. It reads the hidden states before each."""
     return 2, policy.num_layers // 2, policy.num_layers - 3
 
 
 def drafter_folder(speculative_config: object) -> str | None:
-    """Return the folder or Hub name of an EAGLE-3 drafter in vLLM's `speculative_config`; None without one."""
+    """Return the folder or Hub name of an EAGLE-3 drafter in vLLM's `speculative_config`, or None."""
     if not isinstance(speculative_config, Mapping) or speculative_config.get("method") != METHOD:
         return None
     model = speculative_config.get("model")
@@ -194,7 +192,7 @@ def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]
 def _tensor_faults(
     folder: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], policy: ModelShape
 ) -> Iterator[str]:
-    """Yield faults of the tensors whose absence vLLM would not notice: it leaves them random or zero."""
+    """Yield faults of missing tensors. vLLM does not notice them: it leaves the tensors random or zero."""
     hidden, num_drafted = config.get("hidden_size"), config.get("draft_vocab_size") or policy.vocab_size
     expected = {"fc.weight": (hidden, _NUM_STATES * policy.hidden_size), "norm.weight": (hidden,)}
     if num_drafted != policy.vocab_size:
@@ -215,7 +213,7 @@ def _tensor_faults(
 
 
 def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
-    """Yield a fault of `d2t`: the policy's token of a drafted one, less the drafted one's own number."""
+    """Yield a fault of `d2t`, which maps drafted tokens to the policy's tokens."""
     for name in weight_files(folder):
         with safe_open(Path(folder) / name, "np") as file:
             names = [tensor for tensor in file.keys() if tensor.removeprefix("model.") == "d2t"]  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Definition of a model family: how to read its config.json, its tensors, and its settings of Megatron-Core."""
+"""Definition of a model family: how its config.json is read, its tensors, and its settings of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ StoredNames = Callable[[], Collection[str]]
 
 
 def no_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return nothing, for families whose config.json has all fields that vLLM reads."""
+    """Return no fields, for families whose config.json has all fields that vLLM reads."""
     return {}
 
 
@@ -42,18 +42,18 @@ def no_settings(model: ModelShape) -> Mapping[str, Any]:
 
 
 def no_aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return nothing, for families with a tensor per expert in files."""
+    """Return no aliases, for families with a tensor per expert in files."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family, defined in a module of its own. `registry.FAMILIES` lists it by `model_type`."""
+    """A model family. `registry.FAMILIES` lists it by `model_type`."""
 
     architecture: str
-    """The architecture of the family's language models, for example `Qwen3ForCausalLM`."""
+    """Architecture of the family's language models, for example `Qwen3ForCausalLM`."""
     read: Read
-    """Function from config.json to the model's parts. Raises DataError for values computed differently here."""
+    """Function from config.json to the model's parts. Raises DataError for values that megarl computes differently."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]
     """Function from a model's shape to the rules of its Megatron parameters."""
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
@@ -62,26 +62,26 @@ class Family:
     """
     added_fields: Callable[[Mapping[str, Any], StoredNames], Mapping[str, Any]] = no_fields
     """Function from config.json and the folder's tensor names to fields that vLLM reads and transformers 5 does not
-    write. Engines and exports have them too.
-    """
+    write. Engines and exports get them too."""
     stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
     """Function from a model's shape to vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). Other
     tensors are stored whole on every rank. Stacks of tensors without a rule are ignored.
     """
     settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
-    """Function from a model's shape to fields of TransformerConfig needed by this family only."""
+    """Function from a model's shape to fields of TransformerConfig that only this family needs."""
     section: str = ""
-    """The field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
+    """Field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
     prefix: str = "model."
     """Prefix of tensor names in checkpoints. The family's module writes `model.` instead."""
     engine_architecture: str = ""
     """vLLM's architecture for the language model alone. Empty: that of config.json."""
     copied_prefixes: tuple[str, ...] = ()
-    """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them byte for byte."""
+    """Prefixes of tensors that trainer and engine do not use, such as `visual.`. An export copies them byte for
+    byte."""
     draft_layers: DraftLayers | None = None
-    """The kind of the checkpoints' draft layers. None: the family has none."""
+    """Kind of the checkpoints' draft layers. None: the family has no draft layers."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
-    """Function from a model's shape to the places of experts' tensors in packed tensors."""
+    """Function from a model's shape to the places of experts' tensors inside packed tensors."""
     reads_mxfp4: bool = False
     """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
     classifier: str = ""

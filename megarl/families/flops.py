@@ -1,7 +1,7 @@
 """Model FLOPs of a forward pass, from a model's shape. No torch.
 
 A multiply-add counts as two FLOPs. Included are causal attention and the matrix products of projections, feed-forward
-layers (only the experts used by a token), routers and output head. Excluded are norms, activations and recomputation.
+layers (only the chosen experts of a token), routers and output head. Excluded are norms, activations and recomputation.
 Source: PaLM (arXiv 2204.02311, appendix B).
 """
 
@@ -19,7 +19,7 @@ from megarl.families.shape import ModelShape
 
 
 def matrix_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of one token's matrix products, without attention scores: two for each weight used."""
+    """Return the FLOPs of one token's matrix products, without attention scores: two for each used weight."""
     layers = sum(count * _layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
     head = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
     return 2.0 * (layers + head)
@@ -36,7 +36,9 @@ def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
-    """Return the multiply-adds of one token in a layer's attention, without scores, or in its linear attention."""
+    """Return the multiply-adds of one token in a layer's projections of attention or linear attention, without
+    scores.
+    """
     linear = shape.linear_attention
     if kind.mixer == "attention" or linear is None:
         return shape.attention.projection_elements(shape.hidden_size)
@@ -55,8 +57,7 @@ class SequenceFlops:
     token_flops: float
     """FLOPs of a token's matrix products."""
     pair_flops: tuple[tuple[int, float], ...]
-    """For each different window, 0 for none: its tokens, and the FLOPs of a pair of tokens in the layers that have it.
-    """
+    """For each window (0: none) its tokens, and the FLOPs of a pair of tokens in all layers with the window."""
 
     def __call__(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return the FLOPs of each sequence of these lengths: both [sequences]."""
@@ -83,10 +84,10 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
 
 
 def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs that only an update runs over these sequences: those of a trained draft layer.
+    """Return the FLOPs of a trained draft layer, which only an update runs, over sequences of `lengths` [sequences].
 
-    Each of its weights takes part in three products: forward, and both gradients; the head's in two, because it has no
-    weight gradient there. `lengths` is int [sequences].
+    Each weight of the layer takes part in three products: forward, and both gradients. The head takes part in two,
+    because the draft layer's loss gives it no weight gradient.
     """
     if not shape.num_draft_layers:
         return 0.0

@@ -1,7 +1,7 @@
-"""Linear attention: mixers of a layer's tokens with a state per sequence instead of keys and values.
+"""Linear attention: layers with a state per sequence instead of keys and values.
 
-A kind of linear attention is a class of its sizes, such as `families.delta_net.DeltaNet`. What the planner, the checks
-and Megatron's settings must know of it are the methods here.
+A kind of linear attention is a class of its sizes, such as `families.delta_net.DeltaNet`. Its methods are what the
+planner, the checks and Megatron's settings need.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ class LinearAttention(ABC):
     """The sizes of one kind of linear attention."""
 
     plural: ClassVar[str]
-    """Name of its layers in messages."""
+    """Name of the layers in messages."""
     tensor_part: ClassVar[str]
-    """A part of the checkpoint's names of its tensors, and of no others."""
+    """Part of the names of its tensors in checkpoints, and of no others."""
     megatron_lm_variant: ClassVar[str]
     """Megatron-LM's argument `experimental_attention_variant`."""
     kernels: ClassVar[tuple[str, str]]
-    """The module with its kernels for GPUs, and the package that installs it. Without them torch computes the rule."""
+    """Module with the kernels for GPUs, and the package that installs it. Without them torch computes the layers."""
     sums_norm_gradient: ClassVar[bool]
     """Whether Megatron sums the gradient of its output norm over tensor-parallel ranks without sequence parallelism."""
 
     @property
     @abstractmethod
     def num_split_heads(self) -> int:
-        """Number of heads that tensor and context parallelism split."""
+        """Return the number of heads that tensor and context parallelism split."""
 
     @property
     @abstractmethod
     def split_heads(self) -> str:
-        """Name of these heads in messages."""
+        """Return the name of the split heads in messages."""
 
     @property
     @abstractmethod
     def config_sizes(self) -> Mapping[str, int]:
-        """The fields of config.json that set the shapes of its tensors, with their values."""
+        """Return the fields of config.json that set the shapes of its tensors, with their values."""
 
     @abstractmethod
     def megatron_settings(self) -> dict[str, Any]:
-        """Return the fields of Megatron-Core's TransformerConfig with its sizes."""
+        """Return the fields of Megatron-Core's TransformerConfig with the sizes."""
 
     @abstractmethod
     def layer_weights(self, hidden_size: int) -> int:
-        """Return the multiply-adds of one token in a layer: its projections and its rule."""
+        """Return the multiply-adds of one token in a layer: its projections and the update of its state."""
 
     @abstractmethod
     def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
         """Return the numbers per token that autograd saves in a layer after the norm: in the model's dtype, in float32.
 
-        `in_torch`: the rule runs in torch, which saves more than the kernels.
+        `in_torch`: torch computes the state, which saves more than the kernels.
         """

@@ -14,21 +14,22 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 CPU_CHUNK_TOKENS = 1024
-"""Chunk of tokens on CPUs, with their small caches."""
+"""Tokens of a chunk on CPUs, which have small caches."""
 LIMIT_BYTES = 1 << 30
-"""Greatest bytes of the logits in memory at once on a GPU, with the float32 copies made by torch."""
+"""Most bytes of logits in memory at once on a GPU, with the float32 copies that torch makes."""
 BLOCK_SHARE = 0.02
-"""Greatest share of the head's time spent on the number of blocks. Still fewer blocks only cost memory."""
+"""Largest share of the head's time that more blocks may cost. Still fewer blocks only cost memory."""
 
 # Seconds on an H200 in bfloat16, fitted to the rows `logprobs_forward_backward` of tools/bench/results/h200.jsonl:
 # 32,768 tokens, hidden size 2,560, vocabulary 151,936, 9 to 33 blocks. The largest error is 1.7 % with kernels, and
 # 3.7 % with torch's operations. Smaller vocabularies (tensor parallelism) are extrapolated.
 _PRODUCT_SECONDS = 8 / 783e12
-"""Per token, hidden channel and vocabulary row: four matrix products at the speed of a large one."""
+"""Seconds per token, hidden channel and vocabulary row: four matrix products at the speed of a large one."""
 _LOGIT_SECONDS = {True: 6.0e-12, False: 26.6e-12}
-"""Per logit, by whether kernels read the logits as they are: softmax, entropy and the logits' gradients."""
+"""Seconds per logit of softmax, entropy and gradients. True: kernels read the logits in their type."""
 _BLOCK_SECONDS = {True: 7.5e-12, False: 5.7e-12}
-"""Per token, hidden channel and block, by the same: reads of hidden states and sums of their gradient."""
+"""Seconds per token, hidden channel and block, for reads of hidden states and sums of their gradient. True: with
+kernels."""
 
 
 def head_seconds(
@@ -36,7 +37,7 @@ def head_seconds(
 ) -> float:
     """Return the seconds of log-probs, entropies and their gradients on an H200 in bfloat16.
 
-    `vocabulary_rows` are the head's rows on a rank. `has_kernels`: GPU kernels read the logits as they are.
+    `vocabulary_rows` are the head's rows on a rank. `has_kernels`: GPU kernels read the logits in their type.
     """
     logits = vocabulary_rows * (_PRODUCT_SECONDS * hidden_size + _LOGIT_SECONDS[has_kernels])
     return num_tokens * (logits + num_blocks * hidden_size * _BLOCK_SECONDS[has_kernels])
@@ -50,10 +51,10 @@ def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
 def chosen_chunk_tokens(
     *, num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, has_kernels: bool
 ) -> int:
-    """Return the chunk with the least memory whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
+    """Return the smallest chunk of tokens whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
 
-    `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows there, `itemsize` bytes of a weight.
-    The logits of a chunk never exceed `LIMIT_BYTES`; then blocks may cost more time.
+    `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows on a rank, `itemsize` bytes of a
+    weight. The logits of a chunk never exceed `LIMIT_BYTES`, even if blocks then cost more time.
     """
     seconds = partial(
         head_seconds, num_tokens=1, hidden_size=hidden_size, vocabulary_rows=vocabulary_rows, has_kernels=has_kernels
@@ -79,7 +80,7 @@ def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> in
 
 
 def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
-    """Return whether GPU kernels read the logits as they are. False: torch makes float32 copies."""
+    """Return whether GPU kernels read the logits in their type. False: torch makes float32 copies."""
     # Log-probs over retained tokens and divergences of whole distributions use torch's operations.
     is_truncated = any(source.recipe.rollout.sampling.is_truncated for source in recipe.sources)
     is_whole = recipe.loop == "distillation" and not recipe.has_advantages
@@ -87,7 +88,7 @@ def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
 
 
 def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig, *, is_gpu: bool) -> int:
-    """Return the recipe's chunk of tokens for a model, or the chosen one if the recipe leaves it out."""
+    """Return the number of tokens whose logits are computed at once: set in the recipe, or chosen for the model."""
     if (setting := recipe.trainer.logprob_chunk_tokens) is not None:
         return setting
     if not is_gpu:

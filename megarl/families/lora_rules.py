@@ -19,7 +19,7 @@ LINEARS = {
     "gate_up_proj": ("linear_fc1",),
     "down_proj": ("linear_fc2",),
 }
-"""Megatron's linear layers by the values of the recipe's `lora.targets`."""
+"""Megatron's linear layers, keyed by the values of the recipe's `lora.targets`."""
 
 
 PEFT_PREFIX = "base_model.model."
@@ -45,7 +45,7 @@ def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> di
 
 
 def projections(names: Iterable[str]) -> list[str]:
-    """Return the last name parts of the modules with adapters, sorted: `target_modules` of PEFT.
+    """Return the last name parts of the modules with adapters, sorted, for PEFT's `target_modules`.
 
     `names` are those of the matrices, numbered or with placeholders.
     """
@@ -54,7 +54,7 @@ def projections(names: Iterable[str]) -> list[str]:
 
 
 def adapter_tensor(tensor: str, letter: str) -> str:
-    """Return the name of matrix A or B (`letter`) of a weight's adapter in a PEFT folder."""
+    """Return the name, in a PEFT folder, of matrix A or B (`letter`) of a weight's adapter."""
     return f"{PEFT_PREFIX}{tensor.removesuffix('weight')}lora_{letter}.weight"
 
 

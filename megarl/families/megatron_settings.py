@@ -13,7 +13,7 @@ from megarl.types import ConfigError
 
 
 def architecture_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings without those of experts. Raises ConfigError for sliding windows of several sizes."""
+    """Return all settings but those of experts. Raises ConfigError for sliding windows of several sizes."""
     attention = shape.attention
     return {
         "num_layers": shape.num_layers,

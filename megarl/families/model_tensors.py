@@ -1,4 +1,4 @@
-"""The tensors of a model: its family's rules, names in Megatron and in Hugging Face folders, and shapes."""
+"""Names and shapes of a model's tensors, in Megatron and in Hugging Face folders, from its family's rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the stacks of vLLM's draft model made of the model's trained draft layers; none without them."""
+    """Return the parameters of vLLM's draft model that hold the model's trained draft layers. Empty: it has none."""
     draft_layers = FAMILIES[model.family].draft_layers
     if not model.num_draft_layers or draft_layers is None:
         return ()
@@ -76,7 +76,7 @@ def checkpoint_name(name: str, model: ModelShape) -> str:
 
 
 def template_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for numbers."""
+    """Return the shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for numbers."""
     return {name: shape for rule in list_rules(model) for name, shape in rule.tensors}
 
 
@@ -85,7 +85,7 @@ def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
 
 
 def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the numbers of the layers with a tensor, by its template. A tensor outside of layers has (-1,)."""
+    """Return the layers that have a tensor, keyed by the tensor's template. Outside of layers: (-1,)."""
     numbers: dict[str, set[int]] = {}
     for rule in rules:
         rule_layers = range(model.num_layers) if rule.layers is None else rule.layers
@@ -96,12 +96,12 @@ def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tu
 
 
 def list_model_tensors(model: ModelShape) -> tuple[TensorName, ...]:
-    """Return every tensor of the model's checkpoint, in the order of a plan."""
+    """Return every tensor of the model's checkpoint, by layer, template and expert."""
     return list_tensors(list_rules(model), model)
 
 
 def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
-    """Return the tensors of these rules in all their layers and experts, in order."""
+    """Return the tensors of these rules in all their layers and experts, by layer, template and expert."""
     return in_order(
         TensorName(template, layer, expert)
         for template, layers in layers_by_template(rules, model).items()
@@ -117,13 +117,13 @@ def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def float32_tensors(model: ModelShape) -> tuple[str, ...]:
-    """Return the names of tensors stored in float32 whatever the model's dtype."""
+    """Return the names of tensors that are stored in float32 in models of any dtype."""
     templates = float32_templates(list_rules(model))
     return tuple(tensor.name for tensor in list_model_tensors(model) if tensor.template in templates)
 
 
 def list_aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return where the tensors of single experts lie in packed tensors (all experts in one) of the model's files."""
+    """Return the places of single experts' tensors inside packed tensors (all experts in one) of the model's files."""
     return tuple(
         alias._replace(tensor=checkpoint_name(alias.tensor, model), packed=checkpoint_name(alias.packed, model))
         for alias in FAMILIES[model.family].aliases(model)
@@ -131,7 +131,7 @@ def list_aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 
 def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
-    """Return name prefixes of tensors that exports copy from the base model, unused by trainer and engine."""
+    """Return the name prefixes of unused tensors, which exports copy from the base model."""
     family = FAMILIES[model.family]
     if family.draft_layers is None:
         return family.copied_prefixes
@@ -142,7 +142,7 @@ def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
 
 
 def is_read_by_drafter(model: ModelShape, name: str) -> bool:
-    """Return whether vLLM's draft model loads a tensor of the checkpoint. The draft layers of `model` are untrained."""
+    """Return whether vLLM's draft model loads a tensor of a checkpoint with untrained draft layers."""
     draft_layers = FAMILIES[model.family].draft_layers
     if draft_layers is None:
         return False
@@ -151,13 +151,13 @@ def is_read_by_drafter(model: ModelShape, name: str) -> bool:
 
 
 def list_draft_copies(model: ModelShape) -> dict[str, str]:
-    """Return the tensors of trained draft layers equal to others: the name of each, and of its original."""
+    """Return the tensors of trained draft layers that copy others: the name of each copy, and of its original."""
     draft_layers = FAMILIES[model.family].draft_layers
     return draft_layers.copies(model) if model.num_draft_layers and draft_layers else {}
 
 
 def _limit_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield the rules of a model with draft layers, each limited to the layers before them."""
+    """Yield rules limited to the model's own layers, before the draft layers."""
     all_layers = frozenset(range(model.num_layers))
     for rule in rules:
         yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule

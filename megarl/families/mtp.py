@@ -1,7 +1,7 @@
 """Layers for multi-token prediction (MTP), stored in a checkpoint with the model.
 
-Such a layer sees the hidden state of token t and the embedding of token t + 1, and predicts token t + 2 with the
-model's own head. Source: DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). In Megatron-Core 0.16.1 it is a layer of
+An MTP layer sees the hidden state of token t and the embedding of token t + 1, and predicts token t + 2 with the
+model's head. Source: DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). In Megatron-Core 0.16.1 it is a layer of
 `MultiTokenPredictionBlock`, in vLLM 0.30 the draft model of the method `mtp`.
 
 Its tensors are those of the model's last layer with attention, two norms and a projection before it, and a norm after
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 OWN = "mtp."
-"""Prefix of the tensors in files with a prefix of their own for MTP layers."""
+"""Prefix of the tensors in files that store MTP layers under a separate prefix."""
 
 PARAMETERS = draft_layers.PARAMETERS + "layers.0."
 """Prefix of the layer's Megatron parameters. Only one layer can be trained, so its number is always 0."""
@@ -34,9 +34,7 @@ _TRANSFORMER = PARAMETERS + "transformer_layer."
 
 
 class MtpForm(NamedTuple):
-    """An MTP layer as `DraftLayers`: its tensors' names in a family's checkpoints and in vLLM, and its input at a
-    sequence's first position.
-    """
+    """Form of an MTP layer in a family's checkpoints and in vLLM: names of its tensors, and its first input."""
 
     layer: str
     """Prefix of the transformer layer's tensors, with `{layer}` for its number."""
@@ -48,9 +46,9 @@ class MtpForm(NamedTuple):
     live_layer: str
     """vLLM's prefix of the transformer layer's parameters."""
     splits_projection: bool
-    """Whether vLLM splits the rows of the projection over ranks. False: each rank has all."""
+    """Whether vLLM splits the rows of the projection over ranks. False: each rank has all rows."""
     sees_first: bool
-    """Whether the layer gets an embedding at a sequence's first position too. False: zeros there."""
+    """Whether the layer reads the embedding at a sequence's first position. False: it reads zeros."""
     num_layers_field: str
     """Field of config.json with the number of MTP layers."""
     copied: Mapping[str, str] = {}
@@ -119,7 +117,7 @@ class MtpForm(NamedTuple):
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:
-        """Return the name that a tensor of the checkpoint has in vLLM's draft model, if vLLM does not fuse it."""
+        """Return the name in vLLM's draft model of a tensor that vLLM does not fuse."""
         if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
             return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
         return self.live_layer + template.removeprefix(self.layer)
@@ -141,7 +139,8 @@ NUMBERED = MtpForm(
     num_layers_field="num_nextn_predict_layers",
     copied=COPIED,
 )
-"""DeepSeek-V3 and GLM-4.5: the layer is numbered after the model's last one, and has copies of embedding and head."""
+"""Form of DeepSeek-V3 and GLM-4.5: the layer has the number after the model's last one, and copies embedding
+and head."""
 
 OWN_PREFIX = MtpForm(
     layer=OWN + "layers.{layer}.",
@@ -154,9 +153,9 @@ OWN_PREFIX = MtpForm(
     sees_first=True,
     num_layers_field="num_nextn_predict_layers",
 )
-"""Qwen3-Next and Qwen3.5: names of their own, numbered from 0. The field is Qwen3-Next's."""
+"""Form of Qwen3-Next and Qwen3.5: separate names, numbered from 0. The field of config.json is Qwen3-Next's."""
 
 
 def _last_attention(model: ModelShape) -> int:
-    """Return the number, from 0, of the layer with the parts of the MTP layer: the last one with attention."""
+    """Return the number, from 0, of the model's last layer with attention, whose parts the MTP layer has."""
     return max(number for number, kind in enumerate(model.layers) if kind.mixer == "attention")

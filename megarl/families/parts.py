@@ -16,7 +16,7 @@ class LayerKind(NamedTuple):
     has_experts: bool = False
     """Whether the feed-forward layer is a mixture of experts."""
     window: int = 0
-    """Attention window in tokens, the token itself included; 0 for none."""
+    """Attention window in tokens, including the token itself. 0: no window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class GroupedQuery:
 
     @property
     def score_channels(self) -> int:
-        """Query channels of all heads. Each is one multiply-add of an attention score."""
+        """Return the query channels of all heads. Each is one multiply-add of an attention score."""
         return self.num_heads * self.head_dim
 
     @property
     def value_channels(self) -> int:
-        """Channels of the attention's output, before the output projection."""
+        """Return the channels of the attention's output, before the output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that rotary embeddings rotate if their fraction is 1."""
+        """Return the channels of a head that rotate if the rotary fraction is 1."""
         return self.head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
@@ -54,7 +54,7 @@ class GroupedQuery:
         return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
-        """Return how many numbers one engine rank of `tp` stores in its KV cache, per token and layer."""
+        """Return the numbers in the KV cache of one engine rank of `tp`, per token and layer."""
         # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
 
@@ -63,7 +63,7 @@ class GroupedQuery:
 class Latent:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values are projected from a latent vector.
 
-    Each query or key head has some channels without rotary embeddings, and others with them.
+    Some channels of each query and key head have rotary embeddings, the others do not.
     """
 
     num_heads: int
@@ -84,7 +84,7 @@ class Latent:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a query or key head."""
+        """Return the channels of a query or key head."""
         return self.plain_channels + self.rotary_channels
 
     @property
@@ -97,7 +97,7 @@ class Latent:
 
     @property
     def qk_norm(self) -> bool:
-        """True: Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
+        """Return True: Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
         return True
 
     @property
@@ -135,7 +135,7 @@ class Router:
     shared_intermediate_size: int = 0
     """Intermediate size of the shared expert. 0: no shared expert."""
     has_shared_gate: bool = False
-    """Whether the shared expert's output is scaled by a gate of its own."""
+    """Whether a gate scales the shared expert's output."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's logits into scores."""
     has_bias: bool = False
@@ -157,6 +157,6 @@ class Parts(NamedTuple):
     num_kept_layers: int = 0
     """Number of draft layers at the checkpoint's end (`families.draft_layers`), copied unchanged."""
     linear_attention: LinearAttention | None = None
-    """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
+    """Sizes of the linear attention. None: no layer has linear attention."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""

@@ -1,6 +1,6 @@
-"""Fields of config.json of published models, so that a plan for them needs no download.
+"""Fields of config.json of published models, so that a memory prediction needs no download.
 
-`published.json` has the fields read by `shape_from_config`, copied from the Hub: for the models of recipes in
+`published.json` has the fields that `shape_from_config` reads, copied from the Hub: for the models of recipes in
 `launch/recipes/`, and the large models of families without a recipe.
 """
 
@@ -15,5 +15,5 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".j
 
 
 def published_name(folder: str | Path) -> str | None:
-    """Return the Hub's name of a published model with the folder's last name (`models/Qwen3-14B`), or None."""
+    """Return the Hub's name of the published model called like the folder (`models/Qwen3-14B`), or None."""
     return next((name for name in PUBLISHED if name.partition("/")[2] == Path(folder).name), None)

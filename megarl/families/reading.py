@@ -43,7 +43,7 @@ def read_dense(
 ) -> Parts:
     """Return the parts of a dense model with grouped-query attention.
 
-    `ignored` are biases in config.json that this family does not read. Raises DataError for others.
+    Raises DataError for biases in config.json, except those in `ignored`, which this family does not read.
     """
     refuse_biases(config, ignored)
     layer_windows = sliding.read(config, windows)
@@ -69,7 +69,7 @@ def read_experts(
 
 
 def uniform(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Return an empty tuple if all layers have experts, and attention without a window; otherwise each layer's kind."""
+    """Return an empty tuple if all layers have experts and attention without a window, else each layer's kind."""
     return () if set(kinds) == {LayerKind(has_experts=True)} else kinds
 
 
@@ -98,7 +98,7 @@ def refuse_biases(config: Mapping[str, Any], ignored: Collection[str] = ()) -> N
 
 
 def check_normalised(top_k: int) -> None:
-    """Raise DataError for a softmax router that normalises the weight of a single expert to 1."""
+    """Raise DataError for a softmax router that normalises the weight of a token's only expert to 1."""
     if top_k == 1:
         raise DataError(
             "num_experts_per_tok 1 with normalised weights is not supported: the weight is then always 1, and "
@@ -189,7 +189,9 @@ def softmax_router(config: Mapping[str, Any]) -> Router:
 
 
 def experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises DataError for none."""
+    """Return which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises DataError if no layer
+    has.
+    """
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
         raise DataError(f"mlp_only_layers is {quote(dense)}; it must list layers from 0 to {num_layers - 1}.")

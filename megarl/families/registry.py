@@ -1,4 +1,4 @@
-"""The one table of model families. A new family is one file and one line here."""
+"""The table of model families. A new family is one file in `pages` and one line in this table."""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ class ModelShape:
     num_draft_layers: int = 0
     """Number of trained draft layers, 0 or 1 (`families.draft_layers`)."""
     linear_attention: LinearAttention | None = None
-    """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
+    """Sizes of the linear attention. None: no layer has linear attention."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     packs_experts: bool = False
-    """Whether the files have one tensor for all experts of a layer, in a family with both forms."""
+    """Whether files have one tensor for all experts of a layer, in a family with both forms."""
     packs_draft_experts: bool = False
-    """The same for the draft layers."""
+    """Like `packs_experts`, for the draft layers."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
@@ -66,7 +66,7 @@ class ModelShape:
 
     @property
     def draft_layers_problem(self) -> str | None:
-        """Why the draft layers cannot be trained; None if they can."""
+        """Return why the draft layers cannot be trained, or None."""
         draft_layers = FAMILIES[self.family].draft_layers
         if draft_layers is None:
             able = either([name for name, family in FAMILIES.items() if family.draft_layers])
@@ -77,14 +77,14 @@ class ModelShape:
 
     @property
     def draft_layer_kind(self) -> LayerKind:
-        """The kind of decoder layer inside each draft layer, among the kinds of this model."""
+        """Return the kind of decoder layer inside each draft layer."""
         draft_layers = FAMILIES[self.family].draft_layers
         assert draft_layers is not None
         return draft_layers.layer_kind(self)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Numbers, from 0, of the layers with experts."""
+        """Return the numbers, from 0, of the layers with experts."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.has_experts)
 
     @property
@@ -92,13 +92,13 @@ class ModelShape:
         return len(self.expert_layers) < self.num_layers
 
     def layers_where(self, is_wanted: Callable[[LayerKind], bool]) -> frozenset[int] | None:
-        """Return the numbers, from 0, of the layers of a kind, as `Rule.layers` has them. None: all layers."""
+        """Return the numbers, from 0, of the layers for which `is_wanted` is true. None: all layers."""
         numbers = frozenset(number for number, kind in enumerate(self.layers) if is_wanted(kind))
         return None if len(numbers) == self.num_layers else numbers
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each layer in tokens, 0 for none. Empty: no layer has one."""
+        """Return the attention window of each layer in tokens, 0 for none. Empty: no layer has a window."""
         windows = tuple(kind.window for kind in self.kinds)
         return windows if any(windows) else ()
 
@@ -116,27 +116,27 @@ class ModelShape:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that are rotated."""
+        """Return the channels of a head that rotate."""
         return int(self.attention.rotary_channels * self.rotary.fraction)
 
     @property
     def num_experts(self) -> int:
-        """Number of routed experts per layer with experts. 0: a dense model."""
+        """Return the number of routed experts in a layer with experts. 0: a dense model."""
         return self.router.num_experts if self.router else 0
 
     @property
     def top_k(self) -> int:
-        """Number of routed experts of each token. 0: a dense model."""
+        """Return the number of routed experts of each token. 0: a dense model."""
         return self.router.top_k if self.router else 0
 
     @property
     def moe_intermediate_size(self) -> int:
-        """Intermediate size of a routed expert. 0: a dense model."""
+        """Return the intermediate size of a routed expert. 0: a dense model."""
         return self.router.moe_intermediate_size if self.router else 0
 
     @property
     def shared_intermediate_size(self) -> int:
-        """Intermediate size of the shared expert. 0: no shared expert."""
+        """Return the intermediate size of the shared expert. 0: no shared expert."""
         return self.router.shared_intermediate_size if self.router else 0
 
     def with_draft_layers(self, is_trained: bool) -> ModelShape:
@@ -172,9 +172,9 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
 
 
 def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
-    """Return the fields of ModelShape for packed experts that are true of a folder's files.
+    """Return the fields of ModelShape about packed experts that a folder's files make true.
 
-    Families with one form alone have none, and their files are not read.
+    Files are not read for families with only one form.
     """
     forms = (list_aliases(replace(model, packs_experts=packs, packs_draft_experts=packs)) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
@@ -189,7 +189,7 @@ def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
-    """Return a model's shape for a plan. Without a folder, use the published models of `PUBLISHED`.
+    """Return a model's shape for a prediction. Without a folder, it comes from `PUBLISHED`.
 
     Raises DataError like `read_model_shape`. For a missing folder, the error has the command that downloads
     config.json.
@@ -202,7 +202,7 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
 
 
 def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
-    """Return the shape in a config.json with changed fields. Errors name its path."""
+    """Return the shape in a config.json with changed fields. Errors name the file's path."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
         shape = shape_from_config(overridden(completed_config(config, path.parent), override or {}))
@@ -223,7 +223,7 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
 def completed_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a folder's config.json with the fields that vLLM reads and transformers 5 does not write.
 
-    Raises DataError for an architecture that is not supported.
+    Raises DataError for an unsupported architecture.
     """
     family = FAMILIES[_family_name(_architecture(config), config.get("model_type"))]
     return {**config, **family.added_fields(config, lambda: stored_names(folder))}
@@ -264,7 +264,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
 
 
 def _check_rotated_channels(shape: ModelShape) -> None:
-    """Raise DataError if the rotated channels of a head are not a number of pairs."""
+    """Raise DataError if the number of a head's rotated channels is odd."""
     if shape.rotary.fraction < 1 and (shape.rotary_channels % 2 or not shape.rotary_channels):
         raise DataError(
             f"partial_rotary_factor {shape.rotary.fraction:g} rotates {shape.rotary_channels} of the "
@@ -273,7 +273,7 @@ def _check_rotated_channels(shape: ModelShape) -> None:
 
 
 def _check_ties(config: Mapping[str, Any], section: str) -> None:
-    """Raise DataError if the whole model's field and that of its text section disagree on a tied embedding."""
+    """Raise DataError if the whole model and its text section disagree on whether the embedding is tied."""
     name = "tie_word_embeddings"
     model_flag, text_flag = flag({name: False, **config}, name), flag({name: False, **mapping(config, section)}, name)
     if model_flag != text_flag:
@@ -292,7 +292,7 @@ def _dense_intermediate_size(config: Mapping[str, Any], parts: Parts) -> int:
 
 
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise DataError for a changed field not read by this model."""
+    """Raise DataError for a changed field that this model does not read."""
     if override and (section := FAMILIES[shape.family].section):
         raise DataError(
             f"{next(iter(override))} is a field of {section} in this model's config.json and cannot be overridden; "
@@ -304,7 +304,9 @@ def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
-    """Return the config.json fields and values that set a tensor's shape, for messages: `intermediate_size 17408`."""
+    """Return the fields of config.json that set a tensor's shape, with values, for messages: `intermediate_size
+    17408`.
+    """
     linear = model.linear_attention
     names = {
         **({linear.tensor_part: linear.config_sizes} if linear else {}),
@@ -320,7 +322,7 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
     """Return the fields of a reward model's config.json that differ from its backbone's.
 
-    transformers scores the last token before the padding. `folder` has the tokenizer.
+    transformers scores the last token before the padding, so the tokenizer in `folder` gives the padding token.
     """
     padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding

@@ -15,7 +15,7 @@ _LARGEST_SIZE = 1 << 24
 
 
 def size(config: Mapping[str, Any], field: str, *, null: int | None = None) -> int:
-    """Return a positive integer field. With `null`, the field may be null, which means this value; with 0, also 0.
+    """Return a positive integer field. A null field means the value `null`; with `null` 0 the field may also be 0.
 
     Raises DataError for another value, KeyError for a missing field.
     """

@@ -1,6 +1,6 @@
-"""Formulas of scaled rotary frequencies, for arrays of torch and of numpy. They import neither.
+"""Formulas of scaled rotary frequencies, for arrays of torch and of numpy. Neither is imported.
 
-They are those of transformers 5 and vLLM 0.30, in the same order of operations.
+The formulas are those of transformers 5 and vLLM 0.30, in the same order of operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.families.config_json.rotary import Rotary
 Array = Any
 """A one-dimensional float32 array of numpy, or a tensor of torch."""
 Where = Callable[[Array, Array, Array], Array]
-"""The library's function that chooses elements of two arrays by a condition."""
+"""Function of torch or numpy that chooses elements of two arrays by a condition."""
 
 
 def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pairs: Array, where: Where) -> Array:
@@ -51,7 +51,7 @@ def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channe
     """
 
     def find_pair(rotations: float) -> float:
-        """Return the real number of the pair that rotates this often over the original context."""
+        """Return the number of the pair, as a real number, that rotates this often over the original context."""
         positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
 

@@ -28,7 +28,7 @@ _FIELDS: dict[str, frozenset[str]] = {
         }
     ),
 }  # fmt: skip
-"""Parameters of each rope_type read by both transformers and vLLM."""
+"""Parameters of each rope_type that both transformers and vLLM read."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _REQUIRED: dict[str, frozenset[str]] = {
@@ -38,7 +38,8 @@ _REQUIRED: dict[str, frozenset[str]] = {
     "llama3": _FIELDS["llama3"],
     "yarn": frozenset({"factor", _ORIGINAL}),
 }
-"""Parameters that each rope_type needs here. transformers and vLLM replace some missing ones by fields of the model."""
+"""Parameters that each rope_type needs. transformers and vLLM replace some missing ones by fields of the model; megarl
+does not."""
 
 _NAMES = frozenset({"rope_type", "type", "rope_theta"})
 _FRACTION = "partial_rotary_factor"
@@ -46,12 +47,12 @@ _FRACTION = "partial_rotary_factor"
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Frequencies of a model's rotary embeddings. `models.rotary` computes them from these values."""
+    """Settings of a model's rotary embeddings. `models.rotary` computes the frequencies from them."""
 
     theta: float
     """Base of the frequencies."""
     fraction: float = field(default=1.0, kw_only=True)
-    """Fraction of a head's channels that are rotated, the first ones."""
+    """Fraction of a head's channels that rotate, beginning with the first."""
     scaling: Scaling = "default"
     factor: float = 1.0
     """Ratio of the extended context to the trained one."""
@@ -68,13 +69,15 @@ class Rotary:
     attention_factor: float = 1.0
     """yarn: factor of the cosines and sines, so attention scores are scaled by its square."""
     score_mscale: float = 0.0
-    """yarn, latent attention: attention scores are multiplied by (0.1 * score_mscale * ln(factor) + 1)^2."""
+    """yarn with latent attention: attention scores are multiplied by (0.1 * score_mscale * ln(factor) + 1)^2."""
     truncate: bool = True
     """yarn: whether the borders of the ramp are rounded to whole dimensions."""
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings of transformers 4 or 5, without nulls. Raises DataError for two that differ."""
+    """Return the rotary settings of transformers 4 or 5, without nulls. Raises DataError if a file has both and they
+    differ.
+    """
     # transformers 5 has them in rope_parameters, transformers 4 in rope_scaling, and the base in a field of its own.
     newer, older = (
         {name: value for name, value in mapping(config, field).items() if value is not None}

@@ -13,16 +13,15 @@ from megarl.families.config_json.config_values import COPY_AGAIN, flag, quote, s
 from megarl.types import DataError
 
 Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
-"""Function of config.json and the number of layers: each layer's attention window in tokens, empty if none has one.
-Raises DataError for windows that transformers and vLLM place differently.
-"""
+"""Function of config.json and the number of layers. It returns each layer's attention window in tokens, empty if no
+layer has one. Raises DataError for windows that transformers and vLLM place differently."""
 
 DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 """Values of missing fields in transformers' classes of Qwen models."""
 
 
 def read(config: Mapping[str, Any], windows: Windows) -> tuple[int, ...]:
-    """Return each layer's window by a family's function. Raises DataError if `layer_types` differs."""
+    """Return each layer's window, by a family's function `windows`. Raises DataError if `layer_types` differs."""
     num_layers = size(config, "num_hidden_layers")
     types = config.get("layer_types") or []
     if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
@@ -55,7 +54,7 @@ def switched_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the windows of dense Qwen2 and Qwen3 models: from `max_window_layers` on, or by `layer_types`.
 
-    Raises DataError unless all layers have one.
+    Raises DataError if only some layers have a window.
     """
     windows = switched_on(config, num_layers)
     if not windows:

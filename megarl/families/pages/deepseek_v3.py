@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""Fields read by vLLM 0.30. Without them it would route without the bias, or by a softmax."""
+"""Fields that vLLM 0.30 reads. Without them it would route without the bias, or by a softmax."""
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return the missing fields of `_ROUTING`, if the folder has the bias for choosing experts this way."""
+    """Return the missing fields of `_ROUTING`, if the folder has the bias for choosing experts."""
     missing = {field: value for field, value in _ROUTING.items() if config.get(field) is None}
     has_bias = bool(missing) and any(name.endswith(".gate.e_score_correction_bias") for name in stored_names())
     return missing if has_bias else {}
@@ -120,7 +120,9 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of latent attention. Both specs replicate the down projections (models.latent_attention)."""
+    """Return the rules of latent attention. Megatron's and Transformer Engine's layers replicate the down
+    projections.
+    """
     attention, hidden = model.attention, model.hidden_size
     assert isinstance(attention, Latent)
     decoder, checkpoint = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
@@ -161,7 +163,7 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. Both down projections are one replicated parameter if queries have a latent vector."""
+    """Return vLLM's parameters. With a latent vector of queries, both down projections are one replicated parameter."""
     attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
     down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layers with GLM-4.5's router, in float32 in vLLM."""
+"""GLM-4.7-Flash: DeepSeek-V3's layers with GLM-4.5's router. The router is float32 in vLLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters: the router is float32 there in models of any dtype."""
+    """Return vLLM's parameters. The router is float32 there in models of any dtype."""
     return (*deepseek_v3.live_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
 
 

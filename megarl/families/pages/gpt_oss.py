@@ -1,6 +1,7 @@
 """gpt-oss: attention with sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU.
 
-Files pack all experts of a layer into one tensor, transposed, gates and ups alternating. The released ones are MXFP4.
+Files pack all experts of a layer into one transposed tensor, in which gates and ups alternate. The released files are
+MXFP4.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters: `attn` for `self_attn`, gates and ups alternating in the experts."""
+    """Return vLLM's parameters: `attn` for `self_attn`, alternating gates and ups in the experts."""
     attention, live = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
     return (
         stacks.vocabulary(llama.EMBEDDING, "model.embedding.weight"),

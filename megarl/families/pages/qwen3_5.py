@@ -72,7 +72,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return the places of the experts' tensors in packed ones; none for files with a tensor for each expert.
+    """Return the places of the experts' tensors in packed ones. Empty: the files have a tensor for each expert.
 
     Packed tensors are gate_up_proj [experts, 2 * channels, hidden_size], all gates before all ups, and down_proj
     [experts, hidden_size, channels].

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 LINEAR = llama.LAYER + "linear_attn."
 MIXERS = {"full_attention": "attention", "linear_attention": "linear_attention"}
-"""Mixers by the values of `layer_types`."""
+"""Kind of a layer's mixer (`LayerKind.mixer`), keyed by the values of `layer_types`."""
 KEYS = ("query", "key", "value", "z", "beta", "alpha")
-"""Parts of a delta-net's input projection, as named in checkpoints of Megatron-Core 0.16.1."""
+"""Parts of a delta-net's input projection, by their names in checkpoints of Megatron-Core 0.16.1."""
 
 
 def read(config: Mapping[str, Any]) -> Parts:
@@ -44,7 +44,7 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool], mtp: MtpForm) -> Parts:
-    """Return the parts of a model with delta-nets and gated attention. `has_experts` is by layer."""
+    """Return the parts of a model with delta-nets and gated attention. `has_experts` says it for each layer."""
     refuse_biases(config)
     if config.get("attn_output_gate", True) is not True:
         raise DataError(f"attn_output_gate is {quote(config['attn_output_gate'])}: transformers always has the gates.")
@@ -75,7 +75,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
 
 
 def _mixers(config: Mapping[str, Any]) -> list[Any]:
-    """Return the mixer of each layer. Raises DataError for unknown ones, and for layers of one kind alone."""
+    """Return the mixer of each layer. Raises DataError for unknown mixers, and if all layers have the same."""
     num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
     if types is None:
         # Releases without the field have an interval. Its default is that of transformers.

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on the query, key and value projections, and a head size of its own."""
+"""Seed-OSS: Llama with biases on the query, key and value projections, and an independent head size."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""How tensors are named in Megatron and in checkpoints, and the rules and stacks that compose them. No torch."""
+"""Names of tensors in Megatron and in checkpoints, and the rules and stacks that compose parameters of them. No
+torch.
+"""

@@ -1,4 +1,4 @@
-"""Parameters made of matrices between hidden states, which an optimizer such as Muon updates as whole matrices."""
+"""Parameters that are matrices between hidden states. An optimizer such as Muon updates them as whole matrices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _ROUTER = ".mlp.router.weight"
 def has_matrices(rule: Rule) -> bool:
     """Return whether a parameter consists of matrices between hidden states.
 
-    All its tensors have two axes and several rows. Embedding and output head are none, because their rows belong to
-    tokens, of which few occur in a batch. Neither is a router, whose rows belong to experts: an update of equal size
-    in all directions would send many tokens to other experts than the engine chose.
+    All its tensors have two axes and several rows. Embedding and output head are excluded, because their rows belong to
+    tokens, of which few occur in a batch. Routers are excluded, because their rows belong to experts: an update of
+    equal size in all directions would send many tokens to other experts than the engine chose.
     """
     is_fixed = rule.is_buffer or rule.padded or rule.parameter.endswith(_ROUTER)
     return not is_fixed and all(len(shape) == 2 and min(shape) > 1 for _, shape in rule.tensors)
 
 
 def matrix_templates(rules: Iterable[Rule]) -> dict[str, tuple[int, int]]:
-    """Return the shape of each matrix by its template. A fused parameter has several: queries, keys and values; gate
-    and up projection.
+    """Return the shape of each matrix by its template.
+
+    A fused parameter has several matrices: queries, keys and values; gate and up projection.
     """
     return {template: (shape[0], shape[1]) for rule in rules if has_matrices(rule) for template, shape in rule.tensors}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorName(NamedTuple):
-    """The name of a checkpoint's tensor. Without such a number in the template, layer is -1 and expert is 0."""
+    """The name of a checkpoint's tensor. Without a number for it, layer is -1 and expert is 0."""
 
     template: str
     layer: int = -1
@@ -34,5 +34,5 @@ def parse_name(name: str) -> TensorName:
 
 
 def in_order(tensors: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """Return tensors sorted by layer, template and expert: the order of a plan."""
+    """Return tensors sorted by layer, template and expert. Reshard plans have this order."""
     return tuple(sorted(tensors, key=attrgetter("layer", "template", "expert")))

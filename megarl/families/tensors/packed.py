@@ -1,4 +1,4 @@
-"""Places of single experts' tensors in a checkpoint's packed tensors, which have all experts of a layer."""
+"""Places of single experts' tensors in packed tensors of a checkpoint, which have all experts of a layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """The place of one dimension of an expert's tensor: index i is index `start + i * step` of dimension `dim`."""
+    """Place of one dimension of an expert's tensor: index i is index `start + i * step` of dimension `dim`."""
 
     dim: int
     start: int = 0
@@ -17,9 +17,9 @@ class Alias(NamedTuple):
     """An expert's tensor inside a packed tensor. The packed tensor's first dimension counts the experts."""
 
     tensor: str
-    """Name of the expert's tensor in plans, with `{layer}` and `{expert}` for numbers."""
+    """Name of the expert's tensor, with `{layer}` and `{expert}` for numbers."""
     packed: str
     """Name of the packed tensor in files, with `{layer}`."""
     packed_shape: tuple[int, ...]
     axes: tuple[Axis, ...]
-    """Place of each dimension of the expert's tensor in the packed one, all except its first."""
+    """Place of each dimension of the expert's tensor in the packed one, which has one dimension more."""

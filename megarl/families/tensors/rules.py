@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
-"""The pipeline stages with the parameter. `last_of_several_stages`: the last stage, only if there are several."""
+"""Pipeline stages that have the parameter. `last_of_several_stages`: the last stage, only if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a parameter differs in Transformer Engine's layers: by name, and maybe by replication.
+    """Difference of a parameter in Transformer Engine's layers: its name, and whether it is replicated.
 
     Transformer Engine fuses a norm with the following linear layer, and puts all experts into one module.
     """
@@ -63,11 +63,11 @@ class Rule:
     transformer_engine: Variant | None = None
     """Differences in Transformer Engine's layers. None: the parameter is the same there."""
     is_expert: bool = False
-    """Whether it is a parameter of one expert. Experts are distributed over ranks, and may be split."""
+    """Whether the parameter belongs to one expert. Experts are distributed over ranks, and may be split."""
     layers: frozenset[int] | None = None
     """Numbers, from 0, of the layers with this parameter. None: all layers."""
     is_buffer: bool = False
-    """Whether it is a buffer of Megatron's module, never trained."""
+    """Whether the parameter is a buffer of Megatron's module, which is never trained."""
     dtype: Literal["model", "float32"] = "model"
     """Data type: the model's, or always float32."""
     block_keys: tuple[str, ...] = ()
@@ -78,13 +78,12 @@ class Rule:
         return layer < 0 or self.layers is None or layer in self.layers
 
     def rename_tensors(self, rename: Callable[[str], str]) -> Rule:
-        """Return a copy of the rule with the Hugging Face tensors' names replaced by `rename`."""
         tensors = tuple((rename(name), shape) for name, shape in self.tensors)
         blocks = tuple(tuple(replace(part, tensor=rename(part.tensor)) for part in block) for block in self.blocks)
         return replace(self, tensors=tensors, blocks=blocks)
 
     def resolve(self, transformer_engine: bool) -> Rule:
-        """Return the rule of this parameter in one kind of layers: Transformer Engine's, or Megatron's own."""
+        """Return the rule of this parameter in Transformer Engine's layers, or in Megatron's own."""
         variant = self.transformer_engine
         if variant is None or not transformer_engine:
             return replace(self, transformer_engine=None)
@@ -144,7 +143,7 @@ def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
 def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, features: tuple[int, ...]) -> Rule:
     """Return the rule of Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
-    With output gates, the gates of a group follow its query heads. In the checkpoint each gate follows its own head.
+    With output gates, the gates of a group follow its query heads. In the checkpoint each gate follows its head.
     `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: with fewer
     key-value heads than ranks, a part may begin or end inside a head.
     """
@@ -208,7 +207,7 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
 def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) -> tuple[Rule, ...]:
     """Add a shared expert to the rules, in the layers with experts, if the model has one.
 
-    `theirs` is the checkpoint's name of it: `shared_expert` or `shared_experts`.
+    `theirs` is its name in the checkpoint: `shared_expert` or `shared_experts`.
     """
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:
@@ -227,7 +226,7 @@ def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) 
 
 
 def expert_bias(model: ModelShape) -> Rule:
-    """Return the rule of the router's bias: a float32 buffer in Megatron, added to the scores for the choice alone."""
+    """Return the rule of the router's bias: a float32 buffer in Megatron that only affects the choice of experts."""
     parameter, tensor = (
         "decoder.layers.{layer}.mlp.router.expert_bias",
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",

@@ -1,4 +1,4 @@
-"""vLLM's parameters as stacks of Hugging Face tensors, and the stacks that several families have. No torch."""
+"""vLLM's parameters as stacks of Hugging Face tensors, and stacks that several families share. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LAYER = "model.layers.{layer}."
 
 
 class Part(NamedTuple):
-    """One tensor of a stack, or a range of its rows, and how it is split over the engine's ranks.
+    """One tensor of a stack, or a range of its rows, and its split over the engine's ranks.
 
-    With `first`, only the first rank sharing an expert has the tensor, and others have zeros.
+    `first`: only the first rank that shares an expert has the tensor, the others have zeros.
     """
 
     tensor: str
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 class Stack(NamedTuple):
     """A parameter of vLLM: tensors concatenated along `dim`, with `alternates` row by row.
 
-    With `stacks_experts`, the parameter holds all local experts in an additional first dimension.
+    With `stacks_experts`, the parameter has all local experts in an additional first dimension.
     """
 
     storage: str
@@ -73,7 +73,7 @@ def vocabulary(tensor: str, storage: str | None = None) -> Stack:
 def qkv(attention: str, kind: str, live: str | None = None) -> Stack:
     """Return the fused projection of queries, keys and values; `kind` is weight or bias.
 
-    `attention` is the prefix of the tensors, `live` that of vLLM's parameter if it differs.
+    `attention` is the prefix of the tensors, `live` the prefix of vLLM's parameter if it differs.
     """
     q, k, v = (f"{attention}{letter}_proj.{kind}" for letter in "qkv")
     return Stack(f"{live or attention}qkv_proj.{kind}", 0, (Part(q, "even"), Part(k, "heads"), Part(v, "heads")))
@@ -91,5 +91,5 @@ def row(tensor: str, storage: str | None = None) -> Stack:
 
 
 def float32(tensor: str) -> Stack:
-    """Return a tensor stored whole on every rank in float32, in models of any dtype."""
+    """Return a tensor that every rank stores whole in float32, in models of any dtype."""
     return Stack(tensor, 0, (Part(tensor, "copy"),), dtype="float32")
