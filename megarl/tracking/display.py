@@ -1,8 +1,8 @@
 """Progress of a run on the screen: on a terminal a live line below the other lines, otherwise plain lines only.
 
-The live line has the current phase with its time, the step, the time left and a graph of the reward. The line of a
-finished step (`step_table`) shows the signs of reward hacking together: reward, accuracy, length, truncated share, KL
-if measured, difference of trainer and engine log-probs, entropy.
+The live line has the current phase with its time, the step, the time left and a graph of the reward. Each finished step
+gets a line of numbers (`step_table`), which shows the signs of reward hacking together: reward, accuracy, length,
+truncated share, KL if measured, difference of trainer and engine log-probs, entropy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megarl.tracking.step_table import LINE_CHARACTERS, StepTable
 from megarl.types import MegarlError
 
 MOST_LINES = 200
-"""A run with at most this many steps prints a line for each step."""
+"""Most steps of a run that prints a line for each step."""
 
 _SPARKLINE_LENGTH = 24
-"""Number of recent steps in the graph of the live line."""
+"""Number of newest steps in the graph of the live line."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BLOCKS_ASCII = "_.-=+*#%"
 _WHEEL = "|/-\\"
@@ -38,20 +38,20 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Closing(NamedTuple):
-    """Results shown in the summary of a finished run."""
+    """Results in the summary of a finished run."""
 
     model: str | None
     """Folder of the trained model. None: the run only evaluated."""
     heldout: Mapping[str, tuple[float, float]]
-    """First and last values of the accuracies and mean rewards of validation sets, keyed by metric name."""
+    """First and last value of each accuracy and mean reward of a validation set, keyed by metric name."""
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step of the checkpoint resumed by this start of the run. 0: no checkpoint was resumed."""
+    """Step of the checkpoint from which this start of the run resumed. 0: it began anew."""
 
 
 class Display:
-    """Screen of one run. Any thread may print to it; `live` refreshes the live line in a thread of its own."""
+    """Screen of one run. Any thread may print to it. `live` refreshes the live line in a separate thread."""
 
     def __init__(
         self, console: rich.console.Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -73,15 +73,15 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Whether the output is a terminal that can rewrite a line. Colours forced by a variable (FORCE_COLOR) do not
-        prove it."""
+        """Return whether the output is a terminal that can rewrite a line. Forced colours (FORCE_COLOR) do not prove
+        it.
+        """
         # rich reports a terminal if colours are forced, so the file itself is asked too.
         return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty()
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Show the live line while the context manager is active, if the output is a terminal. It disappears
-        afterwards."""
+        """Show the live line inside this context, if the output is a terminal. It disappears afterwards."""
         if not self.is_live:
             yield
             return
@@ -99,9 +99,9 @@ class Display:
 
     @contextmanager
     def logged_to(self, path: Path) -> Iterator[None]:
-        """Append all lines printed while the context manager is active to a file, without colours.
+        """Append all lines printed inside this context to a file, without colours.
 
-        An error leaving the context is the file's last line; the command prints it on the screen.
+        An error that leaves the context is the file's last line; the command prints it on the screen.
         """
         self._log = path
         try:
@@ -114,8 +114,10 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, *, is_printed: bool = False) -> Iterator[None]:
-        """Context in which the run is in this phase: the live line shows it. `is_printed`: print a line for it if there
-        is no live line."""
+        """Show inside this context that the run is in this phase.
+
+        `is_printed`: without a live line, print a line for the phase.
+        """
         if is_printed and not self.is_live:
             self.info(name)
         self._phases.append((name, self._clock()))
@@ -139,8 +141,8 @@ class Display:
     def step(self, step: int, row: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
         """Print a line with a step's metrics, and a header if one is due.
 
-        Long runs omit most steps without an evaluation. If `evaluation_follows`, its metrics come in a second call,
-        which prints only them.
+        Long runs omit most steps without an evaluation. With `evaluation_follows`, a second call prints the
+        evaluation's metrics alone.
         """
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
@@ -198,7 +200,6 @@ class Display:
                 append_whole(self._log, f"{printable(line)}\n".encode(errors="replace"))
 
     def _steps_text(self, resumed_step: int) -> str:
-        """Return the number of steps in this start of the run, in words."""
         if self._steps == 0:
             return "evaluation"
         last = self._step or 0
@@ -207,8 +208,9 @@ class Display:
         return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
-        """Return whether the step gets a line. Long runs print only some steps; at the first omitted one a note says
-        so."""
+        """Return whether the step gets a line. Long runs print only some steps. A note says so at the first omitted
+        step.
+        """
         if self._steps is None or self._steps <= MOST_LINES:
             return True
         if not self._has_noted_thinning:
@@ -220,8 +222,9 @@ class Display:
         return is_end or step % math.ceil(self._steps / MOST_LINES) == 0 or any(n.startswith("val/") for n in row)
 
     def _seconds_left(self, now: float) -> float | None:
-        """Return the estimated time left, from the mean step time. The first step is left out because it compiles
-        kernels."""
+        """Return the estimated seconds left, from the mean step time. The first step, which compiles kernels, does not
+        count.
+        """
         if self._steps is None or self._first_logged is None or self._step is None:
             return None
         first, began = self._first_logged
@@ -238,7 +241,6 @@ class Display:
 
 
 def prints_blocks(console: rich.console.Console) -> bool:
-    """Return whether a console can print block characters. Terminals without UTF-8 cannot."""
     return (console.encoding or "").lower().startswith("utf")
 
 

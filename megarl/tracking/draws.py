@@ -24,9 +24,8 @@ Event = tuple[str, str, int] | tuple[str, str, int, int]
 """An event in the life of a prompt.
 
 ("drawn", source, number, index): the prompt `index` of a source was drawn. `number` counts the prompts of the source's
-endless stream, so `number // size` is the epoch. ("skipped", source, count): the curriculum skipped so many before the
-next draw. (ending, source, index): one of ENDINGS.
-"""
+endless stream, so `number // size` is the epoch. ("skipped", source, count): the curriculum skipped this many before
+the next draw. (ending, source, index): one of ENDINGS."""
 
 _MAX_SKIPPED = 10_000_000
 """Limit of the prompts skipped for one draw, the same as in `data.mixture`."""
@@ -55,7 +54,7 @@ class DrawEvents:
         self.pending.append(event)
 
     def remove(self, kind: str, source: str, index: int) -> None:
-        """Remove the newest event of a prompt, because its step is forgotten."""
+        """Remove the newest event of a prompt, because its step will be repeated."""
         place = len(self.pending) - 1 - self.pending[::-1].index((kind, source, index))
         del self.pending[place]
 
@@ -81,7 +80,7 @@ class DrawEvents:
 
 
 def rewind(file: Path, num_events: int) -> int:
-    """Cut the ledger to its first `num_events` events. Returns how many of them it lacks. Raises OSError."""
+    """Cut the ledger to its first `num_events` events. Returns how many of these it lacks. Raises OSError."""
     if not file.exists():
         return num_events
     num_found = 0
@@ -116,12 +115,12 @@ class Epoch:
     number: int
     size: int
     draws: Counter[int] = field(default_factory=Counter)
-    """How often each prompt was drawn, by its index."""
+    """Number of draws of each prompt, by its index."""
     skipped: int = 0
     endings: Counter[str] = field(default_factory=Counter)
-    """Number of drawn prompts by their ending (ENDINGS). The others are in flight or waiting."""
+    """Number of drawn prompts by their ending (ENDINGS). Prompts without an ending are in flight or waiting."""
     is_complete: bool = False
-    """Whether the next epoch has begun, or this one is exactly at its end."""
+    """Whether the next epoch has begun, or all prompts of this one were drawn or skipped."""
 
     @property
     def num_open(self) -> int:
@@ -129,22 +128,22 @@ class Epoch:
 
     @property
     def missing(self) -> int:
-        """Number of prompts neither drawn nor skipped in a complete epoch."""
+        """Return the number of prompts that a complete epoch neither drew nor skipped."""
         return max(self.size - len(self.draws) - self.skipped, 0) if self.is_complete else 0
 
     @property
     def repeated(self) -> list[int]:
-        """Indices of prompts drawn more than once."""
+        """Return the indices of prompts that were drawn more than once."""
         return sorted(index for index, count in self.draws.items() if count > 1)
 
 
 @dataclass
 class Account:
-    """Contents of a run's ledger. `faults` are one line each; empty: every prompt is accounted for."""
+    """Contents of a run's ledger. `faults` has one line each. Empty: every prompt is accounted for."""
 
     epochs: list[Epoch]
     num_open: int
-    """Number of groups in flight or waiting at the last line, by the run's own count."""
+    """Number of groups in flight or waiting at the last line, as the run counted them."""
     too_long: int
     """Number of records left out of the data because they are too long."""
     last_step: int
@@ -247,7 +246,6 @@ def _parse_line(line: bytes) -> _Line | None:
 
 
 def _event(value: Sequence[Any]) -> Event:
-    """Return an event read from JSON. Raises TypeError or ValueError for another value."""
     kind, source, *numbers = value
     is_valid = kind == "skipped" or kind == "drawn" or kind in ENDINGS
     if not is_valid or not isinstance(source, str) or len(numbers) != (2 if kind == "drawn" else 1):

@@ -1,6 +1,6 @@
-"""Health rules: checks of a run's metrics, which warn if the policy cannot learn or loses abilities.
+"""Health rules: checks of a run's metrics that warn if the policy cannot learn or loses abilities.
 
-They are functions of numbers, without ranks, files or screens. Each rule is a row of RULES, and warns once in a run.
+Rules are functions of numbers, without ranks, files or screens. Each rule is a row of RULES, and warns once in a run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LOWEST_LEARNING_RATE = 1e-8
 LORA_FACTOR = 10.0
 """Factor of the usual learning rates for LoRA adapters (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2
-"""Number of consecutive evaluations below the best one before a rule warns. A single one may be chance."""
+"""Consecutive evaluations below the best one after which a rule warns. A single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Type of the recorded values: for each watched metric its finite values, each with its step, in order."""
+"""Finite values of each watched metric, each with its step, in order."""
 
 
 class Evidence(NamedTuple):
-    """Result of a check: the metric breaking a rule, its value, and the comparison in words."""
+    """Proof of a broken rule: the metric, its value, and the comparison in words."""
 
     metric: str
     value: float
@@ -38,7 +38,7 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """A health rule broken after a step, with its facts for status.json."""
+    """A health rule that broke after a step, with its facts for status.json."""
 
     rule: str
     step: int
@@ -49,14 +49,14 @@ class BrokenRule:
 
     @property
     def finding(self) -> Finding:
-        """The warning for the user: rule, metric, value, problem and remedy."""
+        """Return the warning for the user: rule, metric, value, problem and remedy."""
         return Finding(
             "warning", f"health, {self.rule}", f"{self.metric} is {self.value:.3g} {self.problem}", self.remedy
         )
 
     @property
     def text(self) -> str:
-        """Text of the warning in sentences."""
+        """Return the warning in sentences."""
         place, text, remedy = self.finding.place, self.finding.text, self.finding.remedy
         return f"{place}: {text}. Try this: {remedy}."
 
@@ -66,7 +66,7 @@ class BrokenRule:
 
 
 class Rule(NamedTuple):
-    """A health rule: the metrics it watches, its check, what a broken rule means, and a remedy."""
+    """A health rule: the metrics that it watches, its check, what a failure means, and a remedy."""
 
     name: str
     metrics: tuple[str, ...]
@@ -76,7 +76,7 @@ class Rule(NamedTuple):
     reads_evaluations: bool = False
 
     def is_due_after(self, metrics: Collection[str]) -> bool:
-        """Return whether to check the rule when metrics of these names were logged."""
+        """Return whether the rule is checked after metrics of these names were logged."""
         # A step has hundreds of metrics: only the rule that needs it searches them all.
         return any(name in metrics for name in self.metrics) or (
             self.reads_evaluations and any(map(is_accuracy, metrics))
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
-    """Return a check failing if the last `window` values of a metric are all bad."""
+    """Return a check that fails if the last `window` values of a metric are all bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         last = _values(series, metric)[-health.window :]
@@ -98,10 +98,9 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """Return a check failing if a metric rises: the median of its last `window` values against the median of the
-    first.
+    """Return a check that fails if a metric rises: the median of its last `window` values against that of the first.
 
-    It fails if the ratio of both is at least `factor` and the last median is at least `least`.
+    It fails if the ratio of both medians is at least `factor` and the last median is at least `least`.
     """
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
@@ -230,14 +229,14 @@ LEARNING_RATE = "learning_rate"
 
 @dataclass(slots=True)
 class Health:
-    """State of the health rules in a run. `warned` has the names of the rules already broken."""
+    """State of the health rules in a run. `warned` has the names of the rules that have warned."""
 
     config: HealthConfig
     warned: set[str] = field(default_factory=set)
     _series: defaultdict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[BrokenRule]:
-        """Add a step's metrics. Return the rules broken for the first time."""
+        """Add a step's metrics. Return the rules that broke for the first time."""
         watched = {metric for rule in RULES for metric in rule.metrics}
         for name, value in metrics.items():
             if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
@@ -259,9 +258,9 @@ class Health:
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[StepLine]) -> None:
-        """Add the metrics of the steps logged before a resume.
+        """Add the metrics of the steps before a resume.
 
-        Rules broken by these steps count as reported, because an earlier attempt has warned.
+        Rules that these steps broke count as reported, because an earlier start has warned.
         """
         for line in steps:
             self.observe(line.step, line.metrics)
@@ -274,7 +273,7 @@ def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, fl
 
 
 def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> BrokenRule | None:
-    """Return the broken rule if a learning rate is outside the usual range. None: it is inside."""
+    """Return the broken rule if a learning rate is outside the usual range, else None."""
     low, high = usual
     if low <= rate <= high:
         return None
@@ -293,7 +292,7 @@ def is_accuracy(name: str) -> bool:
 def heldout_metrics(rows: Collection[Mapping[str, float | None]]) -> list[str]:
     """Return the names of the accuracies and mean rewards of whole validation sets in rows of metrics.
 
-    A reward that equals the set's accuracy in every row says nothing more, and is left out.
+    A reward that equals the set's accuracy in every row is left out.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     accuracies = [name for name in names if is_accuracy(name)]

@@ -1,7 +1,7 @@
-"""Declaration of metrics: the rows of a module's `METRICS`.
+"""Rows of `METRICS`, in which a module declares its metrics.
 
 `tracking.metric_table` collects the rows of all modules. It parses the modules and does not import them, so a row's
-values are literals or the constants below.
+values are literals or constants of this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SLOWEST_RANK = "on the slowest rank"
 SINCE_RUN_BEGAN = "since the run began"
 
 STATISTICS = {"mean": "mean", "std": "standard deviation", "min": "smallest", "max": "largest"}
-"""Statistics in words, by the last part of a metric's name."""
+"""Names of statistics in words, by the last part of a metric's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,11 @@ class MetricRow:
     """A metric, or all metrics whose names match a pattern."""
 
     name: str
-    """Words in capitals are placeholders, as in `val/SET/accuracy`. `turns/{mean,max}` stands for two metrics."""
+    """Name of the metric. Words in capitals are placeholders, as in `val/SET/accuracy`. `turns/{mean,max}` stands for
+    two metrics."""
     unit: str
     meaning: str
     over: str = ""
-    """Statistic of the value, if the meaning does not say it: one of the constants above."""
+    """Statistic of the value, if the meaning does not say it: one of this module's constants."""
     condition: str = ""
     """Recipe field needed for the metric: `weights.overlap` or `rollout.placement=separate`."""

@@ -1,4 +1,4 @@
-"""Table of all metrics: names, units and meanings, read from the modules computing them.
+"""Table of all metrics: names, units and meanings, read from the modules that compute them.
 
 Each of these modules lists its metrics in `METRICS`, a tuple of `MetricRow`. The modules are parsed and not imported,
 because some need torch and the table must work without it. Parts of a name in capitals are placeholders:
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression for the metric names of this row."""
+        """Return the regular expression of the metric names in this row."""
         parts = re.split(f"({_PLACEHOLDER.pattern})", self.name)
         # Only OWN may contain slashes.
         any_of = {"OWN": ".+"}
@@ -56,7 +56,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def find(name: str) -> Row | None:
-    """Return the row describing a logged metric. None: the metric is the user's own, for example of a custom loss.
+    """Return the row that describes a logged metric. None: a metric of user code, for example of a custom loss.
 
     In mixtures and evaluations, a metric's name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """
@@ -74,7 +74,7 @@ def find(name: str) -> Row | None:
 
 
 def metrics_markdown(table: Sequence[Row]) -> str:
-    """Return rows as a Markdown page with a table for each group, the first part of their names."""
+    """Return rows as a Markdown page with a table for each group (the first part of a name)."""
     parts = [HEAD]
     for group, members in groupby(table, key=lambda row: row.name.partition("/")[0]):
         lines = [f"| `{row.name}` | {_cell(row.unit)} | {_cell(row.meaning)} |" for row in members]
@@ -98,7 +98,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
 
 
 def declared_rows(path: Path) -> list[MetricRow]:
-    """Return the rows in a module's METRICS; none if it has no such table."""
+    """Return the rows in a module's METRICS. Empty: it has no such table."""
     text = path.read_text(encoding="utf-8")
     if f"\n{TABLE} = " not in text:
         return []

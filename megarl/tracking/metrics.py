@@ -1,4 +1,4 @@
-"""Metrics combined over ranks and microbatches as mean, sum or maximum.
+"""Metrics that are combined over ranks and microbatches as mean, sum or maximum.
 
 A mean is weighted by counts. A NaN in any part makes the result NaN.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number measured on one rank or microbatch. Subclasses define how numbers of several ranks are combined."""
+    """A number measured on one rank or microbatch. A subclass defines how numbers are combined."""
 
     number: float
 
@@ -43,16 +43,12 @@ class Mean(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Sum(Metric):
-    """Sum over ranks and microbatches."""
-
     def merge_with(self, metric: Metric) -> Sum:
         return Sum(self.number + metric.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Max(Metric):
-    """Maximum over ranks and microbatches."""
-
     def merge_with(self, metric: Metric) -> Metric:
         # Comparisons with NaN are false, so NaN needs its own test to survive.
         return self if math.isnan(self.number) or self.number >= metric.number else metric

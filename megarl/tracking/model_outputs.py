@@ -1,4 +1,4 @@
-"""Reports of ranks on the outputs of a model's modules. The driver reads them, so this module imports no torch."""
+"""Reports of ranks about the outputs of a model's modules. The driver reads them, so this module imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Output(NamedTuple):
 
 
 class CanaryReport(NamedTuple):
-    """One rank's outputs of the canary batch, with their checksums, and the checksums of its repetition.
+    """Checksums of one rank's outputs of the canary batch, a fixed batch that is computed twice.
 
     `seconds` is the time of both passes.
     """
@@ -39,7 +39,7 @@ class CanaryReport(NamedTuple):
 class NotFinite(NamedTuple):
     """The first tensor that is not finite: its kind and name, its layer from 0 (None: outside of layers), its ranks.
 
-    `kind` is weight, output (of a module), loss or gradient. It is `none` if the second pass was finite.
+    `kind` is weight, output (of a module), loss or gradient. `none`: a repeated pass was finite.
     """
 
     kind: str

@@ -1,7 +1,7 @@
-"""Outcomes of an update and of a step, as typed values. They decide what follows; metrics are written from them.
+"""Outcomes of an update and of a step, as typed values that decide what the run does next.
 
-Nothing reads a decision from a metric, so a metric's name never changes what is trained. The driver reads these values
-too, so this module imports no torch.
+No decision reads a metric, so a metric's name never changes what is trained. The driver reads these values too, so this
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -96,19 +96,19 @@ def merge_ranks(updates: Sequence[Update]) -> Update:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Outcome of a step's updates, as far as something is decided by it after them."""
+    """Outcome of a step's updates, as far as later decisions need it."""
 
     not_finite: tuple[str, ...] = ()
-    """Names of the models with an update skipped because it is not finite: policy, critic."""
+    """Models (policy, critic) with an update that was skipped because it is not finite."""
     has_empty_update: bool = False
     """Whether an update was skipped because none of its tokens is trained."""
     excess_mismatch: float | None = None
-    """Mean difference of trainer and engine log-probs, in nats, if updates were skipped for it. None: not skipped."""
+    """Mean difference of trainer and engine log-probs, in nats, if it made updates be skipped. None: it did not."""
     kl: float | None = None
     """Mean divergence of the policy from the reference, in nats per token. None: not measured."""
 
     def add(self, model: str, outcomes: Sequence[UpdateOutcome]) -> None:
-        """Add the updates of a model, by its name on the ranks."""
+        """Add the updates of a model. `model` is its name on the ranks."""
         if any(outcome.not_finite for outcome in outcomes):
             self.not_finite = (*self.not_finite, model)
         self.has_empty_update |= any(outcome.is_empty for outcome in outcomes)
@@ -121,6 +121,6 @@ class StepOutcome:
 
 
 def merge_measured(parts: Iterable[Kind | None]) -> Kind | None:
-    """Return the combination of the parts that were measured; None if none was."""
+    """Return the combination of the parts that were measured, or None."""
     merged = merge({"": part} for part in parts if part is not None)
     return cast(Kind, merged[""]) if merged else None

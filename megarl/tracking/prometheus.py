@@ -20,13 +20,13 @@ _OTHER_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 class RunMetrics:
-    """Tracker with the newest metrics of a run, and their collector for a registry of prometheus_client.
+    """Tracker with the newest metrics of a run, which Prometheus collects.
 
     The methods `log`, `samples`, `sync` and `close` are those of `trackers.RunTracker`. Any thread may collect.
     """
 
     def __init__(self, run: str, steps: int | None, status: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin without metrics. `status` returns the fields of status.json, `steps` is the planned number of steps."""
+        """Begin without metrics. `status` returns the fields of status.json; `steps` is the planned number of steps."""
         self._run, self._steps, self._status = run, steps, status
         self._newest: dict[str, float] = {}
         self._step: int | None = None
@@ -34,7 +34,7 @@ class RunMetrics:
         self._began = time.time()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take a step's metrics as the newest ones. Metrics that the step lacks keep their last value."""
+        """Store a step's metrics as the newest ones. Metrics that the step lacks keep their last value."""
         # Replaced as a whole, so that a scrape during the step sees the metrics of one moment.
         self._newest = {**self._newest, **scalars}
         self._step, self._logged_at = step, time.time()
@@ -61,7 +61,7 @@ class RunMetrics:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of this moment."""
+        """Yield the present metrics as metric families of prometheus_client."""
         status = self._status()
         yield InfoMetricFamily(f"{PREFIX}run", "name of the run", {"name": self._run})
         yield StateSetMetricFamily(
@@ -79,9 +79,9 @@ class RunMetrics:
 
 
 def step_families(newest: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
-    """Yield a gauge for each metric, with its name in Prometheus, and its name in megarl as the label `metric`.
+    """Yield a gauge for each metric: its name in Prometheus, and its name in megarl as the label `metric`.
 
-    Two names may become one, such as `a/b_c` and `a_b/c`: their values then differ in the label only.
+    Two names may become one, such as `a/b_c` and `a_b/c`. Their values then differ in the label only.
     """
     families: dict[str, GaugeMetricFamily] = {}
     for metric, value in sorted(newest.items()):

@@ -1,6 +1,6 @@
 """Old names of metrics, for runs and checkpoints written before a metric was renamed.
 
-Whatever reads a run folder reads metrics under their current names: a report and a resumed run have one curve.
+Readers of a run folder use the current names, so a report and a resumed run have one curve for each metric.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _BY_SOURCE = {
     for old, new in RENAMED.items()
     if old.startswith(("curriculum/", "tools/", "rollout/kept_tokens"))
 }
-"""The renamed metrics that a mixture logs for each source too, as `environment/SOURCE/NAME`. The prefix `rollout/` is
-left out there."""
+"""Renamed metrics that a mixture also logs for each source, as `environment/SOURCE/NAME`, without the prefix
+`rollout/`."""
 
 
 @lru_cache(maxsize=4096)
 def current_name(name: str) -> str:
-    """Return the current name of a logged metric, also of one for a source of a mixture."""
+    """Return the current name of a logged metric, also with the prefix of a source of a mixture."""
     # Cached: a reader of a run asks for the same names in each of its steps.
     group, _, rest = name.partition("/")
     source, _, metric = rest.partition("/")
@@ -49,8 +49,8 @@ def current_name(name: str) -> str:
 def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics by their current names.
 
-    A step logged before tools/truncated and tools/shortened became one has both. Their counts are added: each counted
-    the replies shortened to another limit. Null, for a number that was not finite, stays null.
+    A step logged before tools/truncated and tools/shortened became one has both. Their counts are added, because each
+    counted the replies shortened to another limit. Null, for a number that was not finite, stays null.
     """
     current: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -64,6 +64,6 @@ def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_error(name: str) -> str | None:
-    """Return what is wrong with naming a metric by its old name, and the new one; None if it has no newer name."""
+    """Return an error that a name of a metric is old, with the new name, or None."""
     new = current_name(name)
     return None if new == name else f"{name} is an old name; write {new}"

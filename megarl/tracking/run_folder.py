@@ -50,24 +50,24 @@ _STATUS_BYTES = 512
 """Size of status.json in bytes, padded with spaces, so a final status fits even on a full disk."""
 
 JOURNAL = "attempts.journal"
-"""Name of the journal of agents' attempts in a run folder."""
+"""Name, in a run folder, of the journal of attempts by agent programs."""
 
 
 class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
-    Files: `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
-    `status.json`; `metrics.jsonl`; `versions.jsonl` (checksums of the weights);
-    `draws.jsonl` (what became of each prompt); `attempts.journal` (answers to agents, see `rollout.journal`);
-    in a fork `parent.json`, the run and step from which it was made.
+    Files: `config.yaml` (the complete recipe of the newest start with a trained step, secrets hidden); `status.json`;
+    `metrics.jsonl`; `versions.jsonl` (checksums of the weights); `draws.jsonl` (what became of each prompt);
+    `attempts.journal` (answers to agents, see `rollout.journal`); in a fork `parent.json`, the run and step from which
+    it was made.
 
     Folders: `owners/` (the lock, see `FolderLock`); `tensorboard/`; `samples/`; `tokens/` (a few samples token by
     token); `records/` (steps for `megarl replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
     `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved
-    aside by --restart); `logs/`, with one folder per attempt and a link to the latest.
+    aside by --restart); `logs/`, with one folder per start and a link to the latest.
 
-    An attempt's folder has its recipe, its ranks' output, `notices.jsonl` (warnings) and `attempt.json` (start,
-    machine, steps before it, end).
+    A start's folder has its recipe, its ranks' output, `notices.jsonl` (warnings) and `attempt.json` (start, machine,
+    steps before it, end).
 
     As a context manager it writes how the run ended. `resumed_step` is the step of the resumed checkpoint, 0 for a new
     run.
@@ -86,7 +86,7 @@ class RunFolder:
         `on_wait` is called with a text if an owner on another machine must be watched for up to a minute.
 
         Raises ConfigError if the folder cannot be made, or has an earlier run and neither `resume` nor `restart` is
-        given. Raises RunFolderLockedError if another process owns it, StorageError if it cannot be read.
+        set. Raises RunFolderLockedError if another process owns it, StorageError if it cannot be read.
         """
         self.path = run_path(recipe)
         self.metrics_file = self.path / "metrics.jsonl"
@@ -129,13 +129,15 @@ class RunFolder:
         most_restarts: int | None = None,
         unlogged: Mapping[str, Any] | None = None,
     ) -> int:
-        """Begin an attempt: from the beginning, or from the checkpoint of `step`. Metrics and samples of later steps
-        are removed. `unlogged` are metrics of `step` in a checkpoint of an earlier version, which logged a step after
-        its evaluation; they are logged now.
+        """Begin a start of the run, anew or from the checkpoint of `step`. Metrics and samples of later steps are
+        removed.
+
+        `unlogged` are metrics of `step` that a checkpoint of an earlier version holds, because it logged a step after
+        its evaluation. They are logged now.
 
         Returns the number of unreadable lines removed from metrics.jsonl, not counting a last line cut short. Raises
         MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
-        if a file cannot be written; nothing of an earlier attempt is lost then.
+        if a file cannot be written; nothing of an earlier start is lost then.
         """
         self._count_restart(step or 0, most_restarts)
         with storage_faults_named(self.path):
@@ -169,7 +171,7 @@ class RunFolder:
         return unreadable
 
     def end_attempt(self, error: BaseException) -> None:
-        """Record in attempt.json that an error ended this attempt. The same process may then `begin` another one."""
+        """Record in attempt.json that an error ended this start. The same process may then `begin` another one."""
         self._attempt |= {"ended": _now(), **self._status, "cause": f"{type(error).__name__}: {error}"}
         self.describe({})
         self.earlier = RunRecord.read(self.path)
@@ -177,7 +179,7 @@ class RunFolder:
         self._is_restart = False
 
     def use_recipe(self, recipe: Recipe) -> None:
-        """Write another recipe to config.yaml after the next step, because the run was resized."""
+        """Write another recipe to config.yaml after the next step, because the run has other parallel sizes."""
         self._recipe_text, self._is_config_current = to_yaml(recipe), False
 
     def set_status(
@@ -206,34 +208,34 @@ class RunFolder:
         replace_text(self.path / "status.json", text + "\n")
 
     def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts about the attempt to attempt.json, in sections like `machine` and `versions`. Raises OSError."""
+        """Add facts about this start to attempt.json, in sections like `machine` and `versions`. Raises OSError."""
         for section, facts_of_section in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **facts_of_section}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """Fields of status.json: state, step, cause, exit code, broken health rules."""
+        """Return the fields of status.json: state, step, cause, exit code, broken health rules."""
         return self._status
 
     @property
     def dead_owner(self) -> str | None:
-        """Process from which the folder was taken over because it died without releasing it. None: there was none."""
+        """Return the process that owned the folder and died without releasing it, or None."""
         return self._lock.taken_from
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Broken health rules recorded in status.json, including those of earlier attempts."""
+        """Return the broken health rules recorded in status.json, with those of earlier starts."""
         return list(self._status.get("health", ()))
 
     def set_not_finite(self, facts: Mapping[str, Any]) -> None:
-        """Write the newest tensor that was not finite to status.json: step, model, kind, name, layer, ranks, nodes."""
+        """Record in status.json the newest tensor that was not finite: step, model, kind, name, layer, ranks, nodes."""
         self._status["not_finite"] = dict(facts)
         self.set_status()
 
     @property
     def bad_nodes(self) -> list[str]:
-        """Nodes recorded in status.json as faulty, by this attempt and earlier ones. The run must not use them."""
+        """Return the nodes recorded in status.json as faulty. The run must not use them."""
         return list(self._status.get("bad_nodes", ()))
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:
@@ -242,11 +244,11 @@ class RunFolder:
 
     @property
     def lacks_evaluation(self) -> bool:
-        """Whether the evaluation of the resumed step was interrupted."""
+        """Return whether the evaluation of the resumed step was interrupted."""
         return self.resumed_line is not None and self.resumed_line.evaluation_follows
 
     def logged_steps(self) -> Iterator[StepLine]:
-        """Yield the steps in metrics.jsonl, including those of earlier attempts."""
+        """Yield the steps in metrics.jsonl, with those of earlier starts."""
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open("rb") as file:
@@ -267,15 +269,17 @@ class RunFolder:
         append_whole(self.versions_file, line.encode() + b"\n")
 
     def note(self, text: str, step: int | None) -> None:
-        """Append a warning to the attempt's notices.jsonl. If that fails, the warning is only on the screen."""
+        """Append a warning to this start's notices.jsonl. If that fails, the warning is only on the screen."""
         if self._has_begun:
             line = json.dumps({"time": _now(), "step": step, "text": text}).encode() + b"\n"
             with suppress(OSError):
                 append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count the consecutive resumes without a completed step in between, as `restarts` in status.json. Raises
-        MegarlError above the limit."""
+        """Count, as `restarts` in status.json, consecutive resumes without a completed step in between.
+
+        Raises MegarlError above the limit.
+        """
         # An attempt from the beginning may follow one from a checkpoint, so an earlier value goes.
         self._status.pop("resumed_step", None)
         if step:
@@ -303,9 +307,8 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Remove metrics, samples and records of steps after `step`, or all of them.
-
-        Returns the number of unreadable lines of metrics.
+        """Remove metrics, samples and records of steps after `step`. Returns the number of unreadable lines of
+        metrics.
         """
         last = -1 if step is None else step
         steps = _forget_lines(self.metrics_file, last)
@@ -334,8 +337,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """At the end of the context, write how the run ended. An error caused by the folder or its disk is raised as
-        StorageError instead."""
+        """Write how the run ended. An error caused by the folder or its disk is raised as StorageError instead."""
         # An error caused by the folder or its disk becomes a StorageError, which has its own exit code.
         broken = None if error is None else storage_error(self.path, error)
         try:
@@ -355,7 +357,7 @@ class RunFolder:
             raise broken from error
 
     def _set_end(self, error: BaseException | None) -> None:
-        """Write the final status to status.json: the error that ended the run, or success."""
+        """Write the final status to status.json: success, or the error that ended the run."""
         if error is None:
             self.set_status("done", exit_code=0)
         elif isinstance(error, KeyboardInterrupt):
@@ -376,7 +378,7 @@ class RunFolder:
     def _overwrite_status(self) -> None:
         """Overwrite status.json in place, with as much of the cause as fits.
 
-        A full disk has no room for a new file. The write is not atomic: a reader may briefly find invalid JSON.
+        A full disk has no space for a new file. The write is not atomic: a reader may briefly see invalid JSON.
         """
         with (self.path / "status.json").open("r+b", buffering=0) as file:
             room = os.fstat(file.fileno()).st_size
@@ -408,7 +410,7 @@ def run_path(recipe: Recipe) -> Path:
 
 
 def _findings(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the broken health rules in an earlier status.json, [] if there are none or the file was edited by hand."""
+    """Return the broken health rules in an earlier status.json. Empty: none, or the file was edited by hand."""
     findings = status.get("health")
     if not isinstance(findings, list):
         return []
@@ -442,7 +444,7 @@ def _find_free_path(path: Path) -> Path:
 def _forget_lines(file: Path, last: int) -> list[float | None]:
     """Remove the lines of steps after `last` from a JSON Lines file. Return the steps of all lines, None if unreadable.
 
-    Unreadable lines are removed too. The list is empty if there is no such file.
+    Unreadable lines are removed too. Without the file the list is empty.
     """
     if not file.exists():
         return []
@@ -456,7 +458,7 @@ def _forget_lines(file: Path, last: int) -> list[float | None]:
 
 
 def _step(line: bytes) -> float | None:
-    """Return the step of a line of metrics.jsonl, None if the line is unreadable."""
+    """Return the step of a line of metrics.jsonl, or None if the line is unreadable."""
     try:
         return float(loads(line, None)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):

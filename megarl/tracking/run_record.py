@@ -1,6 +1,6 @@
-"""A run folder as recorded, even if files are missing or broken. This module only reads.
+"""Reads a run folder, even if files are missing or broken. This module never writes.
 
-All that reads run folders begins here: starts of a run, reports, model cards, exports, forks, replays.
+Everything that reads run folders uses it: starts of a run, reports, model cards, exports, forks, replays.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ DRIVER = "driver.json"
 """Name of the file with the driver's state inside a checkpoint."""
 
 PARENT = "parent.json"
-"""Name of the file in a fork's folder with its original run and step."""
+"""Name of the file in a fork's folder that has the original run and the step."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
-"""A run folder has at least one of these files."""
+"""Files that mark a run folder. It has at least one of them."""
 _MOST_NOTICES = 50
-"""Maximum number of warnings read from a start."""
+"""Most warnings that are read from a start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
     """One start of a run: its number, its recorded facts and its recipe.
 
-    `facts` has the contents of attempt.json; versions of megarl without the file leave it empty. `config` has the
+    `facts` has the contents of attempt.json. It is empty for versions of megarl without the file. `config` has the
     recipe fields by dotted name. `stacks` are files with stacks that a user requested.
     """
 
@@ -83,7 +83,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder. Status and checkpoints are those when it was read, everything else is read when it is needed.
+    """A run folder. Status and checkpoints are those at its reading; everything else is read when it is needed.
 
     `status` is empty if status.json is missing or is not a JSON object.
     """
@@ -94,7 +94,7 @@ class RunRecord:
     checkpoints: tuple[Path, ...]
     """Complete checkpoints, newest first. Their files may still be damaged."""
     damaged: tuple[Path, ...]
-    """Checkpoints found damaged and renamed by earlier starts."""
+    """Checkpoints that earlier starts recognised as damaged and renamed."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -119,30 +119,32 @@ class RunRecord:
 
     @classmethod
     def open_of_this_version(cls, path: Path) -> Self:
-        """Read a run folder that a command works with. Raises DataError if a newer megarl wrote it last."""
+        """Read a run folder that a command will change. Raises DataError if a newer megarl wrote it last."""
         record = cls.open(path)
         record.refuse_newer_version()
         return record
 
     @property
     def step(self) -> int:
-        """Last trained step in status.json."""
+        """Return the last trained step in status.json."""
         return whole_number(self.status.get("step"))
 
     @property
     def last_step(self) -> int:
-        """Last step in status.json, which may be missing or old, or the last logged one."""
+        """Return the last step: in status.json, which may be missing or old, or in the metrics."""
         return max(self.step, self.rows[-1][0] if self.rows else 0)
 
     @property
     def planned_steps(self) -> int | None:
-        """Planned number of steps, from the newest start or else the recipe. None: not known."""
+        """Return the planned number of steps, from the newest start or else the recipe. None: unknown."""
         counts = [*(start.facts.get("steps") for start in reversed(self.starts)), self.config.get("train.steps")]
         return next((count for count in counts if type(count) is int and count > 0), None)
 
     @property
     def state(self) -> str:
-        """State of the run in status.json. `ended unseen`: it is active by the file, but its process is gone."""
+        """Return the state of the run in status.json. `ended unseen`: the file says that it runs, but its process is
+        gone.
+        """
         return run_state(self.path, self.status)
 
     @property
@@ -151,7 +153,7 @@ class RunRecord:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Fields of the run's recipe, keyed by dotted name. Empty if config.yaml cannot be read."""
+        """Return the fields of the run's recipe by dotted name. Empty: config.yaml cannot be read."""
         return flatten_sections(self.recipe())
 
     @cached_property
@@ -161,12 +163,12 @@ class RunRecord:
 
     @property
     def rows(self) -> list[tuple[int, dict[str, float]]]:
-        """Steps in order, each with its metrics; NaN for values that were not finite."""
+        """Return the steps in order, each with its metrics. NaN: the value was not finite."""
         return self._rows_and_notes[0]
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about unreadable parts of the folder."""
+        """Return sentences about unreadable parts of the folder."""
         notes = []
         if not self.config:
             notes.append("config.yaml is missing or cannot be read: the recipe is not shown.")
@@ -181,29 +183,29 @@ class RunRecord:
 
     @property
     def moved_aside(self) -> tuple[str, ...]:
-        """Names of the folders in `earlier/`: runs moved aside by --restart."""
+        """Return the names of the folders in `earlier/`: runs moved aside by --restart."""
         with storage_faults_named(self.path):
             return names_in(self.path / "earlier")
 
     @property
     def origin(self) -> str:
-        """Run and step of which this run is a fork, as text. Empty: it is not a fork."""
+        """Return the run and step of which this run is a fork, as text. Empty: it is not a fork."""
         parent = self.parent()
         return f"{parent.get('name')} at step {parent.get('step')} ({parent.get('run')})" if parent else ""
 
     @property
     def sample_files(self) -> list[tuple[int, Path]]:
-        """Files of samples with their steps, in order."""
+        """Return the files of samples with their steps, in order."""
         return step_files(self.path / "samples")
 
     @property
     def token_files(self) -> list[tuple[int, Path]]:
-        """Files of samples written token by token, with their steps, in order."""
+        """Return the files of samples written token by token with their steps, in order."""
         return step_files(self.path / "tokens")
 
     @property
     def bad_nodes(self) -> tuple[str, ...]:
-        """Names of faulty nodes in status.json (see `types.FaultyNodeError`). Raises DataError for other values."""
+        """Return the names of faulty nodes in status.json. Raises DataError for other values."""
         names = self.status.get("bad_nodes", [])
         place = f"{self.path / 'status.json'}: bad_nodes"
         if not isinstance(names, list):
@@ -214,13 +216,13 @@ class RunRecord:
         return tuple(names)
 
     def recipe(self) -> dict[str, Any]:
-        """Return the earlier start's recipe (config.yaml) as JSON values, {} if it cannot be read."""
+        """Return the recipe of the newest start (config.yaml) as JSON values. Empty: it cannot be read."""
         with storage_faults_named(self.path):
             content = read_or_none(self.path / "config.yaml")
         return read_mapping(content or b"")
 
     def refuse_new_start(self) -> None:
-        """Raise ConfigError if starting from the beginning would overwrite the trained steps of an earlier run."""
+        """Raise ConfigError if a start from the beginning would overwrite trained steps of an earlier start."""
         if self.checkpoints or self.damaged:
             checkpoint_names = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
             state = f"with checkpoints ({checkpoint_names})"
@@ -248,12 +250,12 @@ class RunRecord:
     def refuse_newer_version(self) -> None:
         """Raise DataError if a newer version of megarl wrote the run folder last.
 
-        It may have fields and files unknown here.
+        The folder may have fields and files that this version does not know.
         """
         _refuse_newer(self.path, _written_by(self.path))
 
     def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint of a step. Raises ConfigError with the steps of the others if there is none."""
+        """Return the checkpoint of a step. Raises ConfigError, with the steps that have one."""
         for folder in self.checkpoints:
             if checkpoint_step(folder) == step:
                 return folder
@@ -262,7 +264,7 @@ class RunRecord:
         raise ConfigError(f"--step {step}: {self.path} has no checkpoint of this step; {remedy}")
 
     def parent(self) -> dict[str, Any]:
-        """Return the run and the step from which this run was forked (parent.json), {} if it is not a fork."""
+        """Return the run and the step from which this run was forked (parent.json). Empty: it is not a fork."""
         with storage_faults_named(self.path):
             return parsed_object(read_or_none(self.path / PARENT), MEDIUM)
 
@@ -275,8 +277,7 @@ class RunRecord:
             )
 
     def refuse_start_over(self) -> None:
-        """Raise DataError if checkpoints exist but none can be loaded. The run does not silently start from the
-        beginning."""
+        """Raise DataError if checkpoints exist but none can be loaded, so that the run does not silently begin anew."""
         if self.checkpoints or self.damaged:
             raise DataError(
                 f"{self.path / 'checkpoints'}: none of the run's {len(self.checkpoints) + len(self.damaged)} "
@@ -307,9 +308,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run at `path`. None: there is none.
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run at `path`, or None.
 
-    A run is given by its folder or by its checkpoints/ folder.
+    A run is a run folder or its checkpoints/ folder.
     """
     if is_checkpoint(path) and path.is_dir():
         return path
@@ -322,7 +323,7 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
-    """Return the folders of a run's attempts in its `logs/` with their numbers, in order. Raises OSError."""
+    """Return the folders of a run's starts in its `logs/` with their numbers, in order. Raises OSError."""
     return list_numbered(logs, r"attempt_(\d+)")
 
 
@@ -348,7 +349,6 @@ def refuse_other_folders(path: Path) -> None:
 
 
 def run_state(path: Path, status: Mapping[str, Any]) -> str:
-    """Return the state of a run; see `RunRecord.state`."""
     state = str(status.get("state") or "unknown")
     return "ended unseen" if state in ("starting", "running") and owner_is_gone(path) else state
 
@@ -378,7 +378,7 @@ def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, float]]], list[str
 
 
 def _written_by(run: Path) -> str | None:
-    """Return the version of megarl at the newest start of a run (logs/attempt_N/attempt.json), None if unknown."""
+    """Return the version of megarl at the newest start of a run (logs/attempt_N/attempt.json). None: unknown."""
     with storage_faults_named(run):
         newest = [folder for _, folder in attempt_folders(run / "logs")][-1:]
         content = read_or_none(newest[0] / "attempt.json") if newest else None
@@ -405,7 +405,7 @@ def _refuse_newer(place: Path, theirs: str | None) -> None:
 
 
 def whole_number(value: Any) -> int:
-    """Return an integer field of status.json, 0 if it has any other value."""
+    """Return an integer field of status.json. 0: it has another value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 

@@ -36,7 +36,7 @@ class Spike(NamedTuple):
 
 
 def is_memory(saved: Any) -> bool:
-    """Return whether a value has the form that `SpikeDetector.as_json` writes."""
+    """Return whether a value has the form of `SpikeDetector.as_json`."""
     if not isinstance(saved, dict) or type(saved.get("rollbacks")) is not int or saved["rollbacks"] < 0:
         return False
     numbers = [saved.get("norms"), saved.get("losses")]
@@ -47,7 +47,7 @@ def is_memory(saved: Any) -> bool:
 
 
 class SpikeDetector:
-    """Limits of the next update from the last `window` updates: their median times a factor.
+    """Computes the limits of the next update from the last `window` updates: their median times a factor.
 
     Dropped updates count in the median too, so that a lasting change of level is accepted after half a window. Limits
     begin with half a window of updates. Updates without a gradient, and losses that are not positive, do not count.
@@ -77,7 +77,7 @@ class SpikeDetector:
         self.observe(outcome.grad_norm, loss, is_spike=outcome.spike)
 
     def observe(self, grad_norm: float, loss: float | None, *, is_spike: bool) -> None:
-        """Add an update by its numbers. `is_spike` says that the ranks dropped it."""
+        """Add an update. `is_spike`: the ranks dropped it."""
         compared = loss if self._loss_factor is not None else None
         if is_spike:
             self.spikes.append(Spike(grad_norm, compared, self.limits()))

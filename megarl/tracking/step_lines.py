@@ -1,6 +1,6 @@
-"""Lines of metrics.jsonl. A step has one, and a second one after it if the step is evaluated.
+"""Lines of metrics.jsonl: one for each step, and a second one if the step is evaluated.
 
-The file may have been written by an earlier version, cut short, or changed by anybody: lines are checked when read.
+The file may be of an earlier version, cut short, or changed by anybody, so lines are checked when they are read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megarl.files.strict_json import loads
 from megarl.tracking.renamed_metrics import current_metrics
 
 _FOLLOWS = "evaluation_follows"
-"""Field of a step's line, true if a line with the step's evaluation follows."""
+"""Field of a step's line. True: a line with the step's evaluation follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """Line of a step. `metrics` have their current names, and NaN for values that are not finite."""
+    """Line of a step. `metrics` have their current names. NaN: the value is not finite."""
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class StepLine:
 
     @classmethod
     def read(cls, line: bytes, max_values: int | None = None) -> Self | None:
-        """Return the line; None if it is not a JSON object with a step, or has more than `max_values` values.
+        """Return the line. None: it is not a JSON object with a step, or has more than `max_values` values.
 
         Values that are not numbers are left out.
         """
@@ -44,11 +44,11 @@ class StepLine:
         return {"step": self.step, **({_FOLLOWS: True} if self.evaluation_follows else {}), **self.metrics}
 
     def is_continued_by(self, line: StepLine) -> bool:
-        """Return whether the line after this one is that of the step's evaluation."""
+        """Return whether the next line is that of the step's evaluation."""
         return self.evaluation_follows and self.step == line.step
 
     def with_evaluation(self, line: StepLine) -> StepLine:
-        """Return the whole step, from this line and its evaluation's.
+        """Return the whole step, from this line and the evaluation's.
 
         Metrics of both, such as times, are those of the whole step in the evaluation's line.
         """
@@ -62,12 +62,14 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
-    """Yield the steps in lines of the file, as `join_steps` does. Unreadable lines are left out."""
+    """Yield the steps in lines of the file, joined with their evaluations. Unreadable lines are left out."""
     return join_steps(filter(None, map(StepLine.read, lines)))
 
 
 def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
-    """Yield the steps of lines in their order. A step that was trained again comes once more."""
+    """Yield the steps of lines in order, each joined with its evaluation. A step that was trained again comes once
+    more.
+    """
     step: StepLine | None = None
     for line in lines:
         if step is not None and step.is_continued_by(line):
@@ -86,7 +88,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: float | None) -> float:
-    """Return a logged number, NaN if it was not finite (the file then has null)."""
+    """Return a logged number. NaN: it was not finite, so the file has null."""
     try:
         return math.nan if value is None or not math.isfinite(value) else float(value)
     # JSON integers have any size; a float has not.

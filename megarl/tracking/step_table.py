@@ -1,4 +1,6 @@
-"""Lines printed for the steps of a run: a table of metrics with short numbers, fixed columns and a repeated header."""
+"""Lines for the steps of a run on the screen: a table of metrics with short numbers, fixed columns and a repeated
+header.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from typing import NamedTuple
 from megarl.tracking.health import heldout_metrics
 
 LINE_CHARACTERS = 100
-"""Longest line of the table. Columns at its end are left out if they do not fit."""
+"""Longest line of the table. Columns that do not fit are left out, from the end."""
 LINES_PER_HEADER = 20
-"""Number of step lines under one header. A terminal of 24 lines then shows one most of the time."""
+"""Step lines under one header. A terminal of 24 lines then shows a header most of the time."""
 
 
 class _Column(NamedTuple):
@@ -20,7 +22,7 @@ class _Column(NamedTuple):
     width: int
     """Number of characters. Numbers have at most 7, or 6 if they cannot be negative."""
     metrics: tuple[str, ...]
-    """The first metric logged by the run is shown."""
+    """Alternatives for the column. It shows the first that the run logs."""
 
 
 _COLUMNS = (
@@ -40,7 +42,7 @@ _LEFT_WIDTH = 7
 
 
 class StepTable:
-    """Table of a run's steps, made line by line."""
+    """Table of a run's steps, which grows line by line."""
 
     def __init__(self) -> None:
         """Make a table without lines. Set `steps` to the run's number of steps, if it is known."""
@@ -53,12 +55,12 @@ class StepTable:
     def lines(
         self, step: int, row: Mapping[str, float], seconds_left: float | None, *, max_characters: int = LINE_CHARACTERS
     ) -> list[str]:
-        """Return the lines of a step: a header every 20 lines or for other columns, then numbers, then the accuracies
-        and rewards of validation sets.
+        """Return the lines of a step: a header every 20 lines or for other columns, then numbers, then results of
+        validation sets.
 
-        `row` maps names of metrics to values. Results of validation sets have lines of their own, because their names
-        may be long. Columns beyond `max_characters` characters of a line are left out. A step with nothing but these
-        results has no line of numbers. A step that has one already gets only lines of results.
+        `row` maps names of metrics to values. Results of validation sets have separate lines, because their names may
+        be long. Columns beyond `max_characters` of a line are left out. A step with nothing but results has no line of
+        numbers. A step that has a line of numbers already gets only lines of results.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.
@@ -82,8 +84,9 @@ class StepTable:
         return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), max_characters)
 
     def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
-        """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new
-        header."""
+        """Return the labels and widths of the columns that fit into `room` characters. A new column needs a new
+        header.
+        """
         labels = tuple(c.label for c in _COLUMNS if c.label in self._labels or c.label in values)
         if labels != self._labels:
             self._labels, self._lines_left = labels, 0
@@ -95,7 +98,7 @@ class StepTable:
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the value of each column with a metric in the row, keyed by label. With a reward there is no loss."""
+    """Return the value of each column with a metric in the row, by label. With a reward there is no loss."""
     values = {}
     for column in _COLUMNS:
         name = next((name for name in column.metrics if name in row), None)
@@ -105,7 +108,7 @@ def _values(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def _wrap(words: list[str], begin: str, max_characters: int) -> list[str]:
-    """Return lines of whole words after `begin`. Further lines are indented as far."""
+    """Return lines of whole words after `begin`. Further lines are indented by its width."""
     return textwrap.wrap(
         " ".join(words),
         max_characters,

@@ -34,7 +34,7 @@ METRICS = (
 class Tracker:
     """Logger of a run: writes metrics and samples to the run folder, prints a line per step, and calls the trackers.
 
-    It adds the METRICS above to each step: the step's time, and the time spent in each `phase(PHASE)`.
+    It adds METRICS of this module to each step: the step's time, and the time of each `phase(PHASE)`.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Tracker:
         display: Display | None = None,
     ) -> None:
         """Start the trackers, named as in `trackers.TRACKERS` or by import path. `steps` is the number of steps of the
-        run."""
+        run.
+        """
         self._folder = folder
         self._display = display or Display()
         self._display.begin_steps(steps)
@@ -65,7 +66,7 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside the context manager to the metric `time/NAME_seconds` of the next logged step."""
+        """Add the time inside this context to the metric `time/NAME_seconds` of the next logged step."""
         started = time.monotonic()
         try:
             with self._display.phase(name), span(name):
@@ -80,7 +81,7 @@ class Tracker:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the current step so far, in total and by phase, keyed by metric name."""
+        """Return the seconds of the current step so far, in total and by phase, keyed by metric name."""
         return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
 
     def log(self, step: int, scalars: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
@@ -96,10 +97,10 @@ class Tracker:
     def log_evaluation(
         self, step: int, metrics: Mapping[str, float], whole_step: Mapping[str, float] | None = None
     ) -> None:
-        """Log a step's evaluation, as a second line of the step if its other metrics are logged.
+        """Log a step's evaluation, as a second line if the step's other metrics are logged.
 
         The line has the step's time with its evaluation, the larger peak memory of both, and the metrics `whole_step`
-        of both together. Other metrics that the step's line has already stay: they describe its training.
+        of both together. Other metrics stay as they are in the step's line: they describe its training.
         """
         timing = self._take_timing()
         earlier = self._line.metrics if self._line is not None and self._line.step == step else {}
@@ -109,7 +110,7 @@ class Tracker:
         self._log(StepLine(step, _floats({**added, **(whole_step or {}), **timing})))
 
     def _take_timing(self) -> dict[str, float]:
-        """Return the seconds since the last line was logged, in total and by phase, and begin to count anew."""
+        """Return the seconds since the last logged line, in total and by phase, and reset them."""
         timing = self.seconds
         self._add_to_totals(timing)
         self._phase_seconds = {}
@@ -152,7 +153,7 @@ class Tracker:
         self._trackers = {}
 
     def attach(self, name: str, tracker: RunTracker) -> None:
-        """Pass metrics and samples to one more tracker from now on, until `close`."""
+        """Add a tracker. It gets metrics and samples until `close`."""
         self._trackers[name] = tracker
 
     def _start(self, name: str) -> None:
@@ -164,8 +165,9 @@ class Tracker:
             self._give_up(name, error)
 
     def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
-        """Call every tracker. If one fails, warn and drop it; the run continues. Raises DiskFullError, because on a
-        full disk nothing else can be written either.
+        """Call every tracker. A tracker that fails is dropped with a warning, and the run continues.
+
+        Raises DiskFullError, because on a full disk nothing else can be written either.
         """
         # A copy, because failing trackers are removed in the loop.
         for name, tracker in list(self._trackers.items()):
@@ -191,7 +193,7 @@ class Tracker:
         self._notices.tell(kind, text)
 
     def unhealthy(self, finding: BrokenRule) -> None:
-        """Report a broken health rule on the console, in status.json, and to trackers accepting texts."""
+        """Report a broken health rule on the console, in status.json, and to trackers that take texts."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))
@@ -209,7 +211,7 @@ class Tracker:
         self._display.close(Closing(model, self._heldout_results(), self._total_seconds, next_commands, resumed_step))
 
     def _add_to_totals(self, timing: Mapping[str, float]) -> None:
-        """Add a step's seconds by phase to the run's totals. Time outside of all phases is added as `other`."""
+        """Add a step's seconds by phase to the run's totals. Time outside of all phases counts as `other`."""
         phases = {phase_of(name): seconds for name, seconds in timing.items() if name != "time/step_seconds"}
         phases["other"] = timing["time/step_seconds"] - sum(phases.values())
         for name, seconds in phases.items():
@@ -234,7 +236,7 @@ def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _write_finding(tracker: RunTracker, finding: BrokenRule) -> None:
-    """Pass a broken health rule to a tracker, if it has the optional method `unhealthy`."""
+    """Pass a broken health rule to a tracker with the optional method `unhealthy`."""
     write = getattr(tracker, "unhealthy", None)
     if write is not None:
         write(finding.step, finding.rule, finding.text)

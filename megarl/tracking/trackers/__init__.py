@@ -20,14 +20,14 @@ TRACKERS = {
     "mlflow": "megarl.tracking.trackers.mlflow:MLflow",
     "trackio": "megarl.tracking.trackers.trackio:Trackio",
 }
-"""Built-in trackers: name in a recipe -> `package.module:Class`, imported when a run begins."""
+"""Import paths of built-in trackers (`package.module:Class`) by their names in a recipe."""
 
 
 class RunTracker(Protocol):
     """A tracker of one run. If a method raises, the tracker is dropped with one warning, and the run continues.
 
     It is constructed as `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0 for a
-    new run). It must discard values logged earlier for later steps.
+    new run). It must discard values that were logged for later steps.
 
     A class may have `modules`: names of modules imported at its start, each with a remedy if the import fails. A static
     method `check()` may raise ConfigError if the environment does not allow a start. An optional method
@@ -44,7 +44,7 @@ class RunTracker(Protocol):
         """Log samples as plain records (prompt, completion, reward...). `set` in a record names its validation set."""
 
     def sync(self) -> None:
-        """Store everything logged so far, so it survives a crash."""
+        """Store everything logged so far, so that it survives a crash."""
 
     def close(self) -> None:
         """Close files and connections at the end of the run."""
@@ -54,15 +54,12 @@ _CHOICES = Choices("trackers", "tracker", "class", TRACKERS, takes_files=False)
 
 
 def locate(name: str) -> str:
-    """Return the `package.module:Class` of a tracker named in a recipe, without importing it.
-
-    Raises ConfigError if the name is unknown.
-    """
+    """Return the `package.module:Class` of a tracker named in a recipe. Raises ConfigError for an unknown name."""
     return _CHOICES.locate(name)
 
 
 def check(name: str, *, is_here: bool) -> None:
-    """Import the modules that a tracker needs. `is_here`: the run starts on this machine, so check its variables too.
+    """Import the modules of a tracker. `is_here`: the run starts on this machine, so its variables are checked too.
 
     Raises ConfigError with field and remedy.
     """

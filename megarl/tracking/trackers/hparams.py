@@ -26,7 +26,7 @@ SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",
     "train", "rollout.sampling", "reward",
 )  # fmt: skip
-"""Recipe fields shown as columns. A section stands for all its fields."""
+"""Recipe fields that are columns. A section stands for all its fields."""
 
 # protobuf creates the message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2
@@ -67,7 +67,7 @@ def summaries(recipe: Recipe) -> list[Any]:
 
 
 def ended() -> Any:
-    """Return the summary marking the end of a run. The reason of the end is in `status.json`."""
+    """Return the summary that marks the end of a run. The reason of the end is in `status.json`."""
     # TensorBoard's function for it, `summary.session_end_pb`, needs TensorFlow.
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
     content = metadata.create_summary_metadata(_plugin.HParamsPluginData(session_end_info=info))

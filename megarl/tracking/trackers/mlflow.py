@@ -24,7 +24,7 @@ _CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment variables of MLflow's client, for a user who sets none."""
+"""Environment variables of MLflow's client, if the user sets none."""
 _METRICS_PER_CALL = 1000
 """Maximum number of metrics in one log-batch call of MLflow."""
 _PARAMETERS_PER_CALL = 100
@@ -45,7 +45,6 @@ class MLflow:
 
     @staticmethod
     def check() -> None:
-        """Raise ConfigError if MLFLOW_TRACKING_URI is not the address of a server."""
         _server()
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
@@ -107,7 +106,7 @@ class MLflow:
 
 @contextmanager
 def _server_errors() -> Iterator[None]:
-    """Raise an OSError for an error of the client: the server is unreachable, or refuses a call."""
+    """Raise an OSError for an error of MLflow's client: the server is unreachable, or refuses a call."""
     from mlflow.exceptions import MlflowException
 
     try:

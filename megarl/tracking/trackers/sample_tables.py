@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 Cell = str | int | float | bool | None
 
 _ROWS_SHOWN = 16
-"""Number of samples of each set in a table."""
+"""Rows of a table: samples of one data set."""
 
 
 class SampleTable(NamedTuple):

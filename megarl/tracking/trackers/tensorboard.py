@@ -70,7 +70,7 @@ class EventFile:
 
 
 _SAMPLES_SHOWN = 4
-"""Number of samples written per call of `samples`."""
+"""Samples written in one call of `samples`."""
 
 
 class TensorBoard:

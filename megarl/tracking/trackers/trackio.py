@@ -87,6 +87,6 @@ class Trackio:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Context in which lines printed by Trackio are discarded: they would break up the run's own lines."""
+    """Discard lines that Trackio prints inside this context, because they would break up the run's lines."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -77,7 +77,7 @@ class WandB:
 
 
 def _mode() -> Mode:
-    """Return the mode in the variable WANDB_MODE, offline if it is not set. Raises ConfigError if it is unknown."""
+    """Return the mode in the variable WANDB_MODE, offline by default. Raises ConfigError if it is unknown."""
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in get_args(Mode):
         raise ConfigError(f"WANDB_MODE = {mode}: W&B has no such mode; set one of {', '.join(get_args(Mode))}")
@@ -85,7 +85,7 @@ def _mode() -> Mode:
 
 
 def _run_id(file: Path, *, is_new: bool) -> str:
-    """Return the run's W&B id. It is stored in a file, so a resumed run has the same."""
+    """Return the run's W&B id. It is stored in a file, so that a resumed run has the same id."""
     if is_new or not file.exists():
         replace_text(file, secrets.token_hex(4) + "\n")
     return file.read_text().strip()
