@@ -1,5 +1,5 @@
 """Files: atomic writes (`atomic`), strict JSON (`strict_json`), model folders (`model_folder`), the Hub's cache
 (`hub`).
 
-Names written by users: import paths (`import_path`), and the nearest known name to an unknown one (`nearest`).
+Also names that users write: import paths (`import_path`), and the known name nearest to an unknown one (`nearest`).
 """

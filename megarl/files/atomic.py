@@ -14,22 +14,23 @@ from megarl.types import ConfigError, DiskFullError, EndedError, MegarlError, St
 
 _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain fewer checkpoints with checkpoint.keep."
 LEAST_FREE_BYTES = 1 << 30
-"""Minimum free bytes on the disk of a run folder for metrics, samples and logs, without checkpoints and models."""
+"""Free bytes that a run folder's disk needs for metrics, samples and logs, without checkpoints and models."""
 _FULL_BYTES = 1 << 20
-"""A disk with less free space counts as full. A write that failed may have left a part of a block."""
+"""Free bytes below which a disk counts as full. A failed write may have left a part of a block free."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _REMOVED = (errno.ENOENT, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Error numbers of denied access. Like those of removed files, they count as storage errors only in the run folder."""
+"""Error numbers of denied access. They count as storage errors only in the run folder, like errors about
+removed files."""
 
 
 @contextmanager
 def storage_faults_named(path: Path) -> Iterator[None]:
-    """Context: turn an OSError inside it into StorageError, or DiskFullError for a full disk, with the path.
+    """Inside this context an OSError becomes StorageError, or DiskFullError for a full disk, with the path.
 
-    `path` is named if the error itself has no file name. Put only file operations inside: a lost connection is an
-    OSError too.
+    `path` is named if the error itself has no file name. Only file operations belong inside, because a lost connection
+    is an OSError too.
     """
     try:
         yield
@@ -87,7 +88,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of entries, to disk (fsync). Raises OSError."""
+    """Write a file, or a folder's list of entries, to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,8 +141,9 @@ def _is_below(folder: Path, name: object) -> bool:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Context: turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, if
-    known.
+    """Inside this context an error caused by a full disk becomes DiskFullError.
+
+    `num_bytes` is the size of the write, or None.
     """
     try:
         yield
@@ -172,9 +174,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None) -> DiskFullError:
-    """Return the error for a write that found a disk full, with the place of that disk.
+    """Return the error for a write to a full disk, with the place of the disk.
 
-    `folder` is the one that was written to, as far as known. `num_bytes` is the size of the write, if known.
+    `folder` is the written folder, and `num_bytes` the size of the write; None: unknown.
     """
     place = error.filename
     # An error of a write, unlike one of an open, has no file name.
@@ -192,9 +194,9 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
 
 
 def _full_place(folder: Path | None) -> str | None:
-    """Return the first full one of the places that a run writes to: its folder, temporary files, its output.
+    """Return the first full place that a run writes to: its folder, temporary files, its output.
 
-    None: all have room, so it is not known which was full.
+    None: all have free space, so the full one is unknown.
     """
     for place in (folder, Path(tempfile.gettempdir())):
         if place is not None and _free_bytes(place) < _FULL_BYTES:
@@ -224,7 +226,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
-    """Return the first OSError with one of these error numbers among an error and its causes, or None.
+    """Return the first OSError with one of these numbers among an error and its causes, or None.
 
     For a full disk, an error of another class counts too if it quotes the message of the system.
     """

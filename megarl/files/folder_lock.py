@@ -20,7 +20,7 @@ from megarl.files.strict_json import loads
 from megarl.types import RunFolderLockedError
 
 HOME = "owners"
-"""Name of the lock's folder inside the locked folder. It has one file: the newest owner's."""
+"""Name of the lock's folder inside the locked folder. Its only file belongs to the newest owner."""
 HEARTBEAT_SECONDS = 5.0
 """Seconds between two touches of the owner's file."""
 DEAD_SECONDS = 60.0
@@ -30,12 +30,12 @@ SILENT_SECONDS = 15.0
 _POLL_SECONDS = 0.25
 _OWNER = re.compile(r"\d{8,}")
 _ENDED = b"ended"
-"""Content of the file of an owner that released the folder. Overwriting needs no space, so a full disk allows it."""
+"""Content of an owner's file after its release. Overwriting needs no space, so a full disk allows it."""
 _UNKNOWN_START = -1
 _MOST_PID = (1 << 31) - 1
 """Highest number that fits a process id."""
 _MOST_BYTES = 1 << 16
-"""Bytes read of an owner's file. A longer one was not written by this module."""
+"""Bytes that are read of an owner's file. This module writes fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Owner:
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
-        """Return the owner in a file's content, None if it is not readable."""
+        """Return the owner in a file's content, or None if it is not readable."""
         try:
             values = loads(content)
             owner = cls(**values)
@@ -76,17 +76,17 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether the owner's `pid` is a number of this machine, of this boot, and of this container."""
+        """Return whether the owner's `pid` is a number of this machine, of this boot, and of this container."""
         return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
     def is_running(self) -> bool:
-        """Whether the owner's process runs. Valid only if `is_here`."""
+        """Return whether the owner's process runs. Valid only if `is_here`."""
         return _start_of(self.pid) in (self.started, _UNKNOWN_START)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether SIGSTOP or Ctrl-Z has suspended the owner's process. Valid only if `is_here`."""
+        """Return whether SIGSTOP or Ctrl-Z has suspended the owner's process. Valid only if `is_here`."""
         fields = stat_fields(self.pid)
         return bool(fields) and fields[0] == "T" and int(fields[19]) == self.started
 
@@ -138,7 +138,7 @@ class FolderLock:
         )
 
     def _is_owner(self) -> bool:
-        """Return whether this process's file is the newest. After a removal another owner's may have its name."""
+        """Return whether this process's file is the newest. After a removal, another owner's file may have its name."""
         with suppress(FileNotFoundError):
             return _newest(self._home) == self._file and _read(self._file)[0] == self._content
         return False
@@ -146,8 +146,8 @@ class FolderLock:
     def _restore(self) -> bool:
         """Write this process's file again after `owners/` was emptied. Returns False if the folder has another owner.
 
-        Its number is higher than before, so a taker that creates the first number meanwhile gives way. Raises OSError,
-        also if the locked folder itself is gone.
+        Its number is higher than before, so a taker that creates the first number meanwhile loses. Raises OSError, also
+        if the locked folder itself is gone.
         """
         with self._restoring, suppress(FileExistsError):
             if self._is_owner():
@@ -198,7 +198,7 @@ class FolderLock:
             mine.unlink(missing_ok=True)
 
     def _dead_owner(self, file: Path, on_wait: Callable[[str], None]) -> str | None:
-        """Return the dead owner in `file` as text, None if it released the folder.
+        """Return the dead owner in `file` as text. None: it released the folder.
 
         Raises RunFolderLockedError if it lives.
         """
@@ -239,7 +239,7 @@ class FolderLock:
         )
 
     def _remove_older(self, number: int) -> None:
-        """Remove the files of earlier owners, and clocks of killed takers."""
+        """Remove the files of earlier owners, and clock files of killed takers."""
         for path in list(self._home.iterdir()):
             is_older = _OWNER.fullmatch(path.name) is not None and int(path.name) < number
             if is_older or (path.name.startswith(".clock-") and _age_of(path) > DEAD_SECONDS):
@@ -256,7 +256,7 @@ class FolderLock:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Watches the heartbeats of the owner of a run folder, the driver. It only reads the folder.
+    """Watches the heartbeats of the driver, the owner of a run folder. It only reads the folder.
 
     It measures time with this machine's monotonic clock alone, so the clocks of other machines do not matter.
     """
@@ -270,9 +270,9 @@ class Heartbeats:
         self._last_touch = None
 
     def silence(self) -> str:
-        """Return a message if the driver is suspended or silent; otherwise return an empty string.
+        """Return a message if the driver is suspended or silent, else an empty string.
 
-        The driver is silent if no heartbeat arrived since a call more than 15 s ago. So the first call cannot notice
+        The driver is silent if no heartbeat arrived since a call more than 15 s ago, so the first call cannot notice
         it. Raises OSError if the owner's file in `owners/` cannot be read.
         """
         newest = _newest(self.folder / HOME)
@@ -301,7 +301,7 @@ class Heartbeats:
 
 
 def owner_is_gone(folder: Path) -> bool:
-    """Return whether the folder's newest owner has ended: it said so, or its process on this machine is gone.
+    """Return whether the folder's newest owner has ended: by its file, or because its process on this machine is gone.
 
     False: it runs, or is on another machine, or nothing is known. Raises no error, and writes nothing.
     """
@@ -331,7 +331,7 @@ def _create(file: Path, content: bytes) -> None:
 
 
 def _read(file: Path) -> tuple[bytes, float]:
-    """Return a file's content, and the file server's time of its last touch in seconds."""
+    """Return a file's content, and the time of its last touch in seconds, by the file server's clock."""
     # Opening makes an NFS client ask its server; stat alone may return values that are a minute old.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -341,7 +341,7 @@ def _read(file: Path) -> tuple[bytes, float]:
 
 
 def _server_time(home: Path) -> float:
-    """Return the file server's present time in seconds: the clock that also stamps the heartbeats."""
+    """Return the file server's present time in seconds. The same clock stamps the heartbeats."""
     clock = home / f".clock-{uuid.uuid4().hex}"
     descriptor = os.open(clock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -352,7 +352,7 @@ def _server_time(home: Path) -> float:
 
 
 def _age_of(path: Path) -> float:
-    """Return the seconds since a file's last touch, infinity if it is gone."""
+    """Return the seconds since a file's last touch. Infinity: it is gone."""
     try:
         return _server_time(path.parent) - path.stat().st_mtime
     except FileNotFoundError:
@@ -380,7 +380,7 @@ def _text(owner: Owner | None) -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since the boot, None if it has ended."""
+    """Return the start of a process in clock ticks since the boot. None: it has ended."""
     if fields := stat_fields(pid):
         # A zombie has ended; only its parent has not asked for its exit code yet.
         return None if fields[0] in "ZX" else int(fields[19])

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub: search in this machine's cache, download, upload of a model folder.
+"""Models and data sets of the Hugging Face Hub: look-up in this machine's cache, download, upload of a model folder.
 
 The Hub's address and the token are those of huggingface_hub: HF_ENDPOINT, HF_TOKEN or the file that `hf auth login`
 writes. A token is never an argument, so recipes and logs have none.
@@ -19,8 +19,7 @@ Patterns = tuple[str, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _STALE = (".safetensors", ".safetensors.index.json")
-"""Endings of files that an upload removes from the top of a repository if the folder lacks them: weights of an earlier
-upload."""
+"""Endings of weight files. An upload removes those at the top of a repository that the folder lacks."""
 
 
 _FOLDERS = frozenset({"runs", "data", "datasets", "models", "checkpoints", "outputs"})
@@ -39,9 +38,9 @@ def is_hub_name(text: str) -> bool:
 
 
 def names_repository(path: str) -> bool:
-    """Return whether a path is taken as a name on the Hub: it is OWNER/NAME, and OWNER is no folder here.
+    """Return whether a path counts as a name on the Hub: it is OWNER/NAME, and no folder OWNER exists here.
 
-    Usual names of folders are no owners: a command in a wrong folder must not download from a stranger.
+    Usual names of folders do not count: a command in a wrong folder must not download from a stranger.
     """
     owner = Path(path).parent
     return is_hub_name(path) and owner.name not in _FOLDERS and not owner.exists()
@@ -49,7 +48,7 @@ def names_repository(path: str) -> bool:
 
 @lru_cache(maxsize=64)
 def cached_folder(name: str, kind: Kind, only: Patterns | None = None, without: Patterns | None = None) -> Path | None:
-    """Return the folder of a model or data set in the Hub's cache (main revision), or None if it is not complete there.
+    """Return the folder of a model or data set in the Hub's cache (main revision). None: it is not complete there.
 
     `only` and `without` are file name patterns: files needed, and files not needed.
     """
@@ -133,10 +132,9 @@ def check_push(option: str, name: str) -> None:
 def push(folder: Path, name: str, message: str, *, is_private: bool, without: Patterns = ()) -> Pushed:
     """Upload a model folder to the repository `name` on the Hub, in one commit. The repository is created if missing.
 
-    Weights at the top of the repository and not in the folder are removed. Hidden files and those in `without` are not
-    sent.
-    `is_private` concerns a new repository. Raises ConfigError if an existing one is public although `is_private` is
-    given, StorageError if the Hub refuses the upload or cannot be reached.
+    Weights at the top of the repository that the folder lacks are removed. Hidden files and those in `without` are not
+    sent. `is_private` makes a new repository private. Raises ConfigError if an existing one is public although
+    `is_private` is set, StorageError if the Hub refuses the upload or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.errors import RepositoryNotFoundError

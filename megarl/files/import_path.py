@@ -1,4 +1,4 @@
-"""Objects named in a recipe: a built-in one by its name in a table, or the user's own by its import path.
+"""Objects that a recipe names: a built-in one by its name in a table, or a user's object by its import path.
 
 An import path is `package.module:name` or `path/to/file.py:name`.
 """
@@ -62,9 +62,7 @@ class Choices:
 
 
 def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:
-    """Return the function of this name in a table of functions, or the user's own. Raises the errors of
-    `import_object`.
-    """
+    """Return the function with this name in a table, or the user's function. Raises the errors of `import_object`."""
     return table[name] if name in table else import_object(name, field)
 
 
@@ -72,7 +70,7 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     """Import and return the function or class at an import path. Its module runs once in a process.
 
     A file's path is relative to the current folder. Raises ConfigError if the module cannot be imported or lacks the
-    object. The error begins with `field`, the recipe field with the path.
+    object. The error begins with `field`, the recipe field that has the path.
     """
     source, _, attribute = path.rpartition(":")
     _sources_being_imported.append(source)
@@ -97,7 +95,7 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
 
 
 def source_being_imported() -> str | None:
-    """Return the user's file or module whose code `import_object` runs at this moment. None: there is none."""
+    """Return the user's file or module that `import_object` is running, or None."""
     return _sources_being_imported[-1] if _sources_being_imported else None
 
 

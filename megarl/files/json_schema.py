@@ -7,7 +7,7 @@ from typing import Any
 
 
 def schema_validator(schema: Mapping[str, Any]) -> Any:
-    """Return the validator of a JSON schema. It never reads another file: a $ref outside the schema is an error."""
+    """Return the validator of a JSON schema. It never reads another file: a $ref outside of the schema is an error."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 

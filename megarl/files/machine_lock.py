@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 class MachineLock:
-    """The lock of a file, free until `acquire`. The context's end and `close` free it again.
+    """The lock of a file, free until `acquire`. The end of its context and `close` free it again.
 
-    For files on several machines there is `folder_lock`.
+    `folder_lock` has locks for several machines.
     """
 
     def __init__(self, path: Path, *, creates: bool = True) -> None:
@@ -25,11 +25,10 @@ class MachineLock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the lock was not closed yet."""
         return self._file >= 0
 
     def acquire(self) -> bool:
-        """Lock the file unless another process holds its lock. Returns whether this process holds it now."""
+        """Lock the file unless another process has its lock. Returns whether this process has it now."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -33,7 +33,7 @@ _MAX_VALUES = {
     # It has the gradient norms and losses of train.spike_window steps.
     "driver.json": MEDIUM,
 }
-"""Maximum number of JSON values by file name. All other files describe something small."""
+"""Maximum number of JSON values by file name. All other files are small."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
 """File extensions of weights in any format."""
@@ -42,7 +42,7 @@ UNREAD = (
     "original/*",
     "consolidated*.safetensors",
 )
-"""Patterns of files on the Hub without use here: weights in other formats, and second copies of weights."""
+"""Patterns of files on the Hub that megarl does not use: weights in other formats, and second copies of weights."""
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
@@ -88,9 +88,9 @@ HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama",
 
 
 def missing_folder(folder: Path, file: str = "") -> str:
-    """Return the error message for a missing model folder: how to make it, or the command that downloads it.
+    """Return the error for a missing model folder: how to make it, or the command that downloads it.
 
-    With `file`, the command downloads only this file. If the model's name on the Hub is known, the command has it.
+    With `file`, the command downloads only this file. It has the model's name on the Hub, if known.
     """
     if command := input_command(folder):
         return f"{folder}: model folder not found; this command makes it: {command}"
@@ -108,7 +108,7 @@ def missing_folder(folder: Path, file: str = "") -> str:
 def download_commands(folder: Path, file: str = "") -> str:
     """Return the shell commands that download a missing model: into the Hub's cache, and into this folder.
 
-    With `file`, they download only this file. If the model's name on the Hub is known, they have it.
+    With `file`, they download only this file. They have the model's name on the Hub, if known.
     """
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
@@ -163,7 +163,7 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
 def stored_names(folder: str | Path) -> set[str]:
     """Return the names of all tensors in a model folder, from its index or its only file.
 
-    Empty for a folder without weights. Empty too for a broken file: the functions above report its error.
+    Empty: the folder has no weights, or a broken file. `weight_files` reports its error.
     """
     try:
         if (Path(folder) / INDEX).exists():
@@ -251,12 +251,11 @@ _COPY_AGAIN = "Copy or download the file again."
 
 
 def max_values_of(name: str) -> int:
-    """Return the maximum number of JSON values that a file of this name may have."""
     return _MAX_VALUES.get(name, SMALL)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises DataError naming the file, also for more values than such files have."""
+    """Return the JSON object in a file. Raises DataError, also for more values than a file of this name has."""
     try:
         value = parse(check_regular(path).read_bytes(), max_values_of(path.name))
     except FileNotFoundError:

@@ -19,7 +19,7 @@ def pid_namespace() -> str:
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the process name: state, parent, and so on (proc(5)).
 
-    Empty if the process does not exist, or belongs to another user and is hidden (hidepid=2).
+    Empty: the process does not exist, or belongs to another user and is hidden (hidepid=2).
     """
     try:
         # A process name may end within a UTF-8 character.

@@ -1,4 +1,4 @@
-"""Reading of YAML files that others may have written: never an error, never more work than the file's size."""
+"""Reads YAML files that others may have written: never an error, never more work than the file's size."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from megarl.files.strict_json import count_values
 
 MAX_BYTES = 1 << 20
-"""Longest text that is parsed: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files need more.
-"""
+"""Longest text that is parsed: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files
+need more."""
 MAX_VALUES = 1 << 15
-"""Maximum number of values. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
+"""Most values that are parsed. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
 
 
 def count_yaml_values(content: bytes) -> int:
@@ -25,7 +25,7 @@ def is_too_large(content: bytes) -> bool:
 
 
 def read_mapping(content: bytes) -> dict[str, Any]:
-    """Return the mapping in a YAML text, {} if it is anything else or not readable.
+    """Return the mapping in a YAML text. Empty: it is not a mapping, or not readable.
 
     Texts with aliases are not readable: a few bytes of nested aliases stand for billions of values.
     """
@@ -49,7 +49,7 @@ def read_mapping(content: bytes) -> dict[str, Any]:
 
 
 def flatten_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of nested sections, keyed by dotted name. Lists and empty sections count as values."""
+    """Return the fields of nested sections by dotted name. Lists and empty sections count as values."""
     fields: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

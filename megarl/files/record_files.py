@@ -1,6 +1,6 @@
-"""Files of recorded runs and evaluations. What is missing, broken or too large counts as empty.
+"""Reads files of recorded runs and evaluations. Missing, broken or too large files count as empty.
 
-Anybody may have written them: contents are counted before they are parsed.
+Anybody may have written them, so contents are counted before they are parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from megarl.files.strict_json import MEDIUM, SMALL, loads
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """Return the contents of a file, None if it is missing."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -24,7 +23,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def parsed_value(content: bytes, max_values: int = SMALL) -> Any:
-    """Return the value of a JSON text, None if it is not valid JSON or has more than `max_values` values."""
+    """Return the value of a JSON text. None: it is not valid JSON, or has more than `max_values` values."""
     try:
         return loads(content, max_values)
     except ValueError:
@@ -32,13 +31,13 @@ def parsed_value(content: bytes, max_values: int = SMALL) -> Any:
 
 
 def parsed_object(content: bytes | None, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a text, {} if it is not one."""
+    """Return the JSON object in a text. Empty: it is not an object."""
     value = parsed_value(content or b"{}", max_values)
     return value if isinstance(value, dict) else {}
 
 
 def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file, {} if it is missing, unreadable or not an object."""
+    """Return the JSON object in a file. Empty: it is missing, unreadable or not an object."""
     try:
         return parsed_object(path.read_bytes(), max_values)
     except OSError:
@@ -46,7 +45,7 @@ def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
 
 
 def mapping_or_empty(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, {} if it is missing, broken or too large."""
+    """Return the mapping in a YAML file. Empty: it is missing, broken or too large."""
     try:
         return read_mapping(path.read_bytes())
     except OSError:
@@ -62,7 +61,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the names in a folder in order; none if there is no such folder."""
+    """Return the names in a folder in order. Empty: there is no such folder."""
     try:
         return tuple(sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -70,6 +69,6 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 
 def list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """Return the paths in a folder whose name is `pattern`, with the number that is its group, in order."""
+    """Return the paths in a folder whose name is `pattern`, with the number in its group, in order."""
     matches = [(re.fullmatch(pattern, name), name) for name in names_in(folder)]
     return sorted((int(match[1]), folder / name) for match, name in matches if match)

@@ -1,4 +1,4 @@
-"""Check of values that come from a run folder and go into a script, a manifest or a command.
+"""Checks values that come from a run folder and go into a script, a manifest or a command.
 
 Whoever can write a run folder must not be able to write a line of a script that its owner starts.
 """
@@ -10,7 +10,8 @@ import re
 from megarl.types import DataError
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
-"""Name or address of a host. No list (a,b), no range (n[1-9]), no option (--x), nothing that a shell interprets."""
+"""Name or address of one host. It excludes lists (a,b), ranges (n[1-9]), options (--x) and characters that a shell
+interprets."""
 
 
 def is_host_name(value: object) -> bool:
@@ -19,7 +20,7 @@ def is_host_name(value: object) -> bool:
 
 
 def host_name(value: object, place: str) -> str:
-    """Return a value that is the name of one host. Raises DataError with its `place` for any other."""
+    """Return the value if it is the name of one host. Raises DataError with its `place` for any other."""
     if not isinstance(value, str) or not is_host_name(value):
         raise DataError(
             f"{place} = {value!r:.80}: is not the name of a host (letters, digits and . _ : -); write the name that "

@@ -20,7 +20,7 @@ INPUT_COMMANDS = {
     "--initializer-range 0.08 --tool-words",
     "runs/tiny_tools_input/data": "megarl make tools --out runs/tiny_tools_input/data",
 }
-"""Commands that make the inputs of the tiny recipes, by folder. The first folder that holds a path counts."""
+"""Commands that make the inputs of the tiny recipes, by folder. For a path, the first matching folder counts."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -47,20 +47,19 @@ def tool(name: str) -> Path:
 
 
 def input_command(path: str | Path) -> str | None:
-    """Return the command that makes an input of the tiny recipes. None: the path is not in one of their folders."""
+    """Return the command that makes an input of the tiny recipes. None: no command makes this path."""
     text = Path(path).as_posix()
     return next((command for folder, command in INPUT_COMMANDS.items() if f"{text}/".startswith(f"{folder}/")), None)
 
 
 def schema() -> Path:
-    """Return the file with the JSON Schema of recipes."""
     return home() / "launch/recipes" / SCHEMA
 
 
 def recipe_file(name: str) -> str:
-    """Return the file of a delivered recipe if `name` is its name, with or without `.yaml`. Otherwise return `name`.
+    """Return the file of a delivered recipe called `name`, with or without `.yaml`, else `name`.
 
-    An existing file or folder of that name comes first.
+    An existing file or folder with this name has precedence.
     """
     delivered = recipes().get(name.removesuffix(".yaml"))
     return name if delivered is None or Path(name).exists() else str(delivered)

@@ -1,4 +1,4 @@
-"""JSON parsers for files that others may have written. They limit the number of values, and with it the memory."""
+"""JSON parsers for files that others may have written. They limit the number of values, and so the memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from typing import Any, NoReturn
 MAX_DEPTH = 100
 """Maximum nesting of objects and lists. Code that copies or writes a value recurses to the same depth."""
 SMALL = 1 << 16
-"""Maximum number of JSON values in a small file, for example config.json or status.json. Usual files have a few
-thousand.
+"""Most JSON values in a small file, for example config.json or status.json. Usual files have a few thousand.
 
-A limit of the size would not suffice: parsed by Python, 16 MiB of empty lists take 400 MiB.
-"""
+A limit of the size would not be enough: parsed by Python, 16 MiB of empty lists take 400 MiB."""
 MEDIUM = 1 << 20
-"""Maximum number of JSON values in one line of a JSON Lines file, a checkpoint's index or a manifest.
+"""Most JSON values in one line of a JSON Lines file, a checkpoint's index or a manifest.
 
-The index lists all tensors of a model, the manifest all files of a folder.
-"""
+The index lists all tensors of a model, the manifest all files of a folder."""
 LARGE = 1 << 22
-"""Maximum number of JSON values in tokenizer.json. With 262,144 tokens and their merges it has about 2 million."""
+"""Most JSON values in tokenizer.json. With 262,144 tokens and their merges it has about 2 million."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A JSON string. Possessive quantifiers (`*+`) and the optional end keep the search linear for broken texts."""
 _STRING_OR_NUMBER = re.compile(rf"{_STRING.pattern.decode()}|\d+(?:[.eE][\d.eE+-]*)?", re.DOTALL)
@@ -89,20 +86,18 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
 
 
 def is_long_integer(error: ValueError) -> bool:
-    """Return whether Python's `json` refused an integer of more digits than Python reads.
+    """Return whether Python's `json` refused an integer with too many digits.
 
-    That error has no class of its own, so its text is compared.
+    The error has no class of its own, so its text is compared.
     """
     return "integer string conversion" in str(error)
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a text (at most 60 characters), for an error message."""
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message: as JSON, cut to 60 characters."""
     return shortened(json.dumps(value, ensure_ascii=False, default=repr))
 
 
@@ -132,7 +127,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _long_integer_fault(text: str) -> str:
-    """Return which integer of a JSON text has more digits than Python reads, and where it stands."""
+    """Return which integer of a JSON text has too many digits for Python, and its place."""
     limit = sys.get_int_max_str_digits()
     integers = (item for item in _STRING_OR_NUMBER.finditer(text) if item.group().isdecimal())
     item = next((item for item in integers if len(item.group()) > limit), None)

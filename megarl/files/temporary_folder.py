@@ -11,15 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _ABANDONED_SECONDS = 24 * 3600.0
-"""Age in seconds from which a folder counts as left by a killed process. A doctor or a replay takes minutes."""
+"""Age in seconds from which a folder counts as left behind by a killed process. A doctor or a replay takes minutes."""
 
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Create a temporary folder in `parent` whose name begins with `prefix`, and remove it on exit from the context.
+    """Create a temporary folder in `parent` whose name begins with `prefix`, and remove it at the end of the context.
 
-    A killed process leaves its folder. So this user's folders with that prefix that are older than a day are removed
-    first. A lock would show sooner that its owner is dead, but some shared storage has no locks between machines.
+    A killed process leaves its folder behind. So folders of this user with the same prefix that are older than a day
+    are removed first. A lock would show sooner that its owner is dead, but some shared storage has no locks between
+    machines.
     """
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
