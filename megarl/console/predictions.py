@@ -1,4 +1,4 @@
-"""Printed tables of what a recipe leads to: its sizes, memory, reshards and layouts."""
+"""Printed tables of what follows from a recipe: its sizes, memory, reshards and layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.terminal import Console
 
 _MOST_REASONS = 8
-"""Most frequent reasons against layouts that are printed."""
+"""Most reasons against layouts that are printed, the most frequent first."""
 
 
 def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
@@ -158,8 +158,10 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
 
 
 def print_terms(recipe: Recipe, table: MemoryTable) -> None:
-    """Print each term of the predicted memory: most GiB in a phase (host memory after a +), formula, source. Then the
-    parts of a node's host memory."""
+    """Print each term of the predicted memory: its largest GiB in a phase (host memory after a +), formula, source.
+
+    Then print the parts of a node's host memory.
+    """
     from megarl.planner.memory.node_bytes import node_terms
     from megarl.planner.memory.terms import explain_terms
 
@@ -173,7 +175,7 @@ def print_terms(recipe: Recipe, table: MemoryTable) -> None:
 
 
 def print_layouts(recipe: Recipe, result: SearchResult) -> None:
-    """Print the layouts found by a search: seconds by phase, GiB of the fullest GPU, overrides, and refused choices."""
+    """Print the layouts of a search: seconds by phase, GiB of the fullest GPU, overrides, and refused choices."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -204,7 +206,7 @@ def print_layouts(recipe: Recipe, result: SearchResult) -> None:
 
 
 def _print_unwrapped(console: Console, table: Table) -> None:
-    """Print a table with unbroken rows where the output is no terminal. It sets the console's width."""
+    """Print a table, with unbroken rows if the output is not a terminal. It sets the console's width."""
     if not console.is_terminal:
         # Without a terminal rich assumes 80 columns and would break the rows. Files and pipes have no width.
         console.width = max(

@@ -81,8 +81,9 @@ def _run_text(run: RunRecord) -> str:
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
-    """Yield one line per validation set with 95 % intervals: accuracy, or mean reward if answers have no verdict, and
-    its difference from the first evaluation.
+    """Yield one line per validation set with 95 % intervals, and its difference from the first evaluation.
+
+    The line has the accuracy, or the mean reward if answers have no verdict.
     """
     from megarl.report.evaluations import differences
 

@@ -21,12 +21,12 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""Name for selecting training samples: they belong to no validation set."""
+"""Name that selects training samples, which belong to no validation set."""
 
 _EVALUATION = -1
-"""Step of an evaluation's answers: they have none."""
+"""Step of an evaluation's answers, which have none."""
 _MOST_FOUND = 200
-"""Number of samples at the end of a search over all steps."""
+"""Most samples that a search over all steps returns."""
 
 HELP = (
     "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "
@@ -37,7 +37,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Samples to show: of one step, or found by a text search over all steps; their order; their validation set."""
+    """Which samples to show: those of one step, or matches of a text search; their order; their validation set."""
 
     step: int | None
     order: Order = "file"
@@ -73,7 +73,9 @@ def browse(
 
 
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
-    """Return the samples of a selection. Without a step: of the newest; with a search, of all steps, newest first."""
+    """Return the selected samples. Without a step: those of the newest step; with a search: of all steps,
+    newest first.
+    """
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
     else:
@@ -235,7 +237,7 @@ class _Browser:
 
     @property
     def _step(self) -> int:
-        """Step of the shown sample, or the newest step if there is none."""
+        """Return the step of the shown sample, or else the newest step."""
         if self._selection.step is not None:
             return self._selection.step
         return int(self._records[self._place]["step"]) if self._records else self._steps[-1]
@@ -249,7 +251,7 @@ class _Browser:
         self._show()
 
     def _choose(self, selection: Selection) -> None:
-        """Show the first sample of a new selection. If it is empty, say so and keep the old one."""
+        """Show the first sample of a new selection. If it is empty, print this and keep the old selection."""
         records = select(self._files, selection)
         if not records:
             self._console.print("no sample matches; the previous selection stays", style="dim")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
-"""Steps of a run in order: the step number, and the metrics by name. NaN stands for a value that was not finite."""
+"""Steps of a run in order: the step number, and the metrics by name. NaN: the value was not finite."""
 
 MOST_POINTS = 400
 """Maximum number of points in a curve."""
 FEWEST_POINTS = 40
-"""Minimum number of points in a curve, even if the page has very many curves."""
+"""Minimum number of points in a curve, even on a page with very many curves."""
 _VALUES_OF_PAGE = 160_000
-"""Maximum number of points in all curves of a page together: about 1.2 MB."""
+"""Most points in all curves of a page together: about 1.2 MB."""
 _NUM_COLUMNS = 160
 """Number of columns in the chart of times by phase."""
 
@@ -27,7 +27,7 @@ class Chart(NamedTuple):
     """An important chart: its title, its meaning, and regular expressions for its metrics.
 
     The first expression that matches any metric is used, with one chart for each match. `spread` names a metric with
-    half the width of a band around the curve, `upper` one drawn as a thin line.
+    half the width of a band around the curve, `upper` one that is a thin line.
     """
 
     title: str
@@ -68,7 +68,7 @@ CHARTS = (
 """Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Values making a chart uninformative, if its metric always has them."""
+"""Value of a chart's metric that is uninformative. If a metric always has it, its chart is left out."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -80,7 +80,7 @@ FAULTS = re.compile(
     r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+"
     r"|rollout/(aborted|slow_replicas|lost_requests)"
 )
-"""Metrics counting errors. The page shows their sums over a run."""
+"""Metrics that count errors. The page shows their sums over a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,8 @@ class Bins:
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
     """Return the steps with computed metrics: `derived/later_step_seconds` and `derived/tokens_per_second`.
 
-    The first leaves out the first training step: it includes the start of ranks and engines, and would make the
-    differences between the others invisible. The second divides trained tokens by seconds, if no throughput was
-    measured.
+    The first leaves out the first training step, whose start of ranks and engines would dwarf all differences. The
+    second divides trained tokens by seconds, if no throughput was measured.
     """
     has_speed = any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row)
     # Step 0 is an evaluation before training.
@@ -182,7 +181,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 
 
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
-    """Return the mean curves of runs differing only in their seed, in the form of `series`.
+    """Return the mean curves of runs that differ only in their seed, in the form of `series`.
 
     A point is the mean over the runs with the step. `low` and `high` are one standard deviation below and above it.
     `final` has mean, deviation and number of runs for each metric's last values.
@@ -228,7 +227,7 @@ def _band_edge(values: Sequence[float] | None, sign: int) -> float:
 
 
 def points_for(runs: Sequence[Rows]) -> int:
-    """Return the number of points per curve, so all curves of these runs fit on the page."""
+    """Return the number of points per curve with which all curves of these runs fit on the page."""
     curves = sum(len(metric_names(rows)) for rows in runs) or 1
     return max(FEWEST_POINTS, min(MOST_POINTS, _VALUES_OF_PAGE // curves))
 

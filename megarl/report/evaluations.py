@@ -18,7 +18,7 @@ from megarl.tracking.run_record import whole_number
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"
-"""Name of the file marking a folder as an evaluation."""
+"""Name of the file that marks a folder as an evaluation."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Answered:
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
     is_judged: bool = True
-    """False if it is unknown whether some attempt is right. Then accuracy is unknown too, not zero."""
+    """Whether every attempt has a verdict. False: the accuracy is unknown, not zero."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of the scored attempts."""
 
@@ -62,7 +62,7 @@ class SetDifference:
 
     name: str
     measure: Literal["accuracy", "reward/mean"]
-    """The reward is compared if it is unknown of some attempt whether it is right."""
+    """Compared measure. It is the reward if some attempt has no verdict."""
     problems: int
     left_out: int
     """Number of problems in only one evaluation, or with a changed prompt or gold answer."""

@@ -19,7 +19,7 @@ class Named(Protocol):
 
 
 def distinct_labels(runs: Sequence[Named]) -> list[str]:
-    """Return a unique label for each run: its name, after as many of its parent folders as needed."""
+    """Return a unique label for each run: its name, with as many of its parent folders as needed."""
     labels = [run.name for run in runs]
     depth = 1
     # Six parts of a path are long enough for a label; then numbers make it unique.

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 _DATA_FIELD = re.compile(r"((mixture\.[^.]+\.)?data\.(train|ptx|validation(_conversations)?\.[^.]+))(\.path)?")
 """Recipe fields with a data set: its source as text, or as the field `path` of a mapping."""
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""Metadata of the base model's card, true of the trained model too."""
+"""Metadata of the base model's card that also hold for the trained model."""
 _IDENTIFYING = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-"""Fields of config.json identifying a local folder as a published model of the same name."""
+"""Fields of config.json that identify a local folder as a published model of the same name."""
 _METHODS = {
     "rl": "reinforcement learning",
     "sft": "supervised fine-tuning",
@@ -66,9 +66,9 @@ class Result:
 
 
 def write_card(run: Path, model: Path, step: int, name: str | None = None) -> None:
-    """Write the model card of a run's model after a step to README.md in the model's folder.
+    """Write README.md, the model card of a run's model after a step, into the model's folder.
 
-    `name` is the model's name on the Hub. Default: the one of the run. Raises StorageError.
+    `name` is the model's name on the Hub; default: the run's name. Raises StorageError.
     """
     text = str(model_card(RunRecord.open(run), model, step, name))
     with storage_faults_named(model / CARD):
@@ -85,7 +85,7 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
-    """Yield the measures of the run's own evaluation of a step, if it evaluated this step."""
+    """Yield the measures of the run's evaluation of a step. Empty: it did not evaluate this step."""
     rows = dict(run.rows)
     row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():
@@ -102,7 +102,7 @@ def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
 def _results_of_evaluations(run: RunRecord, model: Path) -> Iterator[Result]:
     """Yield the measures that `megarl eval` recorded for this model in the run's folder.
 
-    Broken ones are left out, and those of earlier weights in the same folder.
+    Broken ones, and those of earlier weights in the same folder, are left out.
     """
     exported = max((file.stat().st_mtime for file in model.glob("*.safetensors")), default=0.0)
     for folder in sorted((run.path / "evaluations").glob("*")):
@@ -147,7 +147,7 @@ def _metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str)
 
 
 def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
-    """Return the trained model's name on the Hub, None if unknown, and the metadata taken from its card."""
+    """Return the trained model's name on the Hub (None: unknown), and the metadata taken from its card."""
     from huggingface_hub import ModelCard
 
     path = str(run.config.get("model.path", ""))

@@ -1,4 +1,4 @@
-"""HTML page of a report: a single file without need for a network, running only its own script."""
+"""HTML page of a report: a single file that needs no network and runs only its own script."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _PAGE = """<!doctype html>
 """
 
 _NOT_SAME = ("name", "runs_folder")
-"""Recipe fields ignored when runs are compared, because they differ between all runs."""
+"""Recipe fields that always differ between runs, so a comparison ignores them."""
 _VALUE = 400
-"""Maximum number of characters of a recipe value on the page."""
+"""Most characters of a recipe value on the page."""
 
 
 def write_report(
@@ -134,7 +134,7 @@ def content_of(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, An
 def _seeds(
     runs: Sequence[RunRecord], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
-    """Return groups of runs differing only in their seed: the runs' positions, and their mean curves."""
+    """Return groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         # Runs without a readable recipe belong to no group.
@@ -167,7 +167,7 @@ def config_differences(runs: Sequence[RunRecord] | Sequence[RecordedEvaluation])
 
 
 def embed_json(value: Any) -> str:
-    """Return JSON safe inside a script element of HTML: no text in it can end the element."""
+    """Return JSON that is safe inside a script element of HTML: no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # Escapes of JSON: `</script>` would end the element, and U+2028/2029 were line ends in older JavaScript.
     for character in "<>&\u2028\u2029":
@@ -219,7 +219,7 @@ def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str
 
 
 def _start(run: RunRecord, place: int) -> dict[str, Any]:
-    """Return the content about one start of a run: its recorded facts, and the recipe fields it changed."""
+    """Return the content about one start of a run: its recorded facts, and the recipe fields that it changed."""
     start = run.starts[place]
     recorded = start.facts
     environment = {

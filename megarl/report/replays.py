@@ -17,7 +17,7 @@ from megarl.report.sample_text import shortened_text
 REPLAYS = "replays"
 
 _MOST = 20
-"""Maximum number of replays on a page. Later steps are shown first."""
+"""Most replays on a page. Later steps are shown first."""
 _MOST_SAMPLES = 512
 _MOST_LINES = 200
 _LINE = 400

@@ -26,9 +26,8 @@ _LEAST_TEXT = 200
 _HIDDEN_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-"""Invisible characters able to change the display of a text: control characters except tab and line feed, bidirectional
-controls, zero-width characters, lone surrogates.
-"""
+"""Invisible characters that can change the display of a text: control characters except tab and line feed,
+bidirectional controls, zero-width characters, lone surrogates."""
 
 
 def make_visible(text: str) -> str:

@@ -29,7 +29,7 @@ _NUM_TURNS = 4
 _NUM_TOKEN_STEPS = 6
 """Number of steps with samples token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
-"""Token-by-token samples shown in total."""
+"""Most samples token by token on the page."""
 
 
 def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,7 @@ def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _LowestKeys:
-    """Collects a fixed number of records: the ones with the smallest keys. Keys must be unique."""
+    """Collects the records with the smallest keys, up to a fixed number. Keys must be unique."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -211,12 +211,12 @@ class _EvaluatedProblem:
 
     @property
     def completions(self) -> list[bytes]:
-        """Sorted hashes of the completions, to compare two evaluations."""
+        """Return the sorted hashes of the completions, for comparing two evaluations."""
         return sorted(completions for *_, completions in self.samples)
 
     @property
     def representative(self) -> tuple[int, int]:
-        """Step and line of the typical sample: its reward is the one nearest to the mean."""
+        """Return step and line of the sample whose reward is nearest to the mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 
@@ -316,7 +316,7 @@ def _read_at(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> di
 
 
 def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return the steps to read: evenly spread, with the first and the last. If files are large, they are fewer."""
+    """Return the steps to read: evenly spread, with the first and the last. Large files make them fewer."""
     sizes = {path: path.stat().st_size for _, path in files}
     num_steps = min(STEPS_READ, len(files))
     # First and last step are always read, whatever their size.

@@ -30,7 +30,7 @@ _METRICS = (
     "train/grad_norm", "perf/tokens_per_second_per_rank", "perf/rollout_tokens_per_second_per_rank", "perf/mfu",
     "time/step_seconds",
 )  # fmt: skip
-"""Metrics with a line of the dashboard, if the run has them. Accuracies of validation sets follow."""
+"""Metrics that have a line of the dashboard, if the run logs them. Accuracies of validation sets follow."""
 _GRAPH_STEPS = 32
 """Number of newest steps in a metric's graph."""
 _BAR_CHARACTERS = 24
@@ -51,8 +51,8 @@ def watch(
 ) -> int:
     """Show a run's dashboard until the run ends, and return the run's exit code. With `is_once`: show it once.
 
-    A terminal shows a dashboard, renewed after each `sleep(interval_seconds)`. Other output gets a line a step. Raises
-    ConfigError if the folder is not a run, StorageError if `is_once` and its files cannot be read.
+    A terminal shows a dashboard, renewed after each `sleep(interval_seconds)`. Other output gets a line per step.
+    Raises ConfigError if the folder is not a run, StorageError if `is_once` and its files cannot be read.
     """
     run = WatchedRun(path)
     new = run.refresh()
@@ -146,7 +146,7 @@ def _style(run: WatchedRun) -> str:
 
 
 def _warnings(run: WatchedRun) -> list[str]:
-    """Return the newest warnings. Broken health rules are among them, because each was logged as one."""
+    """Return the newest warnings, which include broken health rules."""
     newest = run.notices[-_NUM_WARNINGS:]
     hidden = len(run.notices) - len(newest)
     return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *newest]

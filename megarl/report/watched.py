@@ -1,7 +1,7 @@
 """Files of a running run, read again and again. Only bytes added since the last read are read.
 
-The folder may be on a shared file system, and the run on another machine. So nothing here needs notifications of the
-kernel, and a file may be seen half written, replaced, or for a moment not at all.
+The folder may be on a shared file system, and the run on another machine. So no notifications of the kernel are needed,
+and a file may be half written, replaced, or missing for a moment.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megarl.tracking.step_lines import StepLine
 ACTIVE = ("starting", "running")
 """States of a running run in status.json."""
 _MOST_ROWS = 400
-"""Number of newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
+"""Newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20
-"""Number of newest steps to predict the end from."""
+"""Newest steps from which the end is predicted."""
 _MOST_BYTES = 1 << 24
 """Number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
@@ -46,7 +46,7 @@ class GrowingFile:
     _inode: int = 0
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Return the new complete lines, and whether the file was replaced: then they are its lines from the start.
+        """Return the new complete lines, and whether the file was replaced. A replaced file is read from its start.
 
         A line without its end is left for a later read. A missing file has no lines. Raises OSError.
         """
@@ -91,9 +91,9 @@ class WatchedRun:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Last samples of the newest step with samples, each with its `step`."""
     trouble: str = ""
-    """Why the last refresh could not read a file; empty if it could."""
+    """Why the last refresh could not read a file. Empty: it could."""
     silence: str = ""
-    """Message about a suspended or silent driver; empty if it seems alive or the run has ended."""
+    """Message about a suspended or silent driver. Empty: it is alive, or the run has ended."""
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
@@ -118,7 +118,7 @@ class WatchedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended. Without a readable status.json it counts as starting."""
+        """Return whether the run has ended. Without a readable status.json it counts as starting."""
         return self.state not in (*ACTIVE, "unknown")
 
     @property
@@ -137,12 +137,14 @@ class WatchedRun:
 
     @property
     def seconds_since_step(self) -> float | None:
-        """Seconds since the last step was logged; None without a step. Another machine's clock may make it wrong."""
+        """Return the seconds since the last logged step, or None. Another machine's clock may make them wrong."""
         return max(0.0, time.time() - self._changed_at) if self.rows else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Predicted seconds until the last step; None if the run has ended, or has too few steps for a prediction."""
+        """Return the predicted seconds until the last step. None: the run has ended, or has too few steps for a
+        prediction.
+        """
         if self.is_over or not self.steps:
             return None
         # The first step of a start includes the start and one-time compilation.
@@ -167,8 +169,8 @@ class WatchedRun:
     def refresh(self) -> list[int]:
         """Read what is new, and return the numbers of the steps logged or evaluated since the last call.
 
-        An unreadable file leaves its last contents, and `trouble` names it: a shared file system may be away for a
-        moment.
+        After an unreadable file its last contents remain, and `trouble` names it: a shared file system may be away for
+        a moment.
         """
         self.trouble = ""
         new: list[int] = []
