@@ -316,7 +316,7 @@ class Recipe(Section):
 
     @property
     def frozen_steps(self) -> int:
-        """Return the number of steps at the start in which only the critic is trained."""
+        """Return the number of steps at the start that train only the critic."""
         return self.critic.warmup_steps if self.has_critic else 0
 
     @property
@@ -424,7 +424,7 @@ class Recipe(Section):
     def evaluation_sampling(self) -> SamplingConfig:
         """Return the sampling parameters of evaluations, without the repetition penalty.
 
-        Unset fields are those of `rollout.sampling`.
+        Unset fields come from `rollout.sampling`.
         """
         changes = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
         changes["temperature_schedule"] = "constant"

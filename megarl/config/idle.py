@@ -1,4 +1,4 @@
-"""Idle recipe fields: fields that the user set, but that have no effect under the other fields' values.
+"""Idle recipe fields: fields set by the user, but without effect under the other fields' values.
 
 If a command-line override made a field of the file idle, the field is dropped with a notice. Otherwise an idle field is
 an error. `config.effects` decides which fields have an effect.
@@ -185,9 +185,7 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
-    """Yield the idle fields of which the value and the deciding fields could be read. The others have an error
-    already.
-    """
+    """Yield the idle fields whose value and deciding fields could be read. The others have an error already."""
     for idle in fields:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
             yield idle

@@ -88,7 +88,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
 
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
-    """Return a recipe as YAML that `load` can read, with all fields that have an effect.
+    """Return a recipe as YAML that `load` can read, with all effective fields.
 
     Values from the environment are written as references, and secrets in clear text are hidden. `comments` puts each
     field's description above it.

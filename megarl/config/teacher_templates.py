@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 RECORD = "record."
-"""Prefix of context sources that are fields of the record."""
+"""Prefix of context sources from fields of the record."""
 CONTEXTS = ("success", "feedback")
 """Context sources other than fields of the record."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_error(error: MegarlError) -> None:
-    """Print the error that ends a command. Stacks and logs come first, except for errors in a recipe or its files."""
+    """Print the error ending a command. Stacks and logs come first, except for errors in a recipe or its files."""
     from rich.text import Text
 
     from megarl.terminal import Terminal

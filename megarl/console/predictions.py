@@ -1,4 +1,4 @@
-"""Printed tables of what follows from a recipe: its sizes, memory, reshards and layouts."""
+"""Printed consequences of a recipe: its sizes, memory, reshards and layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.terminal import Console
 
 _MOST_REASONS = 8
-"""Most reasons against layouts that are printed, the most frequent first."""
+"""Most printed reasons against layouts, the most frequent first."""
 
 
 def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:

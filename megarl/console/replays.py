@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megarl.loops.commands.replaying import Effect, StepComparison
 
 _SHOWN_DIFFERENCES = 8
-"""Most differences that are printed for a replayed step. The first one matters; the others follow from it."""
+"""Most printed differences of a replayed step. The first one matters; the others follow from it."""
 
 
 def comparison_lines(comparisons: Sequence[StepComparison]) -> list[str]:

@@ -125,7 +125,7 @@ def print_metrics(rows: Sequence[Row]) -> None:
 
 
 def print_account(account: Account) -> None:
-    """Print what became of a run's prompts: a row for each source and epoch."""
+    """Print the endings of a run's prompts: a row for each source and epoch."""
     from rich.table import Table
 
     from megarl.terminal import Console

@@ -1,4 +1,4 @@
-"""The form in which a chat template takes the arguments of tool calls: an object, or JSON text.
+"""The form of the arguments of tool calls in a chat template: an object, or JSON text.
 
 Most templates write an object as JSON, and would write a text as a JSON string. Others insert a text unchanged, and
 fail on an object.

@@ -143,7 +143,7 @@ def _template_of(name: str) -> str:
 
 
 def _text_start(tokenizer: Tokenizer) -> str:
-    """Return the text of the tokens that the tokenizer puts before each text, such as BOS. Empty: it puts none.
+    """Return the text of the tokens that the tokenizer puts before each text, like BOS. Empty: it puts none.
 
     A template must write it, so that texts begin as in pretraining.
     """

@@ -62,7 +62,7 @@ class Curriculum:
     def update_rates(self, rates: Rates, place: int, solve_rate: float) -> Rates:
         """Return the solve rates after a group of attempts at the problem at `place`. `solve_rate` is the solved share.
 
-        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate is that of the first group.
+        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate comes from the first group.
         """
         bucket, memory = self.buckets[place], self.config.memory
         before = rates.get(bucket, solve_rate)

@@ -182,7 +182,7 @@ class Dialogue:
         raise refusal
 
     def _num_call_tokens(self, alone: str, following: str) -> int:
-        """Return the number of characters of `following` that belong to the tool call before it.
+        """Return the number of characters of `following` belonging to the tool call before it.
 
         The placeholder before `following` is the call's last argument. The turn ends with the end token of a turn
         without calls, else with the first special token after the call. Without special tokens it ends like `alone`,

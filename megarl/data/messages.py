@@ -27,19 +27,19 @@ _KEYS = {
     "assistant": frozenset({"role", "content", "name", "tool_calls", *REASONING_KEYS, *WEIGHT_KEYS}),
     "tool": frozenset({"role", "content", "name", "tool_call_id", *WEIGHT_KEYS}),
 }
-"""Keys of messages that are read, by role."""
+"""Accepted keys of messages, by role."""
 _PLAIN_KEYS = {"role", "content"}
 _CALL_KEYS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that hold a text, in OpenAI's two APIs."""
+"""Types of text parts, in OpenAI's two APIs."""
 _REMEDIES = {
     "function_call": "give the call in tool_calls",
     **dict.fromkeys(
         ("image", "images", "video", "videos", "audio", "audios"), "megarl trains on text alone, so remove the record"
     ),
 }
-"""Remedies for known keys that are not read. For all others: remove the key."""
+"""Remedies for known but unread keys. For all others: remove the key."""
 
 
 def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, Any]]:

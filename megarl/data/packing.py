@@ -18,9 +18,9 @@ Bins = list[list[int]]
 Costs = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Function from the lengths of sequences to their costs, in any unit: both [sequences]."""
 MOST_EXCHANGES = 70
-"""Exchanges of sequences that are tried for one packing. The limit bounds the time; more improve little."""
+"""Exchanges of sequences tried for one packing. The limit bounds the time; more improve little."""
 MOST_PARTNERS = 12
-"""Rows that are searched for an exchange. Rows with the most idle time come first."""
+"""Rows searched for an exchange. Rows with the most idle time come first."""
 WORTH_ANOTHER_START = 0.0075
 """Idle share of the ranks' time above which a second packing is balanced too. The better one is used."""
 

@@ -80,7 +80,7 @@ def common_prefix(tokens: NDArray[np.int64], other_tokens: NDArray[np.int64]) ->
 def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many leading tokens of each sequence the tree stores with another sequence: [sequences].
 
-    `keys` [tokens] are those of `lexicographic_order`, `cu_seqlens` is [sequences + 1].
+    `keys` [tokens] and `cu_seqlens` [sequences + 1] are described in `lexicographic_order`.
     """
     order, shared = lexicographic_order(keys, cu_seqlens)
     lengths = np.zeros_like(shared)
@@ -89,8 +89,8 @@ def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> ND
 
 
 def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> PrefixTree:
-    """Return the tree of sequences with boundaries `cu_seqlens` [sequences + 1]. `keys` [tokens] are those of
-    `lexicographic_order`.
+    """Return the tree of sequences with boundaries `cu_seqlens` [sequences + 1]. `lexicographic_order` describes `keys`
+    [tokens].
     """
     order, shared = lexicographic_order(keys, cu_seqlens)
     stored_of = np.empty(len(keys), np.int64)

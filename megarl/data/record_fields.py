@@ -34,7 +34,7 @@ _REMEDIES = {
     ),
     "functions": "give the tools in the field tools",
 }  # fmt: skip
-"""What to do about a value in a field, keyed by the field's name in other programs."""
+"""Remedies for a value in a field, keyed by the field's name in other programs."""
 _WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
 
 

@@ -51,7 +51,7 @@ class Record:
     fields: Mapping[str, Any]
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
-    """What `line` counts: lines of a text file, rows of a table, or records of a JSON list."""
+    """Unit of `line`: lines of a text file, rows of a table, or records of a JSON list."""
     names: FieldNames = BY_FORMAT
     """Field names in the recipe. Errors suggest how to change them."""
 
@@ -216,7 +216,7 @@ class Record:
     def refuse_reasoning_field(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise DataError if a field has reasoning that `messages` do not have.
 
-        An answer has it in `reasoning_content`, or its text begins with it. One short word is a label, such as off.
+        An answer has it in `reasoning_content`, or its text begins with it. One short word is a label, like off.
         """
         for name in REASONING_KEYS:
             reasoning = self.fields.get(name)

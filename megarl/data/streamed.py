@@ -23,8 +23,8 @@ Made = TypeVar("Made")
 class Streamed(Sequence[Made], Generic[Made]):
     """A sequence of results (tokenised examples), computed from records on disk at each access.
 
-    Each record takes 16 bytes of memory. The records are copied as JSON lines into an unnamed temporary file, which is
-    deleted with this object. So every kind of source allows random access, and the source may change during the run.
+    Each record takes 16 bytes of memory. The records are copied as JSON lines into an unnamed temporary file, deleted
+    with this object. So every kind of source allows random access, and the source may change during the run.
     """
 
     def __init__(

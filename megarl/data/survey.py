@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 17
 """Most tokens of a record that a survey measures if no recipe limits them. Encoding megabytes takes minutes."""
 MAX_LISTED_FAULTS = 20
-"""Most errors, duplicates and overlaps that are listed, of each kind. All are counted."""
+"""Most listed errors, duplicates and overlaps, of each kind. All are counted."""
 MAX_LISTED_PLACES = 5
-"""Most records that are listed for an error after the first."""
+"""Most listed records of an error, after the first."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Survey:
     duplicates: list[str] = field(default_factory=list)
     """Records equal to an earlier one in everything used for training: `line 7 (as line 3)`."""
     num_overlaps: dict[str, int] = field(default_factory=dict)
-    """Number of records whose prompt is also in another source, keyed by that source."""
+    """Number of records with a prompt also in another source, keyed by that source."""
     overlaps: list[str] = field(default_factory=list)
     first: list[tuple[str, bool]] = field(default_factory=list)
     """Text of the first record in pieces: (text, whether its tokens are trained)."""

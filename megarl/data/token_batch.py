@@ -30,7 +30,7 @@ class TokenBatch:
     samples: NDArray[np.int64]
     """Sample number of each sequence, in ascending order: [sequences].
 
-    A sample has one or more sequences (segments), which losses and advantages treat together."""
+    A sample has one or more sequences (segments). Losses and advantages treat these together."""
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
     """[sequences, 2]: handle (`types.ExpertsHandle`) of the experts that the engine chose for each sequence. Training

@@ -1,4 +1,4 @@
-"""Packing of sequences with shared prefixes: those that begin alike come into one microbatch, stored as a tree.
+"""Packing of sequences with shared prefixes: those beginning alike come into one microbatch, stored as a tree.
 
 Sequences are first collected into clusters, in lexicographic order. Clusters are then packed like single sequences, by
 the tokens and the cost of their trees. Large clusters store fewer tokens, small ones balance ranks better, so several
@@ -46,9 +46,9 @@ def pack_trees(
 ) -> list[list[list[int]]]:
     """Return sequence indices by rank and microbatch like `pack`: [num_ranks][num_microbatches][sequences].
 
-    A microbatch holds at most `max_tokens` stored tokens. `keys` [tokens] are those of `prefixes.lexicographic_order`,
-    `cu_seqlens` is [sequences + 1]. `together` keeps adjacent sequences in one microbatch. Without prefixes worth
-    sharing, the result is that of `pack`, with each length rounded up to `multiple`. A tree needs no such padding.
+    A microbatch holds at most `max_tokens` stored tokens. `prefixes.lexicographic_order` describes `keys` [tokens] and
+    `cu_seqlens` [sequences + 1]. `together` keeps adjacent sequences in one microbatch. Without prefixes worth sharing,
+    `pack` gives the result, with each length rounded up to `multiple`. A tree needs no such padding.
 
     Raises ValueError for sequences that must share a microbatch and do not fit.
     """
@@ -115,7 +115,7 @@ class _Prefixes:
 
 @dataclass(slots=True)
 class _Cluster:
-    """Sequences that are stored as one tree."""
+    """Sequences stored as one tree."""
 
     sequences: list[int] = field(default_factory=list)
     tokens: int = 0

@@ -72,5 +72,5 @@ class DraftLayers(Protocol):
         ...
 
     def copied_prefixes(self, model: ModelShape) -> tuple[str, ...]:
-        """Return the name prefixes of tensors in layers that are only copied."""
+        """Return the name prefixes of tensors in untrained draft layers."""
         ...

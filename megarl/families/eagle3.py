@@ -33,7 +33,7 @@ _LAYER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "hidden_norm", "input_layernorm",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-"""Modules of the drafter's layer that have a weight."""
+"""Modules of the drafter's layer with a weight."""
 OFFSETS, IS_DRAFTED = "d2t", "t2d"
 """Maps of a smaller draft vocabulary, int64 [drafted tokens] and bool [vocabulary]. d2t: the policy's id of a drafted
 token, minus the drafted token's number. t2d: whether a token of the policy is drafted. Training does not change them.

@@ -70,14 +70,13 @@ class Family:
     settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
     """Function from a model's shape to fields of TransformerConfig that only this family needs."""
     section: str = ""
-    """Field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
+    """Field of config.json with the language model's sizes, like `text_config`. Empty: config.json itself."""
     prefix: str = "model."
     """Prefix of tensor names in checkpoints. The family's module writes `model.` instead."""
     engine_architecture: str = ""
-    """vLLM's architecture for the language model alone. Empty: that of config.json."""
+    """vLLM's architecture for the language model alone. Empty: the one in config.json."""
     copied_prefixes: tuple[str, ...] = ()
-    """Prefixes of tensors that trainer and engine do not use, such as `visual.`. An export copies them byte for
-    byte."""
+    """Prefixes of tensors that trainer and engine do not use, like `visual.`. An export copies them byte for byte."""
     draft_layers: DraftLayers | None = None
     """Kind of the checkpoints' draft layers. None: the family has no draft layers."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases

@@ -1,7 +1,7 @@
 """Linear attention: layers with a state per sequence instead of keys and values.
 
-A kind of linear attention is a class of its sizes, such as `families.delta_net.DeltaNet`. Its methods are what the
-planner, the checks and Megatron's settings need.
+A kind of linear attention is a class of its sizes, like `families.delta_net.DeltaNet`. The planner, the checks and
+Megatron's settings need its methods.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ class LinearAttention(ABC):
     def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
         """Return the numbers per token that autograd saves in a layer after the norm: in the model's dtype, in float32.
 
-        `in_torch`: torch computes the state, which saves more than the kernels.
+        `in_torch`: torch computes the state and saves more than the kernels.
         """

@@ -14,7 +14,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 CPU_CHUNK_TOKENS = 1024
-"""Tokens of a chunk on CPUs, which have small caches."""
+"""Tokens of a chunk on CPUs (small caches)."""
 LIMIT_BYTES = 1 << 30
 """Most bytes of logits in memory at once on a GPU, with the float32 copies that torch makes."""
 BLOCK_SHARE = 0.02

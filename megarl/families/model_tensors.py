@@ -48,7 +48,7 @@ def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the parameters of vLLM's draft model that hold the model's trained draft layers. Empty: it has none."""
+    """Return the parameters of vLLM's draft model holding the model's trained draft layers. Empty: it has none."""
     draft_layers = FAMILIES[model.family].draft_layers
     if not model.num_draft_layers or draft_layers is None:
         return ()
@@ -85,7 +85,7 @@ def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
 
 
 def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the layers that have a tensor, keyed by the tensor's template. Outside of layers: (-1,)."""
+    """Return the layers with a tensor, keyed by the tensor's template. Outside of layers: (-1,)."""
     numbers: dict[str, set[int]] = {}
     for rule in rules:
         rule_layers = range(model.num_layers) if rule.layers is None else rule.layers
@@ -117,7 +117,7 @@ def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def float32_tensors(model: ModelShape) -> tuple[str, ...]:
-    """Return the names of tensors that are stored in float32 in models of any dtype."""
+    """Return the names of tensors stored in float32 in models of any dtype."""
     templates = float32_templates(list_rules(model))
     return tuple(tensor.name for tensor in list_model_tensors(model) if tensor.template in templates)
 
@@ -131,7 +131,7 @@ def list_aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 
 def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
-    """Return the name prefixes of unused tensors, which exports copy from the base model."""
+    """Return the name prefixes of unused tensors. Exports copy them from the base model."""
     family = FAMILIES[model.family]
     if family.draft_layers is None:
         return family.copied_prefixes

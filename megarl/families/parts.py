@@ -31,7 +31,7 @@ class GroupedQuery:
     qk_norm: bool = False
     """Whether each query and key head has an RMSNorm."""
     has_output_gate: bool = False
-    """Whether the query projection also computes a gate for each query head, which scales the output."""
+    """Whether the query projection also computes a gate for each query head that scales the output."""
 
     @property
     def score_channels(self) -> int:
@@ -141,7 +141,7 @@ class Router:
     has_bias: bool = False
     """Whether a float32 bias per expert is added to the scores for the choice of experts (not for their weights)."""
     scale: float = 1.0
-    """Factor by which the routing weights are multiplied."""
+    """Factor of the routing weights."""
     num_groups: int = 1
     """Number of groups of experts. The router first chooses groups for a token, then experts within them."""
     top_groups: int = 1

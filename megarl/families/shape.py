@@ -46,7 +46,7 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Number of the checkpoint's draft layers that are copied unchanged."""
+    """Number of the checkpoint's draft layers copied unchanged."""
     num_draft_layers: int = 0
     """Number of trained draft layers, 0 or 1 (`families.draft_layers`)."""
     linear_attention: LinearAttention | None = None
@@ -320,7 +320,7 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
-    """Return the fields of a reward model's config.json that differ from its backbone's.
+    """Return the fields of a reward model's config.json differing from its backbone's.
 
     transformers scores the last token before the padding, so the tokenizer in `folder` gives the padding token.
     """
@@ -361,7 +361,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _family_name(architecture: str, model_type: object) -> str:
     """Return the model family of a language model's or a reward model's architecture.
 
-    `model_type` is that of config.json. Raises DataError for a family without a module.
+    `model_type` comes from config.json. Raises DataError for a family without a module.
     """
     names = {family.architecture: name for name, family in FAMILIES.items()}
     classifiers = {family.classifier: name for name, family in FAMILIES.items() if family.classifier}

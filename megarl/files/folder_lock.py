@@ -35,7 +35,7 @@ _UNKNOWN_START = -1
 _MOST_PID = (1 << 31) - 1
 """Highest number that fits a process id."""
 _MOST_BYTES = 1 << 16
-"""Bytes that are read of an owner's file. This module writes fewer."""
+"""Bytes read of an owner's file. This module writes fewer."""
 
 
 @dataclass(frozen=True, slots=True)

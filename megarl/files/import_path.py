@@ -70,7 +70,7 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     """Import and return the function or class at an import path. Its module runs once in a process.
 
     A file's path is relative to the current folder. Raises ConfigError if the module cannot be imported or lacks the
-    object. The error begins with `field`, the recipe field that has the path.
+    object. The error begins with `field`, the recipe field with the path.
     """
     source, _, attribute = path.rpartition(":")
     _sources_being_imported.append(source)

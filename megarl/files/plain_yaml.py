@@ -8,10 +8,9 @@ from typing import Any
 from megarl.files.strict_json import count_values
 
 MAX_BYTES = 1 << 20
-"""Longest text that is parsed: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files
-need more."""
+"""Longest text parsed: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files need more."""
 MAX_VALUES = 1 << 15
-"""Most values that are parsed. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
+"""Limit of the parsed values. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
 
 
 def count_yaml_values(content: bytes) -> int:

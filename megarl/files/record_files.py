@@ -69,6 +69,6 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 
 def list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """Return the paths in a folder whose name is `pattern`, with the number in its group, in order."""
+    """Return the paths in a folder with names like `pattern`, with the number in its group, in order."""
     matches = [(re.fullmatch(pattern, name), name) for name in names_in(folder)]
     return sorted((int(match[1]), folder / name) for match, name in matches if match)

@@ -1,4 +1,4 @@
-"""Sizes of an engine's KV cache in GiB: the smallest that holds a longest sequence, and the default."""
+"""Sizes of an engine's KV cache in GiB: the smallest for a longest sequence, and the default."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM 0.30 pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Values of trainer.recompute_modules that need Transformer Engine. Megatron-Core frees the outputs of these modules,
-and its own layers cannot do that."""
+"""Values of trainer.recompute_modules needing Transformer Engine. Megatron-Core frees the outputs of these modules, and
+its own layers cannot do that."""
 
 
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:

@@ -66,7 +66,7 @@ def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 
 def describe_loss(recipe: Recipe) -> str:
-    """Return in words what happens when a trainer's rank or node is lost, and the steps that it costs."""
+    """Return in words the effect of losing a trainer's rank or node, and the lost steps."""
     checkpoint, recover = recipe.checkpoint, recipe.cluster.recover
     outcomes = {
         "stop": "the run ends",

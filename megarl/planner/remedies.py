@@ -1,4 +1,4 @@
-"""Changes of a recipe with which its run fits into GPU memory, cheapest first."""
+"""Changes of a recipe that fit its run into GPU memory, cheapest first."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
 
 
 def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
-    """Return the largest KV cache that fits while engines sample, in GiB or as a share of the GPU. None: none fits."""
+    """Return the largest KV cache fitting while engines sample, in GiB or as a share of the GPU. None: none fits."""
     table = judge.predict(recipe)
     sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     engine_gib = judge.gpus.engine

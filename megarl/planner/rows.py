@@ -1,4 +1,4 @@
-"""Longest rows (packed microbatches) that fit into a GPU: of updates, and of passes without gradients."""
+"""Longest rows (packed microbatches) fitting into a GPU: of updates, and of passes without gradients."""
 
 from __future__ import annotations
 

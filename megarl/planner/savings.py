@@ -1,4 +1,4 @@
-"""Choices that save GPU memory, cheapest first: states that are offloaded, activations that are recomputed."""
+"""Choices that save GPU memory, cheapest first: offloaded states, recomputed activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 
 _STATES = ("optimizer", "gradients", "parameters")
-"""Trainer states that may be offloaded, in the order in which recipes write them."""
+"""Trainer states that may be offloaded, in the order of recipes."""
 _CHEAPEST_FIRST = ("gradients", "optimizer", "parameters")
 """The same states, cheapest first. Gradients are dropped and come back as zeros. The others are copied to the host and
 back. Parameters come back twice in a step, because a reshard needs them too."""

@@ -60,7 +60,7 @@ class Choice:
 
 
 class _Choice(Protocol):
-    """What `search` needs to know of a choice: the changed fields, and a key. Of equal keys the best choice counts."""
+    """Interface of a choice: its changed fields, and a key. Of equal keys the best choice counts."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...

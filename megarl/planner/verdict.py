@@ -1,4 +1,4 @@
-"""Whether a recipe's predicted memory fits, and the changes with which it would fit."""
+"""Whether a recipe's predicted memory fits, and changes that make it fit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _as_overrides(values: Mapping[str, Any]) -> str:
 
 
 def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> Verdict:
-    """Return whether a prediction for GPUs fits. Each phase is compared with the GPU that runs it."""
+    """Return whether a prediction for GPUs fits. Each phase is compared with the GPU running it."""
     limits = {phase.name: int(judge.gpus.gib_for(phase) * _GIB) for phase in table.phases}
     over = judge.overfull_phases(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}

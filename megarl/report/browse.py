@@ -21,10 +21,10 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""Name that selects training samples, which belong to no validation set."""
+"""Name for selecting training samples. These belong to no validation set."""
 
 _EVALUATION = -1
-"""Step of an evaluation's answers, which have none."""
+"""Step of an evaluation's answers. They have no step."""
 _MOST_FOUND = 200
 """Most samples that a search over all steps returns."""
 

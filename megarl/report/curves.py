@@ -68,7 +68,7 @@ CHARTS = (
 """Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Value of a chart's metric that is uninformative. If a metric always has it, its chart is left out."""
+"""Uninformative value of a chart's metric. If a metric always has it, its chart is left out."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -181,7 +181,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 
 
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
-    """Return the mean curves of runs that differ only in their seed, in the form of `series`.
+    """Return the mean curves of runs differing only in their seed, in the form of `series`.
 
     A point is the mean over the runs with the step. `low` and `high` are one standard deviation below and above it.
     `final` has mean, deviation and number of runs for each metric's last values.

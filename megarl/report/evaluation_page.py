@@ -13,9 +13,9 @@ from megarl.report.sample_text import compact, shortened_text
 from megarl.report.samples import changed_between, read_records
 
 _NUM_CHANGED = 60
-"""Most changed answers that are shown for one comparison."""
+"""Most changed answers on the page for one comparison."""
 _NUM_ANSWERS = 40
-"""Most right answers, and most wrong answers, that are shown for a single evaluation."""
+"""Most right answers, and most wrong ones, on the page for a single evaluation."""
 
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:

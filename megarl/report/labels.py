@@ -1,4 +1,4 @@
-"""Labels of the runs in a report, and the time at which it is written."""
+"""Labels of the runs in a report, and the time at which the report is written."""
 
 from __future__ import annotations
 

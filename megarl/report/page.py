@@ -1,4 +1,4 @@
-"""HTML page of a report: a single file that needs no network and runs only its own script."""
+"""HTML page of a report: a single file without need for a network, running only its own script."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def content_of(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, An
 def _seeds(
     runs: Sequence[RunRecord], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
-    """Return groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
+    """Return groups of runs differing only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         # Runs without a readable recipe belong to no group.

@@ -216,7 +216,7 @@ class _EvaluatedProblem:
 
     @property
     def representative(self) -> tuple[int, int]:
-        """Return step and line of the sample whose reward is nearest to the mean."""
+        """Return step and line of the sample with the reward nearest to the mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 

@@ -30,7 +30,7 @@ _METRICS = (
     "train/grad_norm", "perf/tokens_per_second_per_rank", "perf/rollout_tokens_per_second_per_rank", "perf/mfu",
     "time/step_seconds",
 )  # fmt: skip
-"""Metrics that have a line of the dashboard, if the run logs them. Accuracies of validation sets follow."""
+"""Metrics with a line of the dashboard, if the run logs them. Accuracies of validation sets follow."""
 _GRAPH_STEPS = 32
 """Number of newest steps in a metric's graph."""
 _BAR_CHARACTERS = 24
@@ -146,7 +146,7 @@ def _style(run: WatchedRun) -> str:
 
 
 def _warnings(run: WatchedRun) -> list[str]:
-    """Return the newest warnings, which include broken health rules."""
+    """Return the newest warnings, including broken health rules."""
     newest = run.notices[-_NUM_WARNINGS:]
     hidden = len(run.notices) - len(newest)
     return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *newest]

@@ -27,7 +27,7 @@ ACTIVE = ("starting", "running")
 _MOST_ROWS = 400
 """Newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20
-"""Newest steps from which the end is predicted."""
+"""Newest steps for predicting the end."""
 _MOST_BYTES = 1 << 24
 """Number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
@@ -167,7 +167,7 @@ class WatchedRun:
         return {phase: seconds / len(rows) for phase, seconds in total.items()}
 
     def refresh(self) -> list[int]:
-        """Read what is new, and return the numbers of the steps logged or evaluated since the last call.
+        """Read new contents, and return the numbers of the steps logged or evaluated since the last call.
 
         After an unreadable file its last contents remain, and `trouble` names it: a shared file system may be away for
         a moment.

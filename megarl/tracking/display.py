@@ -1,7 +1,7 @@
 """Progress of a run on the screen: on a terminal a live line below the other lines, otherwise plain lines only.
 
 The live line has the current phase with its time, the step, the time left and a graph of the reward. Each finished step
-gets a line of numbers (`step_table`), which shows the signs of reward hacking together: reward, accuracy, length,
+gets a line of numbers (`step_table`). It shows the signs of reward hacking together: reward, accuracy, length,
 truncated share, KL if measured, difference of trainer and engine log-probs, entropy.
 """
 
@@ -47,7 +47,7 @@ class Closing(NamedTuple):
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step of the checkpoint from which this start of the run resumed. 0: it began anew."""
+    """Step of the checkpoint resumed by this start of the run. 0: it began anew."""
 
 
 class Display:
@@ -222,8 +222,8 @@ class Display:
         return is_end or step % math.ceil(self._steps / MOST_LINES) == 0 or any(n.startswith("val/") for n in row)
 
     def _seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds left, from the mean step time. The first step, which compiles kernels, does not
-        count.
+        """Return the estimated seconds left, from the mean step time. The first step does not count: it compiles
+        kernels.
         """
         if self._steps is None or self._first_logged is None or self._step is None:
             return None

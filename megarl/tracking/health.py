@@ -66,7 +66,7 @@ class BrokenRule:
 
 
 class Rule(NamedTuple):
-    """A health rule: the metrics that it watches, its check, what a failure means, and a remedy."""
+    """A health rule: the metrics that it watches, its check, the meaning of a failure, and a remedy."""
 
     name: str
     metrics: tuple[str, ...]
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
-    """Return a check that fails if the last `window` values of a metric are all bad."""
+    """Return a check failing if the last `window` values of a metric are all bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         last = _values(series, metric)[-health.window :]
@@ -98,7 +98,7 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """Return a check that fails if a metric rises: the median of its last `window` values against that of the first.
+    """Return a check failing if a metric rises: the median of its last `window` values against that of the first.
 
     It fails if the ratio of both medians is at least `factor` and the last median is at least `least`.
     """

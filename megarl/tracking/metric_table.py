@@ -1,4 +1,4 @@
-"""Table of all metrics: names, units and meanings, read from the modules that compute them.
+"""Table of all metrics: names, units and meanings, read from the modules computing them.
 
 Each of these modules lists its metrics in `METRICS`, a tuple of `MetricRow`. The modules are parsed and not imported,
 because some need torch and the table must work without it. Parts of a name in capitals are placeholders:

@@ -1,4 +1,4 @@
-"""Metrics that are combined over ranks and microbatches as mean, sum or maximum.
+"""Metrics combined over ranks and microbatches as mean, sum or maximum.
 
 A mean is weighted by counts. A NaN in any part makes the result NaN.
 """

@@ -26,7 +26,7 @@ class Output(NamedTuple):
 
 
 class CanaryReport(NamedTuple):
-    """Checksums of one rank's outputs of the canary batch, a fixed batch that is computed twice.
+    """Checksums of one rank's outputs of the canary batch, a fixed batch computed twice.
 
     `seconds` is the time of both passes.
     """
@@ -37,7 +37,7 @@ class CanaryReport(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """The first tensor that is not finite: its kind and name, its layer from 0 (None: outside of layers), its ranks.
+    """The first tensor with NaN or infinity: its kind and name, its layer from 0 (None: outside of layers), its ranks.
 
     `kind` is weight, output (of a module), loss or gradient. `none`: a repeated pass was finite.
     """

@@ -1,4 +1,4 @@
-"""Outcomes of an update and of a step, as typed values that decide what the run does next.
+"""Outcomes of an update and of a step, as typed values that decide the run's next action.
 
 No decision reads a metric, so a metric's name never changes what is trained. The driver reads these values too, so this
 module imports no torch.

@@ -20,9 +20,9 @@ _OTHER_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 class RunMetrics:
-    """Tracker with the newest metrics of a run, which Prometheus collects.
+    """Tracker with the newest metrics of a run, for collection by Prometheus.
 
-    The methods `log`, `samples`, `sync` and `close` are those of `trackers.RunTracker`. Any thread may collect.
+    Its methods are described in `trackers.RunTracker`. Any thread may collect.
     """
 
     def __init__(self, run: str, steps: int | None, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -81,7 +81,7 @@ class RunMetrics:
 def step_families(newest: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
     """Yield a gauge for each metric: its name in Prometheus, and its name in megarl as the label `metric`.
 
-    Two names may become one, such as `a/b_c` and `a_b/c`. Their values then differ in the label only.
+    Two names may become one, like `a/b_c` and `a_b/c`. Their values then differ in the label only.
     """
     families: dict[str, GaugeMetricFamily] = {}
     for metric, value in sorted(newest.items()):

@@ -225,7 +225,7 @@ class RunFolder:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Return the broken health rules recorded in status.json, with those of earlier starts."""
+        """Return the broken health rules recorded in status.json, including earlier starts."""
         return list(self._status.get("health", ()))
 
     def set_not_finite(self, facts: Mapping[str, Any]) -> None:
@@ -248,7 +248,7 @@ class RunFolder:
         return self.resumed_line is not None and self.resumed_line.evaluation_follows
 
     def logged_steps(self) -> Iterator[StepLine]:
-        """Yield the steps in metrics.jsonl, with those of earlier starts."""
+        """Yield the steps in metrics.jsonl, including earlier starts."""
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open("rb") as file:

@@ -39,7 +39,7 @@ DRIVER = "driver.json"
 """Name of the file with the driver's state inside a checkpoint."""
 
 PARENT = "parent.json"
-"""Name of the file in a fork's folder that has the original run and the step."""
+"""Name of the file in a fork's folder with the original run and the step."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
@@ -48,7 +48,7 @@ _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
 """Files that mark a run folder. It has at least one of them."""
 _MOST_NOTICES = 50
-"""Most warnings that are read from a start."""
+"""Most warnings read from a start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class RunRecord:
         _refuse_newer(self.path, _written_by(self.path))
 
     def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint of a step. Raises ConfigError, with the steps that have one."""
+        """Return the checkpoint of a step. Raises ConfigError, naming the steps that have one."""
         for folder in self.checkpoints:
             if checkpoint_step(folder) == step:
                 return folder

@@ -50,7 +50,7 @@ class StepLine:
     def with_evaluation(self, line: StepLine) -> StepLine:
         """Return the whole step, from this line and the evaluation's.
 
-        Metrics of both, such as times, are those of the whole step in the evaluation's line.
+        Metrics of both, like times, are those of the whole step in the evaluation's line.
         """
         return replace(line, metrics={**self.metrics, **line.metrics})
 

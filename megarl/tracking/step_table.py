@@ -42,7 +42,7 @@ _LEFT_WIDTH = 7
 
 
 class StepTable:
-    """Table of a run's steps, which grows line by line."""
+    """Table of a run's steps, made line by line."""
 
     def __init__(self) -> None:
         """Make a table without lines. Set `steps` to the run's number of steps, if it is known."""
@@ -60,7 +60,7 @@ class StepTable:
 
         `row` maps names of metrics to values. Results of validation sets have separate lines, because their names may
         be long. Columns beyond `max_characters` of a line are left out. A step with nothing but results has no line of
-        numbers. A step that has a line of numbers already gets only lines of results.
+        numbers. A step with a line of numbers already gets only lines of results.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.
@@ -84,7 +84,7 @@ class StepTable:
         return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), max_characters)
 
     def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
-        """Return the labels and widths of the columns that fit into `room` characters. A new column needs a new
+        """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new
         header.
         """
         labels = tuple(c.label for c in _COLUMNS if c.label in self._labels or c.label in values)

@@ -22,7 +22,7 @@ class Track:
 
 
 def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Chrome trace of all tracks within the span `whole`, which is a span of the first track.
+    """Return the Chrome trace of all tracks within the span `whole`, a span of the first track.
 
     Times are in microseconds. `facts` are stored in the trace as `otherData`.
     """

@@ -76,7 +76,7 @@ class Tracker:
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
     def begin(self, step: int) -> None:
-        """Record the time at which a step begins, and show its number."""
+        """Record the start time of a step, and show its number."""
         self._display.begin_step(step)
 
     @property
@@ -85,7 +85,7 @@ class Tracker:
         return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
 
     def log(self, step: int, scalars: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
-        """Log a step's metrics. Step numbers must increase. Values that are not finite become null in metrics.jsonl.
+        """Log a step's metrics. Step numbers must increase. NaN and infinite values become null in metrics.jsonl.
 
         `evaluation_follows`: `log_evaluation` is called next for this step.
         """
@@ -248,7 +248,7 @@ def phase_of(name: str) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line of a JSON-lines file. Numbers that are not finite become null."""
+    """Return a record as a line of a JSON-lines file. NaN and infinite numbers become null."""
     return _line(_plain(record))
 
 
@@ -266,7 +266,7 @@ def _encodable(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value: arrays as lists, numbers that are not finite as null, text encodable as UTF-8."""
+    """Return a JSON value: arrays as lists, NaN and infinite numbers as null, text encodable as UTF-8."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

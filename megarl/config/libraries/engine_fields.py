@@ -150,7 +150,7 @@ def refusals_by_field() -> dict[str, str]:
 
 
 def engine_field_fault(name: str) -> str | None:
-    """Return why `rollout.vllm` may not have a field, and what to do. None: it may have the field."""
+    """Return why `rollout.vllm` may not have a field, and the remedy. None: it may have the field."""
     if name in accepted_fields():
         return None
     unknown = "megarl does not know what this field of vLLM does to an engine whose weights change; remove it"

@@ -1,4 +1,4 @@
-"""Error lines of a recipe. Each names the field and its value, says what is wrong, and what to do."""
+"""Error lines of a recipe. Each names the field and its value, and has the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def _children(place: str) -> list[str]:
 
 
 def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
-    """Return what is wrong with a value, the nearest valid value or the way to remove it, and the field's
-    description.
-    """
+    """Return the fault of a value, the nearest valid value or the way to remove it, and the field's description."""
     # The texts are pydantic's: this makes them sentences about a recipe.
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
@@ -199,7 +197,7 @@ def shorten_value(value: Any) -> str:
 
 
 def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
-    """Return a value for printing: secrets are hidden, and references such as `${model.path}` are not resolved."""
+    """Return a value for printing: secrets are hidden, and references like `${model.path}` are not resolved."""
     if place in references:
         return references[place]
     if hasattr(value, "model_dump"):

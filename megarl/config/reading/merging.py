@@ -233,7 +233,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _form_fault(override: str) -> str | None:
-    """Return what is wrong with the form of an override and what to do, or None."""
+    """Return the fault in the form of an override and its remedy, or None."""
     key, equals, value = override.partition("=")
     if key.startswith("+"):
         return f"a field is set without the +; write {override.lstrip('+')}"
@@ -256,7 +256,7 @@ def _default_list(place: str) -> list[Any] | None:
 def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
     """Return a tree's resolved values, its references to the environment, and its unresolvable fields.
 
-    A reference is a text such as `${oc.env:NAME}`, keyed by its place (keys and indices).
+    A reference is a text like `${oc.env:NAME}`, keyed by its place (keys and indices).
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

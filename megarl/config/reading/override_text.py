@@ -34,7 +34,7 @@ def short_override(name: str, value: Any) -> str:
 def as_yaml(value: Any) -> str:
     """Return a JSON value as JSON text that YAML reads alike.
 
-    JSON writes a character such as an emoji as two surrogates. YAML takes these for two broken characters, and has one
+    JSON writes a character like an emoji as two surrogates. YAML takes these for two broken characters, and has one
     escape of eight digits instead.
     """
     return _PAIR.sub(_join_surrogates, json.dumps(value))

@@ -1,7 +1,7 @@
 """The kinds of training examples that data records become, by their names in `KINDS`.
 
 A kind has four functions of a record. `make` returns the example. `parts` returns everything that is trained on, and
-raises the errors that need no tokenizer. `prompt` returns the messages before the answer. `sequences` returns an
+raises the errors needing no tokenizer. `prompt` returns the messages before the answer. `sequences` returns an
 example's tokens.
 """
 

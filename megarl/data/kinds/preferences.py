@@ -168,7 +168,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the whole conversation that ends with the answer in `field`."""
+    """Return the whole conversation ending with the answer in `field`."""
     prompt_field = _prompt_field(record)
     answer = record.messages(field, role="assistant")
     if not prompt_field:

@@ -58,7 +58,7 @@ def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None
 class Problems(TokenisedKind):
     """Problems for reinforcement learning. Prompts are rendered up to the opening of the assistant's turn.
 
-    A prompt that ends with the assistant's turn, or is longer than `max_tokens`, is an error.
+    A prompt is refused if it ends with the assistant's turn, or is longer than `max_tokens`.
     """
 
     has_answers: bool = True

@@ -13,7 +13,7 @@ from typing import IO, cast
 from megarl.types import ConfigError, DataError
 
 COMPRESSIONS = (".gz", ".zst")
-"""Endings of compressed files that are read."""
+"""Endings of readable compressed files."""
 # A few bytes may expand to gigabytes. No record of a data set is as long as this.
 MAX_LINE_BYTES = 1 << 28
 

@@ -15,7 +15,7 @@ from megarl.types import DataError
 
 TASK_FILE = "task.toml"
 FIELD = "harbor"
-"""Field of a record that has its task."""
+"""Field of a record with its task."""
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _UNSUPPORTED = {
     "agent": ("user",),
@@ -25,7 +25,7 @@ _UNSUPPORTED = {
 }
 """Settings that megarl ignores, by section. A task that needs one would be graded in another state."""
 _REMEDIES = {"memory": "write memory_mb", "storage": "write storage_mb"}
-"""What to do about a setting, if not removing it."""
+"""Remedies for a setting, if not removing it."""
 _VERIFIER_SECONDS = 600.0
 """Time limit of a verifier in seconds: Harbor's default."""
 

@@ -143,7 +143,7 @@ def hub_data_set(source: str) -> str | None:
 
 
 def _on_hub(place: str) -> HubDataSet | None:
-    """Return the data set of a path that has the form of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
+    """Return the data set of a path with the form of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
     name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
     if not is_hub_name(name) or Path(place).exists() or extension_of(Path(place)) in READERS:

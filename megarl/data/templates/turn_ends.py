@@ -74,7 +74,7 @@ def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokeni
 
 
 def own_files(model: ModelConfig) -> dict[str, str]:
-    """Return the files of an export that differ from those of the model folder, as text by file name.
+    """Return the files of an export differing from those of the model folder, as text by file name.
 
     They are the recipe's chat template, and the generation config with the template's ends of turns.
     """

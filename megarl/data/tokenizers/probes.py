@@ -44,9 +44,9 @@ _RUN_ENDS = "\n", "\u0001"
 """Characters after a run of equal ones. An expression backtracks where a run ends with a character that does not match.
 """
 _MAX_UNITS = 1000
-"""Most characters and words of the patterns that are repeated. Patterns of published tokenizers have fewer than 300."""
+"""Most repeated characters and words of the patterns. Patterns of published tokenizers have fewer than 300."""
 _SURROGATES = range(0xD800, 0xE000)
-"""Code points that are not characters."""
+"""Code points without a character."""
 _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[pP]\{[^}]*\}|(.))", re.DOTALL)
 _WORD = re.compile(r"\w{2,20}")
 
@@ -136,7 +136,7 @@ def _refuse_fault(path: Path, content: Sequence[str], work: Callable[[], object]
 
 
 def _name_panic(work: Callable[[], object]) -> None:
-    """Call `work`. A panic of the tokenizers library, which is not an Exception, becomes a FaultyInputError."""
+    """Call `work`. A panic of the tokenizers library (not an Exception) becomes a FaultyInputError."""
     try:
         work()
     except BaseException as error:

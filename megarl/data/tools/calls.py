@@ -26,7 +26,7 @@ END_TOKENS = (
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MAX_DEPTH = 48
-"""Maximum depth of a call's arguments. A client sends them back in a request, which may have 64 levels in all."""
+"""Maximum depth of a call's arguments. A client sends them back in a request of at most 64 levels."""
 _THINK = "<think>", "</think>"
 _MISTRAL_THINK = "[THINK]", "[/THINK]"
 
@@ -77,7 +77,7 @@ def _digits(number: int, count: int) -> str:
 
 
 def parser_of_template(template: str) -> str | None:
-    """Return the format in which a chat template writes tool calls, a key of `PARSERS`. None: it does not show it."""
+    """Return the format of tool calls in a chat template, a key of `PARSERS`. None: it does not show it."""
     return next((name for name, marks in _TEMPLATE_MARKS if all(mark in template for mark in marks)), None)
 
 

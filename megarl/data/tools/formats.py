@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls: a table with one parsing function for each format.
+"""Formats of tool calls written by models: a table with one parsing function for each format.
 
 The names are vLLM's. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). qwen3_coder: like XML (Qwen3-Coder, Qwen3.5).
 llama3_json: bare JSON (Llama 3). pythonic: Python calls (Llama 3.2, Llama 4, OLMo 3). mistral. glm45 (GLM 4.5 to 4.7).

@@ -18,7 +18,7 @@ _SCHEMA_KEYS_ELSEWHERE = ("input_schema", "inputSchema")
 _NULL_KEYS = ("default", "const")
 """Keys of a JSON schema for which null is a value."""
 _VALUE_KEYS = (*_NULL_KEYS, "enum", "examples")
-"""Keys of a JSON schema that hold values rather than schemas."""
+"""Keys of a JSON schema holding values rather than schemas."""
 
 
 def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Formulas of scaled rotary frequencies, for arrays of torch and of numpy. Neither is imported.
 
-The formulas are those of transformers 5 and vLLM 0.30, in the same order of operations.
+transformers 5 and vLLM 0.30 have the same formulas, in the same order of operations.
 """
 
 from __future__ import annotations

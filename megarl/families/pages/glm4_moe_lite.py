@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return `first_k_dense_replace`, which transformers 5 replaces by a list of the layers' types."""
+    """Return `first_k_dense_replace`. transformers 5 replaces it by a list of the layers' types."""
     if config.get("first_k_dense_replace") is not None:
         return {}
     # Without the list the class makes the first layer dense.

@@ -1,4 +1,4 @@
-"""Parameters that are matrices between hidden states. An optimizer such as Muon updates them as whole matrices."""
+"""Parameters that are matrices between hidden states. An optimizer like Muon updates them as whole matrices."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
-"""Pipeline stages that have the parameter. `last_of_several_stages`: the last stage, only if there are several."""
+"""Pipeline stages with the parameter. `last_of_several_stages`: the last stage, only if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Rule:
     layers: frozenset[int] | None = None
     """Numbers, from 0, of the layers with this parameter. None: all layers."""
     is_buffer: bool = False
-    """Whether the parameter is a buffer of Megatron's module, which is never trained."""
+    """Whether the parameter is a buffer of Megatron's module, never trained."""
     dtype: Literal["model", "float32"] = "model"
     """Data type: the model's, or always float32."""
     block_keys: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from megarl.planner.sizes import WHOLE_EXPERTS, divisors, has_whole_experts
 _MOST_CP = 16
 """Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
 _VPP = (1, 2, 4)
-"""Model chunks of a pipeline stage that are tried. More chunks shorten the pipeline's bubble, but store more
+"""Tried numbers of model chunks in a pipeline stage. More chunks shorten the pipeline's bubble, but store more
 activations."""
 
 

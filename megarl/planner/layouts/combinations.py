@@ -56,7 +56,7 @@ class Combinations:
     states: NDArray[np.float64]
     """Lower bound of a rank's bytes of weights, gradients and optimizer [rows]."""
     least_cache_gib: list[float]
-    """GiB of the smallest KV cache that holds a longest sequence [engines]."""
+    """GiB of the smallest KV cache for a longest sequence [engines]."""
     settings: PassSettings
     """Settings of the recipe's passes. A row replaces the sizes that differ."""
     refused: Counter[str]
@@ -64,7 +64,7 @@ class Combinations:
     overfull: set[int] = field(default_factory=set)
     """Indices of rows whose update does not fit, whatever the engines."""
     examined: set[int] = field(default_factory=set)
-    """Indices of rows whose activations were predicted."""
+    """Indices of rows with predicted activations."""
 
     @cached_property
     def parallel(self) -> ParallelConfig:
@@ -80,7 +80,7 @@ class Combinations:
         return numbers
 
     def at_least_as_full(self, full: Row) -> set[int]:
-        """Return the indices of the trainer's rows that need at least as much memory as the row `full`.
+        """Return the indices of the trainer's rows needing at least as much memory as the row `full`.
 
         They are at least as long, and recompute the same or nothing.
         """

@@ -192,7 +192,7 @@ class LayoutCosts:
 
     @property
     def other_seconds(self) -> float:
-        """Return the seconds of a step outside all phases, which are equal in all layouts."""
+        """Return the seconds of a step outside all phases; they are equal in all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
     def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:

@@ -58,7 +58,7 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
 
 
 def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
-    """Return the fields set in `recipe` that have no effect in `changed_recipe`. Sources of a mixture are left out."""
+    """Return the fields set in `recipe` without effect in `changed_recipe`. Sources of a mixture are left out."""
     # A field of a section inside a section does not depend on the layout.
     return [
         field for field in given_fields(recipe) if field.count(".") == 1 and unmet(changed_recipe, field) is not None

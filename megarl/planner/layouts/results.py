@@ -43,7 +43,7 @@ class FoundLayout:
 
     @property
     def limit(self) -> str:
-        """Return in words what takes most of the step's time: a phase, or a cause within it."""
+        """Return in words the largest part of the step's time: a phase, or a cause within it."""
         phases = {"rollout": self.seconds.rollout, "train": self.seconds.train, "logprobs": self.seconds.logprobs,
                   "offload": self.seconds.offload, "reshard": self.seconds.reshard}  # fmt: skip
         name = max(phases, key=lambda phase: phases[phase])
@@ -78,9 +78,9 @@ class SearchResult:
     layouts: tuple[FoundLayout, ...]
     """The layouts that fit, fastest first."""
     num_candidates: int
-    """Combinations whose seconds were computed."""
+    """Combinations with computed seconds."""
     num_planned: int
-    """Combinations whose memory was planned."""
+    """Combinations with predicted memory."""
     refused: Mapping[str, int]
     """Number of refused choices by reason."""
     search_seconds: float

@@ -1,6 +1,6 @@
 """Search for the fastest layouts of a recipe that fit its GPUs, by predicted seconds of a step.
 
-First all layouts get a lower bound of their seconds: the time with a KV cache that holds all requests. Then layouts are
+First all layouts get a lower bound of their seconds: the time with a KV cache for all requests. Then layouts are
 examined in the order of their bounds. The memory prediction says whether a layout fits and how large its cache is, and
 the seconds are computed again with this cache. The search ends when no bound is below the slowest layout in the result.
 """
@@ -179,7 +179,7 @@ class LayoutSearch:
     def _examine(self, group: Combinations, number: int) -> None:
         """Mark a row as overfull if its states and saved activations exceed the GPU of the first pipeline stage.
 
-        This lower bound is cheaper than a full prediction. Rows that need at least as much memory are marked as well.
+        This lower bound is cheaper than a full prediction. Rows needing at least as much memory are marked as well.
         """
         group.examined.add(number)
         row = group.rows[number]
@@ -292,7 +292,7 @@ class LayoutSearch:
         return Models(policy, with_parallel(self.models.critic), frozen)
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
-        """Return the GiB of the smallest KV cache that holds a longest sequence, rounded up."""
+        """Return the GiB of the smallest KV cache for a longest sequence, rounded up."""
         # Two blocks more: one reserved by vLLM, one partly filled.
         needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
         return math.ceil(needed / _GIB * 100) / 100

@@ -150,7 +150,7 @@ def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Comm
 
 
 def _reshard(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
-    """Return the group of a reshard. A rank reads from each trainer that has a part of its weights."""
+    """Return the group of a reshard. A rank reads from each trainer with a part of its weights."""
     parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
     # On a colocated rank one of the parts is its own.
     peers = min(parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)

@@ -20,7 +20,7 @@ GRAPH_LAYER_BYTES = int(0.4 * 2**20)
 """GPU memory of one CUDA graph per layer of the model. Source: vLLM's log lines `Graph capturing finished ... took` for
 Llama-3.2-1B (0.38 MiB, vllm pull request 11349) and Qwen3.5-35B-A3B (0.40 MiB, vllm issue 50722)."""
 _LARGEST_GRAPH = 512
-"""Tokens of the largest step that is replayed as a CUDA graph: vLLM 0.30's default, except on Blackwell."""
+"""Tokens of the largest step replayed as a CUDA graph: vLLM 0.30's default, except on Blackwell."""
 
 QUANTISED_BLOCK = 128
 """Rows and columns sharing a scale under `rollout.quantization: fp8`."""
@@ -101,14 +101,14 @@ def _round_to_block(size: int) -> int:
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int, draft_layers: int = 0) -> int:
     """Return the bytes of one block of a rank's KV cache over all layers. `itemsize` is in bytes per number.
 
-    `draft_layers`: layers of a drafter that has files of its own.
+    `draft_layers`: layers of a drafter with files of its own.
     """
     layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_draft_layers + draft_layers
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 
 def cache_bytes(asked: int, *, block_bytes: int) -> int:
-    """Return the bytes of the whole blocks of a KV cache that fit into `asked` bytes."""
+    """Return the bytes of the whole blocks of a KV cache fitting into `asked` bytes."""
     return asked // block_bytes * block_bytes
 
 

@@ -56,7 +56,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCapacity:
-    """Number of requests that fit into the KV cache of one engine."""
+    """Number of requests fitting into the KV cache of one engine."""
 
     tokens: int
     longest: int
@@ -67,7 +67,7 @@ class CacheCapacity:
 
     @property
     def mean_requests(self) -> int:
-        """Return the requests that fit at half of the longest length, their mean length while they are decoded."""
+        """Return the requests fitting at half of the longest length, their mean length while they are decoded."""
         return 2 * self.tokens // self.longest
 
     @property

@@ -99,7 +99,7 @@ class RankMemory:
 
     @cached_property
     def adapter_slots(self) -> int:
-        """Return the bytes of the engine's slots for a LoRA adapter, which count as engine weights."""
+        """Return the bytes of the engine's slots for a LoRA adapter. They count as engine weights."""
         if not self.has_engine or not self.recipe.sends_adapter:
             return 0
         lora = self.recipe.lora
@@ -207,7 +207,8 @@ class RankMemory:
 
     @property
     def deep_ep_buffers(self) -> int:
-        """Return the bytes of DeepEP's buffers, which all trained models share: the size for the widest model.
+        """Return the bytes of DeepEP's buffers: the size for the widest of the trained models, because they share the
+        buffers.
 
         0: every rank has all experts, so no tokens are sent.
         """

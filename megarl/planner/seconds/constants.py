@@ -101,4 +101,4 @@ FITTED = Constants(
 
 HELD_OUT_ERROR = 0.188
 """Median relative error of predicted steps, on the held-out published ones, by `tools/check.py plan_search`. It
-includes the weight updates of these systems, which are slower than the predicted reshard of megarl."""
+includes the weight updates of these systems. They are slower than the predicted reshard of megarl."""

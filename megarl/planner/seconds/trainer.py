@@ -28,7 +28,7 @@ _OPTIMIZER_BYTES = 30
 _EXPOSED_REDUCTION = 0.5
 """Share of the gradients' reduction that the backward pass does not hide."""
 _FILL = 0.95
-"""Share of a row's capacity that is filled. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
+"""Filled share of a row's capacity. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
 _BALANCE = 1.03
 """Time of the slowest data-parallel rank divided by the mean."""
 _BACKWARD_COLLECTIVES = 1.5

@@ -30,7 +30,7 @@ def answer_format(
 ) -> FunctionScore:
     """Score whether a completion has an answer in a `form`, and matches the regular expression `pattern` as a whole.
 
-    Either may be left out. In `pattern`, `.` also matches line ends. A completion that ends inside its thoughts has no
+    Either may be left out. In `pattern`, `.` also matches line ends. A completion ending inside its thoughts has no
     answer in any form. The answer itself is not judged. Metric: `valid`, the share of completions in the format.
     """
     if form is None and pattern is None:

@@ -170,7 +170,7 @@ def _parse_json(text: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _unpack_text(text: str) -> str:
-    """Return the text in a pickle that is compressed by zlib and encoded in base64.
+    """Return the text in a pickle compressed by zlib and encoded in base64.
 
     The pickle is not executed. Raises ValueError if it holds anything but one text.
     """

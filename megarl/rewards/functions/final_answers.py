@@ -228,7 +228,7 @@ def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) ->
 
 
 def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """Return the reader of final answers of the first reward function that has one.
+    """Return the reader of final answers of the first reward function that has a reader.
 
     `functions` are names of reward functions with their keyword arguments. None: no function has a reader.
     """

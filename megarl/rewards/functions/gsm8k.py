@@ -42,7 +42,7 @@ def gsm8k(
     The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, as far as `forms` lists them. After ####
     the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the four
     tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any of the
-    forms is scored by its last number, but its format is invalid. A completion that ends inside its thoughts has no
+    forms is scored by its last number, but its format is invalid. A completion ending inside its thoughts has no
     number.
 
     The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and

@@ -13,7 +13,7 @@ def boxed(completion_text: str, answer: str, *, in_thoughts: bool = False, corre
     r"""Score the last \boxed{} of the completion against the gold answer.
 
     The format is valid if the box exists and is closed. The score is `correct_score` for the right answer, and half of
-    it for an answer that is equal as text but not parsable as mathematics. Otherwise it is zero. A completion that ends
+    it for an answer that is equal as text but not parsable as mathematics. Otherwise it is zero. A completion ending
     inside its thoughts has no box.
     """
     text = answering_text(completion_text, in_thoughts=in_thoughts)

@@ -19,8 +19,8 @@ def math_verify(completion_text: str, answer: Any, *, in_thoughts: bool = False,
 
     The format is valid if `parse` returns an answer, even outside \boxed{}. The gold answer is a text, or a list of
     alternatives: one match is enough. `parse` reads it unchanged: a formula needs $ or \boxed{} around it. Without
-    these, 2\pi is read as 2. If `verify` fails, the answer counts as wrong. A completion that ends inside its thoughts
-    has no answer. Raises ValueError if nothing can be parsed in one of the gold answers.
+    these, 2\pi is read as 2. If `verify` fails, the answer counts as wrong. A completion ending inside its thoughts has
+    no answer. Raises ValueError if nothing can be parsed in one of the gold answers.
     """
     golds = [_parse_gold(text) for text in gold_texts(answer)]
     prediction = parse(answering_text(completion_text, in_thoughts=in_thoughts), parsing_timeout=_NO_TIMEOUT)

@@ -23,7 +23,7 @@ _SMALL_LETTER = re.compile(r"\(?[a-z][).:]*")
 _REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
 _WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
-"""Regular expressions of what may surround a letter: dollar signs, bold marks, quotes, brackets."""
+"""Regular expressions of signs around a letter: dollar signs, bold marks, quotes, brackets."""
 _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
 """Regular expressions of what may stand around a letter: dollar signs, bold marks, quotes, brackets."""
 _GOES_ON = (
@@ -31,7 +31,7 @@ _GOES_ON = (
     r"|(?=[ \t]*+(?:[.,:;!]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
     rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
 )
-"""Regular expression of what may follow a stated letter: the end of a statement, its reason, or a second choice.
+"""Regular expression of the place after a stated letter: the end of a statement, its reason, or a second choice.
 
 Other words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`."""
 _LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))){_CLOSED}{_GOES_ON}"
@@ -42,7 +42,7 @@ _STATED = re.compile(
     r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
 )
-"""Regular expression of a text that states the answer: `the answer is (B)`. A mention (`since option A, ...`) does not
+"""Regular expression of a text stating the answer: `the answer is (B)`. A mention (`since option A, ...`) does not
 match."""
 _CALLED_RIGHT = re.compile(
     rf"(?:(?i:so|thus|therefore|hence),?\s+)?(?i:(?:option|choice|answer)\s+)?{_OPENED}([A-Z]){_CLOSED}"
@@ -51,7 +51,7 @@ _CALLED_RIGHT = re.compile(
 """Regular expression of a whole line that calls a choice right: `So option (B) is the correct answer.`"""
 _LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
 _BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
-"""Regular expression of what separates a stated letter from the choice's text."""
+"""Regular expression of signs between a stated letter and the choice's text."""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
 _SECOND = re.compile(
     rf"[\s*_.):,;\]]*+(?:(?i:or|and|/|&|as\s+well\s+as){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
@@ -59,7 +59,7 @@ _SECOND = re.compile(
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
-"""Regular expression of a text that names a second choice after the first.
+"""Regular expression of a text naming a second choice after the first.
 
 It does not match choices called wrong (`B; A, C are wrong`) and the word I (`B, and I think`)."""
 
@@ -123,7 +123,7 @@ def multiple_choice(
     {"A": ...}. Without them there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
     or its index from 0. `gold` selects one of these three, and is required if an answer is ambiguous.
 
-    Only the completion after its last </think> is read. A completion that ends inside its thoughts has no answer. The
+    Only the completion after its last </think> is read. A completion ending inside its thoughts has no answer. The
     choice is read from the last box or <answer> tags, else from the last `the answer is (B)`, else from a last line
     that is a choice. The format is valid if this place names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...:
     the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is ambiguous.

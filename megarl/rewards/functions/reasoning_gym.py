@@ -37,7 +37,7 @@ def reasoning_gym(
 ) -> Reward:
     """Score the answer by the scorer of the task in the record's `metadata.source_dataset`.
 
-    Other arguments are those of `scorer_of`. Metric: the mean score per task, under the task's name.
+    `scorer_of` describes the other arguments. Metric: the mean score per task, under the task's name.
     """
     task = task_of(record)
     text = answering_text(completion_text, in_thoughts=in_thoughts)
@@ -56,8 +56,8 @@ def scorer_of(task: str) -> Callable[..., Reward]:
     It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
     multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
     reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
-    for scorers that depend on them. A completion that ends inside its thoughts counts as empty. So does an answer that
-    is neither literal nor formula, if the scorer evaluates answers as code. Metric: `raw`, the scorer's own value.
+    for scorers that depend on them. A completion ending inside its thoughts counts as empty. So does an answer that is
+    neither literal nor formula, if the scorer evaluates answers as code. Metric: `raw`, the scorer's own value.
     """
 
     def score(

@@ -77,7 +77,7 @@ def _formula_agreement(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Return whether a formula is a name in capitals, which is compared as a word: YES equals yes."""
+    """Return whether a formula is a name in capitals, compared as a word: YES equals yes."""
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()
 
 

@@ -26,13 +26,13 @@ ALSO_RIGHT = (
     r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
     r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
 )
-"""Regular expression of a text that calls a second choice right too: `C is also correct`."""
+"""Regular expression of a text calling a second choice right too: `C is also correct`."""
 _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
     r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
     rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
 )
-"""Regular expression of a text that names a second choice after the first. It excludes lists of statements: `I, II`."""
+"""Regular expression of a text naming a second choice after the first. It excludes lists of statements: `I, II`."""
 
 
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:

@@ -32,7 +32,7 @@ _SLASH = re.compile(r"\s*/\s*")
 _SPACES_OF_MIXED_NUMBER = re.compile(r"\s*(?=\\frac)|\s+")
 _SIGN = re.compile(r"\s*([+-]?)\s*")
 _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
-"""Regular expression of text after a number showing it to be part of a formula."""
+"""Regular expression of text after a number, in a formula."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
 _CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"))

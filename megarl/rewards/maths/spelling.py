@@ -53,7 +53,7 @@ _SPELLING = re.compile(
     r"\\not ?=|\\(?:begin|end)\{(?:bmatrix|smallmatrix)\}"
     r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>]=|[^\x00-\x7f]"
 )
-"""Regular expression of what may have a normalised spelling: a whole command, or a sign outside ASCII."""
+"""Regular expression of anything with a normalised spelling: a whole command, or a sign outside ASCII."""
 TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|boldsymbol|bm"
 )

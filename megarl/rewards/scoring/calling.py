@@ -107,7 +107,7 @@ class BoundFunction:
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """Names of the sample's values with which the function is called; keys of `PARAMETERS`."""
+    """Names of the sample's values in a call; keys of `PARAMETERS`."""
     positional: Mapping[str, Any]
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]

@@ -29,7 +29,7 @@ class ForeignFunction(Protocol):
     """Parameters that get values of the sample, so the recipe's kwargs must not set them."""
 
     def unknown(self, kwargs: Collection[str]) -> list[str]:
-        """Return the required parameters that have no value, neither from a sample nor in `kwargs`."""
+        """Return the required parameters without value, neither from a sample nor in `kwargs`."""
         ...
 
     def record_fields(self, kwargs: Collection[str]) -> list[str]:
@@ -83,7 +83,7 @@ class TrlFunction:
     function: Callable[..., Any]
     parameters: Parameters
     takes_any: bool
-    """Whether the function has `**rest`, which gets all columns."""
+    """Whether the function has `**rest` for all columns."""
     needs: ClassVar[frozenset[str]] = frozenset({"completion_text", "answer", "record", "prompt_messages"})
     reserved: ClassVar[frozenset[str]] = frozenset({"completions", "prompts"})
 
@@ -126,7 +126,7 @@ class TrlFunction:
 
 
 _TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
-"""Columns that hold the sample itself. TRL does not pass them as columns."""
+"""Columns holding the sample itself. TRL does not pass them as columns."""
 _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Parameters for which TRL has values and megarl has none."""
 
@@ -134,7 +134,7 @@ _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "envi
 def foreign_function(
     function: Callable[..., Any], parameters: Parameters, *, takes_any: bool
 ) -> ForeignFunction | None:
-    """Return a function that has the signature of verl or TRL as a callable of samples, else None."""
+    """Return a function with the signature of verl or TRL as a callable of samples, else None."""
     if "solution_str" in parameters:
         return VerlFunction(function, parameters)
     if "completions" in parameters:

@@ -96,7 +96,7 @@ class ServedReward(Generic[Config]):
     path = ""
     """Path of the service, appended to the url in the recipe."""
     left_out_path = ""
-    """Ending that is removed from the url before `path` is appended."""
+    """Ending removed from the url before `path` is appended."""
     amount_names: tuple[str, ...] = ()
     """Names of all quantities that `amounts` can return, for example prompt_tokens."""
 
@@ -143,7 +143,7 @@ class ServedReward(Generic[Config]):
         """Raise ValueError if a record lacks a field that the request needs."""
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a sample for which no request is needed. None: a request is needed."""
+        """Return the score of a sample without asking the server. None: the server must be asked."""
         return None
 
     async def score(self, sample: Sample) -> FunctionScore:
@@ -217,7 +217,7 @@ class ServedReward(Generic[Config]):
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call of this method: counts of calls (METRICS), and summed `amounts`.
 
-        The counts are those of the current purpose, training or evaluation.
+        Only calls for the current purpose count, training or evaluation.
         """
         counts = self._counts.pop(COUNTED_FOR.get(), {})
         names = (*_COUNTED, *self.amount_names)

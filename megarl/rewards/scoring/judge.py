@@ -40,7 +40,7 @@ _MAX_SHOWN = 120
 _MAX_TOKENS = 1e12
 """Largest token count accepted from a server. Larger ones count as missing."""
 _MAX_READ_CHARACTERS = 20_000
-"""Characters at the end of a judge's answer in which a verdict is searched."""
+"""Characters at the end of a judge's answer that are searched for a verdict."""
 _LABEL = (
     r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
     r"[*_ ]{0,9}[:=])?"
@@ -59,8 +59,7 @@ METRICS = (
 
 
 class Judge(ServedReward[JudgeConfig]):
-    """Reward from a judge model, which reads the question, the gold answer and the completion and answers with a
-    verdict.
+    """Reward from a judge model. It reads question, gold answer and completion, and answers with a verdict.
 
     Quantities summed in metrics: `prompt_tokens` and `completion_tokens` as the server counts them, `dollars` at the
     recipe's prices, and `unmetered`, the number of answers without token counts.
@@ -91,7 +90,7 @@ class Judge(ServedReward[JudgeConfig]):
         }
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the lowest score for a completion that ends inside its thoughts, if verdicts are right or wrong."""
+        """Return the lowest score for a completion ending inside its thoughts, if verdicts are right or wrong."""
         if self.config.right_from is None or not sample.in_thoughts:
             return None
         lowest = 0.0 if self.config.scale is not None else min(self.config.choices.values())

@@ -158,7 +158,7 @@ def read_scores(reply: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fun
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     """Return the metrics of each reward function: its scores, and the metrics that it returns.
 
-    A sample to which no function applies has score zero. Samples whose scoring failed are excluded.
+    A sample to which no function applies has score zero. Samples without a score, after a failure, are excluded.
     """
     rewards = list(rewards)
     score_tables = [reward.scores for reward in rewards if reward.scores]

@@ -41,7 +41,7 @@ class Scored:
 
     @property
     def trajectory_reward(self) -> Reward | None:
-        """Return the reward, or None for a failed completion that has no reward."""
+        """Return the reward, or None for a failed completion without reward."""
         return None if self.is_left_out else self.reward
 
 
@@ -126,7 +126,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    """Return the settings with which a reward process is started: functions, folders and limits."""
+    """Return the settings of a new reward process: functions, folders and limits."""
     start = {
         "functions": [{"name": function.name, "kwargs": function.kwargs} for function in settings.functions],
         "sandbox": asdict(settings.sandbox),

@@ -26,7 +26,7 @@ SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",
     "train", "rollout.sampling", "reward",
 )  # fmt: skip
-"""Recipe fields that are columns. A section stands for all its fields."""
+"""Recipe fields shown as columns. A section stands for all its fields."""
 
 # protobuf creates the message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2

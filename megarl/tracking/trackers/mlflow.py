@@ -34,7 +34,7 @@ _PARAMETER_CHARACTERS = 500
 
 
 class MLflow:
-    """MLflow run on the server at MLFLOW_TRACKING_URI. The methods are those of `trackers.RunTracker`.
+    """MLflow run on the server at MLFLOW_TRACKING_URI. `trackers.RunTracker` describes the methods.
 
     MLFLOW_EXPERIMENT_NAME names the experiment (default megarl). The client's own variables give access, for example
     MLFLOW_TRACKING_TOKEN. A resumed run continues under its id, stored in the run folder. If steps are trained again,
@@ -69,7 +69,7 @@ class MLflow:
             self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send a step's scalars. Values that are not finite are left out, because MLflow rejects them."""
+        """Send a step's scalars. NaN and infinite values are left out, because MLflow rejects them."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

@@ -74,7 +74,7 @@ _SAMPLES_SHOWN = 4
 
 
 class TensorBoard:
-    """TensorBoard event files in `tensorboard/` of the run folder. The methods are those of `trackers.RunTracker`."""
+    """TensorBoard event files in `tensorboard/` of the run folder. `trackers.RunTracker` describes the methods."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._last_step = resumed_step

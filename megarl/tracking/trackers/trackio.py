@@ -16,7 +16,7 @@ from megarl.types import ConfigError
 
 
 class Trackio:
-    """Trackio run, stored on this machine. The methods are those of `trackers.RunTracker`.
+    """Trackio run, stored on this machine. `trackers.RunTracker` describes the methods.
 
     Trackio's own variables configure it: TRACKIO_PROJECT (default megarl), TRACKIO_DIR (folder of its data),
     TRACKIO_SERVER_URL with TRACKIO_WRITE_TOKEN (a server of your own), TRACKIO_SPACE_ID (a Hugging Face Space). A

@@ -18,7 +18,7 @@ Mode = Literal["online", "offline", "shared", "disabled"]
 
 
 class WandB:
-    """Weights & Biases run in `wandb/` of the run folder. The methods are those of `trackers.RunTracker`.
+    """Weights & Biases run in `wandb/` of the run folder. `trackers.RunTracker` describes the methods.
 
     W&B's own variables configure it: WANDB_MODE (default offline; `wandb sync` uploads the folder later), WANDB_PROJECT
     (default megarl), WANDB_ENTITY, WANDB_API_KEY. A resumed run continues under its id, stored in the run folder. W&B

@@ -43,7 +43,7 @@ from megarl.rewards.maths.equality.values import is_proportional, same_value
 from megarl.rewards.maths.formulas.nodes import BLANK, INFINITY, Node, join_operands, negative, symbol
 
 MAX_MATCHED = 40
-"""Maximum length of lists that are compared in any order, in quadratic time. Longer lists are compared in order."""
+"""Maximum length of lists compared in any order, in quadratic time. Longer lists are compared in order."""
 _DOTS = symbol("ldots")
 
 

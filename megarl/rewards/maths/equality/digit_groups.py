@@ -32,7 +32,7 @@ def compare_digit_groups(gold: Node, prediction: Node) -> bool | None:
 
 
 def as_formula(node: Node) -> Node:
-    """Return a time as a ratio, and a falling pair such as `10-2` as a difference; other formulas unchanged."""
+    """Return a time as a ratio, and a falling pair like `10-2` as a difference; other formulas unchanged."""
     if node.kind == "clock" and not node.value:
         return Node("ratio", node.parts)
     if node.kind == "groups" and _is_falling_pair(node):

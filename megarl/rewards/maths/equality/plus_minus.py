@@ -10,7 +10,7 @@ from megarl.rewards.maths.equality.exact import exact
 from megarl.rewards.maths.formulas.nodes import Node, negative
 
 MAX_SIGNS = 4
-r"""Maximum number of \pm and \mp in a formula that is expanded. Each doubles the number of values."""
+r"""Maximum number of \pm and \mp in a formula to expand. Each doubles the number of values."""
 
 
 def expand_signs(node: Node) -> Node:

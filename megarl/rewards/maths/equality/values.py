@@ -159,7 +159,7 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
 
 
 def is_within_percent(value: Node, rounding: Node) -> bool:
-    """Return whether two formulas without variables have real values that differ by 1 % at most."""
+    """Return whether two formulas without variables have real values differing by 1 % at most."""
     try:
         first, second = real_value(value), real_value(rounding)
     except NoValueError:

@@ -15,8 +15,7 @@ from megarl.rewards.maths.formulas.tokens import Token, tokenize
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
-"""Function that returns whether a text is a unit, and the unit. Its second argument: whether a space precedes the text.
-"""
+"""Function returning whether a text is a unit, and the unit. Its second argument: whether a space precedes the text."""
 
 _RELATIONS = {
     "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",

@@ -45,7 +45,7 @@ _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
-r"""Regular expression of contents of a \text{} that are read as mathematics: letters of choices, or numbers."""
+r"""Regular expression of mathematical contents of a \text{}: letters of choices, or numbers."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
