@@ -1,4 +1,4 @@
-"""The trial call of a user's policy loss: faults are named, and a usable loss has none."""
+"""The trial call of a user's policy loss or advantage estimator: faults are named, and a usable one has none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.trial import policy_loss_fault
+from megarl.algorithms.trial import advantage_fault, policy_loss_fault
 
 
 def plain(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Any:
@@ -55,3 +55,46 @@ def test_a_usable_loss_has_no_fault() -> None:
 )
 def test_faults_are_named(policy_loss: Callable[..., Any], needed_metrics: dict[str, str], fault: str) -> None:
     assert fault in (policy_loss_fault(policy_loss, {}, needed_metrics) or "")
+
+
+def centred(rewards: Tensor, groups: Tensor) -> Tensor:
+    return rewards - torch.stack([rewards[groups == group].mean() for group in groups])
+
+
+def deviations(rewards: Tensor, groups: Tensor) -> Tensor:
+    # 0 / 0 where the rewards of a group are equal.
+    spread = torch.stack([rewards[groups == group].std(correction=0) for group in groups])
+    return centred(rewards, groups) / spread
+
+
+def of_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    return rewards[: len(groups.unique())]
+
+
+def by_length(rewards: Tensor, groups: Tensor, lengths: Tensor, passes: Tensor) -> Tensor:
+    # Two groups of 3: rewards 0, 1, 0 and 1, 1, 1; lengths 5 to 10.
+    assert lengths.tolist() == [5, 6, 7, 8, 9, 10]
+    assert passes.tolist() == [False, True, False, True, True, True]
+    return rewards / lengths
+
+
+def in_single_precision(rewards: Tensor, groups: Tensor) -> Tensor:
+    return torch.zeros(len(groups)).index_add(0, groups, rewards)
+
+
+@pytest.mark.parametrize("advantage", [centred, by_length])
+def test_a_usable_estimator_has_no_fault(advantage: Callable[..., Tensor]) -> None:
+    assert advantage_fault(advantage, {}, samples_per_group=3) is None
+
+
+@pytest.mark.parametrize(
+    ("advantage", "settings", "fault"),
+    [
+        (deviations, {}, "must be finite"),
+        (of_groups, {}, "return a float tensor [samples]"),
+        (in_single_precision, {}, "the function raised RuntimeError"),
+        (centred, {"scale": 2.0}, "the function raised TypeError"),
+    ],
+)
+def test_an_estimator_s_fault_is_named(advantage: Callable[..., Tensor], settings: dict[str, Any], fault: str) -> None:
+    assert fault in (advantage_fault(advantage, settings, samples_per_group=3) or "")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tools.checks import mutations
-from tools.mutants import Mutant, find_mutants
+from tools.marked_statements import mark_statements, name_at
+from tools.mutants import find_mutants
 from tools.runs import ROOT
 
 CASES = {
@@ -71,11 +74,44 @@ def test_each_mutant_without_effect_exists_and_has_a_reason() -> None:
     assert reasons.keys() <= keys and all(reasons.values())
 
 
-def test_the_tests_that_import_a_module_run_first() -> None:
+def test_marked_statements_note_that_they_run(tmp_path: Path) -> None:
+    (tmp_path / "megarl").mkdir()
+    (tmp_path / "megarl/__init__.py").touch()
+    source = (
+        '"""Text."""\nfrom __future__ import annotations\n\nclass A:\n    def f(self, a):\n        """Text."""\n'
+        "        if a:\n            return 1\n        else:\n            a = a or 2\n        return a\n"
+    )
+    (tmp_path / "megarl/marked.py").write_text(source, encoding="utf-8")
+    assert name_at(source, "megarl/marked.py", 10) == "megarl/marked.py A.f: a = a or 2"
+    names = mark_statements(tmp_path, ["megarl/marked.py"])
+    program = "from megarl.marked import A; import os; A().f(0); os._exit(0)"
+    # Without the site's packages, and with a process that ends as ranks do.
+    subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, check=True)
+    reached = {name for name, byte in zip(names, (tmp_path / "reached").read_bytes(), strict=True) if byte}
+    assert {name.partition(" A.f: ")[2] for name in reached} == {"if a:", "a = a or 2", "return a"}
+    assert len(names) == len(set(names)) == 4
+
+
+def test_a_mutant_meets_the_tests_that_reach_its_statement_cheapest_first() -> None:
     path = "megarl/algorithms/advantages.py"
-    tests = mutations.tests_of(Mutant(path, "gae", 1, "constant", 0, 0, "", "", "", ""))
-    assert tests[-1] == "tests/algorithms"
-    assert {"tests/algorithms/test_advantages.py", "tests/rollout/test_batch_advantages.py"} <= set(tests[:-1])
-    # This test imports the module from its package.
-    transport = Mutant("megarl/reshard/transport.py", "f", 1, "constant", 0, 0, "", "", "", "")
-    assert "tests/reshard/checks/test_verify.py" in mutations.tests_of(transport)
+    mutant = next(mutant for mutant in find_mutants(ROOT, ROOT / path) if mutant.function == "gae")
+    name = name_at((ROOT / path).read_text(encoding="utf-8"), path, mutant.line)
+    reaches = [
+        mutations.Reach("slow", 2.0, frozenset({name, "x"})),
+        mutations.Reach("unrelated", 0.1, frozenset({"x"})),
+        mutations.Reach("quick", 0.5, frozenset({name})),
+    ]
+    assert mutations.tests_for(mutant, reaches) == (["quick", "slow"], 2.5)
+
+
+def test_a_try_is_read_again_after_an_interruption(tmp_path: Path) -> None:
+    rows = [{"change": "a", "killer": ""}, {"change": "b", "killer": "t"}, {"change": "a", "killer": "t"}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert mutations.read_results(tmp_path) == {"a": [rows[0], rows[2]], "b": [rows[1]]}
+
+
+def test_the_rooms_of_the_goal_exist() -> None:
+    assert all(mutations.modules_of(room) for room in mutations.ROOMS)
+    assert all((ROOT / "tests" / folder).is_dir() for _, folders in mutations.ROOMS.values() for folder in folders)
+    assert mutations.room_of("megarl/reshard/plan.py") == "main path"
+    assert mutations.room_of("megarl/reshard/world.py") == "reshard"

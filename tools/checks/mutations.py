@@ -1,84 +1,108 @@
 """Tests notice small changes of the code: of mutants drawn by seed, at least 92 % are killed.
 
-    python tools/check.py mutations [--package algorithms] [--count 200] [--seed 1] [--jobs 2] [--fast] [--list]
+    python tools/check.py mutations [--room algorithms] [--count 200] [--seed 1] [--jobs 2] [--fast] [--list] [--again]
 
-A mutant is one change of one place (`tools/mutants.py`): an operator, a constant, a condition, a dropped statement, two
-swapped arguments. The tests that import its module run with it, then all of its package, until the first
-failure. A mutant that survives the fast tests meets the slower tests of the package. A row per survivor, then one row
-for each package. Mutants that change nothing are in `tools/mutants_without_effect.json`, each with the reason.
+A mutant is one change of one place (`tools/mutants.py`): an operator, a constant, a condition, a dropped statement or
+wait, two swapped arguments. First each test file runs once in a copy whose statements note that they run
+(`tools/marked_statements.py`). A mutant then meets only the tests that reach its statement, cheapest first, until the
+first failure: those of the fast tier, then the slower ones. They run in copies of the repository, in processes forked
+after the libraries were imported (`tools/forked_pytest.py`).
+
+The folder `--work` holds records and results, one line of JSON for each try, so that a check that was ended goes on.
+Mutants that change nothing are in `tools/mutants_without_effect.json`, each with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import random
-import re
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import lru_cache
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 from megarl.processes.process_tree import kill_tree
+from tests.hidden_slurm import path_without_slurm
+from tools.forked_pytest import VARIABLES
+from tools.marked_statements import mark_statements, name_at
 from tools.mutants import Mutant, find_mutants, python_files
 from tools.runs import ROOT
 
 DURATION = {"small": "3 mutants of algorithms, 40 s", "full": "hours: 200 mutants (not timed)"}
-SMALL = {"package": ["algorithms"], "count": 3}
-PACKAGES = {
-    "algorithms": ("algorithms",),
-    "data": ("data",),
-    "rollout": ("rollout",),
-    "training": ("training", "models"),
-    "models": ("models",),
-    "families": ("families", "checkpoint"),
-    "reshard": ("reshard", "training"),
-    "cluster": ("cluster",),
-    "rewards/maths": ("rewards",),
-    "planner": ("planner", "preflight"),
-    "datasets": ("preflight",),
-    "tracking": ("tracking", "loops"),
-    "worker": ("worker", "training"),
+SMALL = {"room": ["algorithms"], "count": 3}
+MAIN_PATH: Final = (
+    *("loops/rl.py", "loops/on_policy.py", "loops/step.py", "rollout/pool.py", "models/policy.py", "training/model.py"),
+    *("training/training_engine.py", "training/rows", "training/objective.py", "cluster/rank_model.py"),
+    *("reshard/live.py", "reshard/transport.py", "reshard/plan.py", "reshard/overlap.py", "reshard/staging.py"),
+    *("worker/reshard", "worker/trainer_worker.py", "engine/engine.py", "engine/leader_requests.py"),
+)
+"""Files and folders of `megarl/` between the command and the loss, and between the loss and the engine's weights."""
+ROOMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "algorithms": (("algorithms",), ("algorithms", "rollout")),
+    "rewards/maths": (("rewards/maths",), ("rewards",)),
+    "reshard": (("reshard",), ("reshard", "planner", "training", "distributed")),
+    "main path": (MAIN_PATH, ("training", "rollout", "loops", "models", "engine", "cluster", "reshard", "distributed")),
+    "cluster": (("cluster",), ("cluster", "loops")),
+    "data": (("data",), ("data",)),
+    "rollout": (("rollout",), ("rollout",)),
+    "planner": (("planner",), ("planner", "preflight")),
+    "tracking": (("tracking",), ("tracking", "loops")),
 }
-"""Packages whose code is changed, and the folders of `tests/` that must notice it."""
+"""The changed files of each room, and the folders of `tests/` that must notice changes."""
+DRAWN_ROOMS: Final = ("algorithms", "rewards/maths", "reshard", "main path", "cluster")
+"""The rooms of the goal, those whose tests are quick first."""
 COPIED = ("megarl", "tests", "tools", "launch", "checkpoints_convert", "pyproject.toml", "README.md", ".github")
 WITHOUT_EFFECT = ROOT / "tools/mutants_without_effect.json"
 LEAST_KILLED = 0.92
-_SPARE_SECONDS = 60.0
-"""A mutant may make a loop endless. Its tests get three times the seconds of the unchanged code, and this many more."""
+TIERS: Final = {"fast": "fast and not long", "slow": "not fast and not types and not long and not slurm"}
+"""The markers of the tests that run by default and need nothing installed, in two parts."""
+TIME_LIMIT: Final = "time limit"
+"""The killer of a mutant whose tests did not end."""
+_SPARE_CPU_SECONDS = 120
+"""A mutant may make a loop endless. A process gets five times the tests' seconds as CPU time, and this many more."""
+_WAITED_SECONDS = 600.0
+"""A mutant may also wait forever. Its tests get ten times their seconds by the clock, and this many more."""
+
+_RECORD_SECONDS = 200.0
+"""Usual seconds of a batch of test files, of which limits are multiples."""
+_BATCH_FILES = 6
+"""Files of tests that are recorded in one run of pytest: each run starts and ends fork servers of its own."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--package", action="append", choices=PACKAGES, help="only this package; may be repeated")
+    parser.add_argument("--room", action="append", choices=ROOMS, help="only this room; may be repeated")
     parser.add_argument("--count", type=int, default=200, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants tried at the same time")
     parser.add_argument("--fast", action="store_true", help="try no test that starts ranks or runs")
     parser.add_argument("--list", action="store_true", help="print the drawn mutants, and try none")
+    parser.add_argument("--again", action="store_true", help="try again the mutants that survived their last try")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/mutations", help="folder of records and results")
 
 
-def draw(packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """Return `count` mutants of the packages, drawn by seed. Mutants without effect are left out."""
+def draw(rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """Return `count` mutants of the rooms, drawn by seed. Mutants without effect are left out."""
     without_effect = json.loads(WITHOUT_EFFECT.read_text(encoding="utf-8"))
+    paths = sorted({path for room in rooms for path in modules_of(room)})
     mutants = [
-        mutant
-        for package in packages
-        for path in python_files(ROOT / "megarl" / package)
-        for mutant in find_mutants(ROOT, path)
-        if mutant.key not in without_effect
+        mutant for path in paths for mutant in find_mutants(ROOT, ROOT / path) if mutant.key not in without_effect
     ]
-    random.Random(seed).shuffle(mutants)
+    # A place in the order by name only, so that a draw stays nearly the same when other code changes.
+    mutants.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.key}".encode()).digest())
     by_kind: dict[str, list[Mutant]] = {}
     for mutant in mutants:
         by_kind.setdefault(mutant.kind, []).append(mutant)
@@ -87,11 +111,34 @@ def draw(packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
     return in_turns[:count]
 
 
-class _Checkout:
-    """A copy of the repository in which one mutant at a time is tried."""
+@cache
+def modules_of(room: str) -> tuple[str, ...]:
+    """Return the modules of a room, relative to the repository."""
+    places = [ROOT / "megarl" / name for name in ROOMS[room][0]]
+    files = [file for place in places for file in ([place] if place.is_file() else python_files(place))]
+    return tuple(str(file.relative_to(ROOT)) for file in files)
+
+
+def room_of(path: str) -> str:
+    """Return the room of a module. The main path comes first: its files lie in other rooms' folders."""
+    return next(room for room in ("main path", *ROOMS) if path in modules_of(room))
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """What a run of pytest showed."""
+
+    failed: str
+    """The first failed test, TIME_LIMIT, "collection" if a file could not be imported; empty: none failed."""
+    rows: list[dict[str, Any]]
+    """The lines of `tools.forked_pytest.Reporter`."""
+
+
+class Checkout(AbstractContextManager["Checkout"]):
+    """A copy of the repository, and the process that runs pytest there. A context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -99,125 +146,252 @@ class _Checkout:
             else:
                 shutil.copy2(source, folder / name)
         self._num_writes = 0
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            kill_tree(self._server.pid)
+            self._server.communicate()
 
     def write(self, path: str, text: str) -> None:
-        file = self._folder / path
+        file = self.folder / path
         file.write_text(text, encoding="utf-8")
         # Python takes a compiled module for valid if second and size of its source agree.
         self._num_writes += 1
         future = time.time() + 60 * self._num_writes
         os.utime(file, (future, future))
 
-    def run_tests(self, paths: Sequence[str], marker: str, seconds: float | None) -> tuple[str, float]:
-        """Run tests until the first failure. Returns the failed test (empty: none failed), and the seconds.
+    def run_tests(self, tests: Sequence[str], tier: str, seconds: float, *, all_tests: bool = False) -> TestRun:
+        """Run tests until the first failure, or all. `seconds` is their usual time.
 
         Raises RuntimeError if pytest itself fails.
         """
-        began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marker, "-p", "no:cacheprovider", "--no-header"]
-        command += [f"--basetemp={self._folder / 'pytest'}", "-W", "ignore", *paths]
-        environment = {**os.environ, "PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command,
-            cwd=self._folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                kill_tree(process.pid)
-                process.communicate()
-                return "time limit", time.monotonic() - began
-        failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        # 5: pytest selected no test.
-        if process.returncode in (0, 5):
-            return "", time.monotonic() - began
-        if not failures and process.returncode != 1 and "Error" not in output:
-            raise RuntimeError(f"pytest ended with {process.returncode}:\n{output[-3000:]}")
-        return failures[0].split(" - ")[0] if failures else "import", time.monotonic() - began
+        report, log = self.folder / "report.jsonl", self.folder / "pytest.log"
+        report.write_text("", encoding="utf-8")
+        arguments = [*([] if all_tests else ["-x"]), "-q", "-m", TIERS[tier], "-p", "no:cacheprovider", "-W", "ignore"]
+        request = {
+            "arguments": [*arguments, f"--basetemp={self.folder / 'pytest'}", *tests],
+            "report": str(report),
+            "log": str(log),
+            "cpu_seconds": int(5 * seconds + _SPARE_CPU_SECONDS),
+        }
+        code = self._fork(request, 10 * seconds + _WAITED_SECONDS)
+        rows = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+        failed = next((row["test"] for row in rows if row["failed"]), "")
+        # pytest's codes: 0 passed, 1 failed, 2 interrupted by an error of a file's import, 5 no test selected.
+        if code in (0, 1, 2, 5):
+            return TestRun(failed or ("collection" if code in (1, 2) else ""), rows)
+        if code is None:
+            return TestRun(TIME_LIMIT, rows)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        # 4: also raised where `conftest.py` cannot be imported.
+        if code == 4 and "Error" in text and "not found" not in text:
+            return TestRun("collection", rows)
+        if code < 0:
+            return TestRun(f"signal {-code}", rows)
+        raise RuntimeError(f"pytest ended with {code}:\n{text[-3000:]}")
+
+    def _fork(self, request: dict[str, Any], seconds: float) -> int | None:
+        """Let the server fork a run of pytest. Return its exit code, or None if it was killed after `seconds`."""
+        if self._server is None:
+            # Tests hide Slurm by thousands of links, unless it is hidden before they start.
+            path = path_without_slurm(os.environ["PATH"], self.folder / "without_slurm")
+            environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(self.folder), "PATH": path}
+            command = [sys.executable, "-m", "tools.forked_pytest"]
+            self._server = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        server = self._server
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(request).encode() + b"\n")
+        pid = int(server.stdout.readline())
+        is_late = not select.select([server.stdout], [], [], seconds)[0]
+        if is_late:
+            kill_tree(pid)
+        code = int(server.stdout.readline())
+        # What a failed run has left shall not disturb the next one.
+        kill_tree(pid)
+        return None if is_late or code == -24 else code  # 24: SIGXCPU, the limit of CPU time.
 
 
-@lru_cache(maxsize=1)
-def _texts_of_tests() -> dict[Path, str]:
-    return {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A test, its seconds, and the statements that it reaches, by name."""
+
+    test: str
+    seconds: float
+    statements: frozenset[str]
 
 
-def tests_of(mutant: Mutant) -> list[str]:
-    """Return the tests for a mutant: the files that import its module first, then all of its package's folders."""
-    package, _, module = mutant.path.removesuffix(".py").replace("/", ".").rpartition(".")
-    imports = rf"\b{re.escape(package)}(\.{module}\b| import .*\b{module}\b)"
-    files = [path for path, text in _texts_of_tests().items() if re.search(imports, text)]
-    return [*(str(path.relative_to(ROOT)) for path in files), *_folders_of(_package_of(mutant))]
+def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
+    """Return the tests of a room with the statements of all rooms' modules that they reach.
+
+    Files of tests that were recorded before and have not changed are read from `work`.
+    """
+    files = [path for folder in ROOMS[room][1] for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+    # All rooms' modules, because a record serves other rooms too.
+    modules = sorted({path for room in ROOMS for path in modules_of(room)})
+    records = {
+        path: work / tier / f"{path.replace('/', '.')}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+        for path, text in texts.items()
+    }
+    missing = [path for path, file in records.items() if not file.exists()]
+    if missing:
+        (work / tier).mkdir(parents=True, exist_ok=True)
+        with _checkouts(min(jobs, len(missing))) as free, ThreadPoolExecutor(jobs) as pool:
+            names: list[str] = []
+            for _ in range(free.qsize()):
+                checkout = free.get()
+                # Each copy gets equal marks.
+                names = mark_statements(checkout.folder, modules)
+                free.put(checkout)
+
+            def record_files(paths: Sequence[str]) -> None:
+                checkout = free.get()
+                try:
+                    outcome = checkout.run_tests(paths, tier, _RECORD_SECONDS, all_tests=True)
+                finally:
+                    free.put(checkout)
+                if outcome.failed:
+                    print(f"{' '.join(paths)}, unchanged: {outcome.failed}", file=sys.stderr, flush=True)
+                for path in paths:
+                    tests = [
+                        {**row, "reached": [names[index] for index in row["reached"]]}
+                        for row in outcome.rows
+                        if row["test"].startswith(f"{path}::") and not row["skipped"]
+                    ]
+                    complete = records[path].with_suffix(".new")
+                    complete.write_text(json.dumps(tests), encoding="utf-8")
+                    complete.replace(records[path])
+
+            batches = [missing[first : first + _BATCH_FILES] for first in range(0, len(missing), _BATCH_FILES)]
+            list(pool.map(record_files, batches))
+    rows = [row for file in records.values() for row in json.loads(file.read_text(encoding="utf-8"))]
+    return [Reach(row["test"], row["seconds"], frozenset(row["reached"])) for row in rows if not row["failed"]]
 
 
-def _package_of(mutant: Mutant) -> str:
-    return next(name for name in PACKAGES if mutant.path.startswith(f"megarl/{name}/"))
+class _checkouts(AbstractContextManager["SimpleQueue[Checkout]"]):  # noqa: N801
+    """A queue of copies of the repository, removed in the end."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._stack = count, ExitStack()
+
+    def __enter__(self) -> SimpleQueue[Checkout]:
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
+        free = SimpleQueue[Checkout]()
+        for number in range(self._count):
+            free.put(self._stack.enter_context(Checkout(folder / str(number))))
+        return free
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
-def _folders_of(package: str) -> tuple[str, ...]:
-    """Return the folders with the tests of a package, as far as they exist."""
-    return tuple(f"tests/{folder}" for folder in PACKAGES[package] if (ROOT / "tests" / folder).is_dir())
+def tests_for(mutant: Mutant, reaches: Sequence[Reach]) -> tuple[list[str], float]:
+    """Return the tests that reach a mutant's statement, cheapest first, and the sum of their seconds."""
+    name = name_at((ROOT / mutant.path).read_text(encoding="utf-8"), mutant.path, mutant.line)
+    chosen = sorted((reach for reach in reaches if name in reach.statements), key=lambda reach: reach.seconds)
+    return [reach.test for reach in chosen], sum(reach.seconds for reach in chosen)
+
+
+def read_results(work: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the tries of each mutant by its key, oldest first."""
+    file = work / "results.jsonl"
+    tries: dict[str, list[dict[str, Any]]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        row = json.loads(line)
+        tries.setdefault(row["change"], []).append(row)
+    return tries
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    mutants = draw(options.package or list(PACKAGES), options.count, options.seed)
+    rooms = options.room or list(DRAWN_ROOMS)
+    mutants = draw(rooms, options.count, options.seed)
     if options.list:
         for mutant in mutants:
             yield {"place": f"{mutant.path}:{mutant.line}", "kind": mutant.kind, "change": mutant.key}
         return
-    num_killed, num_tried = Counter[str](), Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        free = SimpleQueue[_Checkout]()
-        for number in range(options.jobs):
-            free.put(_Checkout(Path(folder) / str(number)))
-        lock = threading.Lock()
-        limits: dict[str, float] = {}
+    tries = read_results(options.work)
+    wanted = [mutant for mutant in mutants if _is_wanted(tries.get(mutant.key, []), again=options.again)]
+    # The rooms whose tests are quick come first.
+    for room in ROOMS:
+        mutants_of_room = [mutant for mutant in wanted if room_of(mutant.path) == room]
+        if mutants_of_room:
+            _try_all(mutants_of_room, room, options)
+    tries = read_results(options.work)
+    yield from _table(mutants, tries)
 
-        def limit_of(package: str, checkout: _Checkout) -> float:
-            """Return the time limit in seconds of a package's fast tests, measured once with the unchanged code."""
-            with lock:
-                if package not in limits:
-                    failure, seconds = checkout.run_tests(_folders_of(package), "fast and not long", None)
-                    if failure:
-                        raise SystemExit(f"the tests of the unchanged code fail: {failure}")
-                    limits[package] = 3 * seconds + _SPARE_SECONDS
-                return limits[package]
 
-        def try_mutant(mutant: Mutant) -> str:
-            """Return the test that noticed a mutant; empty: none."""
-            checkout = free.get()
+def _is_wanted(tries: Sequence[dict[str, Any]], *, again: bool) -> bool:
+    return not tries or (again and not tries[-1]["killer"])
+
+
+def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) -> None:
+    """Try the mutants of a room. Append a line of JSON for each to the results."""
+    tiers = ["fast"] if options.fast else list(TIERS)
+    reaches = {tier: record(room, tier, options.jobs, options.work) for tier in tiers}
+    lock = threading.Lock()
+    with (
+        _checkouts(options.jobs) as free,
+        ThreadPoolExecutor(options.jobs) as pool,
+        (options.work / "results.jsonl").open("a", encoding="utf-8") as results,
+    ):
+
+        def try_mutant(mutant: Mutant) -> None:
+            checkout, began, killer, num_tests = free.get(), time.monotonic(), "", 0
             source = (ROOT / mutant.path).read_text(encoding="utf-8")
-            paths = tests_of(mutant)
             try:
-                limit = limit_of(_package_of(mutant), checkout)
                 checkout.write(mutant.path, mutant.apply(source))
-                killer, _ = checkout.run_tests(paths, "fast and not long", limit)
-                if not killer and not options.fast:
-                    slower = "not fast and not types and not long and not slurm"
-                    killer, _ = checkout.run_tests(paths, slower, 10 * limit)
-                return killer
+                for tier, recorded in reaches.items():
+                    tests, seconds = tests_for(mutant, recorded)
+                    num_tests += len(tests)
+                    if tests and not killer:
+                        killer = checkout.run_tests(tests, tier, seconds).failed
             finally:
                 checkout.write(mutant.path, source)
                 free.put(checkout)
+            row = {
+                "room": room,
+                "place": f"{mutant.path}:{mutant.line}",
+                "kind": mutant.kind,
+                "change": mutant.key,
+                "tests": num_tests,
+                "killer": killer,
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            with lock:
+                print(json.dumps(row), file=results, flush=True)
 
-        tries = {pool.submit(try_mutant, mutant): mutant for mutant in mutants}
-        for done in as_completed(tries):
-            mutant, killer = tries[done], done.result()
-            package = _package_of(mutant)
-            num_tried[package] += 1
-            num_killed[package] += bool(killer)
-            if not killer:
-                yield {"place": f"{mutant.path}:{mutant.line}", "kind": mutant.kind, "change": mutant.key}
-    for package, count in num_tried.items():
-        yield {"place": package, "kind": f"{num_killed[package]} of {count} killed", "change": "-"}
-    share = num_killed.total() / num_tried.total()
+        for done in as_completed([pool.submit(try_mutant, mutant) for mutant in mutants]):
+            done.result()
+
+
+def _table(mutants: Sequence[Mutant], tries: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each survivor and each time limit, then one for each room, then one for all."""
+    last = {mutant.key: tries[mutant.key][-1] for mutant in mutants if mutant.key in tries}
+    for row in last.values():
+        if row["killer"] in ("", TIME_LIMIT):
+            yield {
+                "place": row["place"],
+                "kind": f"{row['kind']}: {row['killer'] or 'survived'}",
+                "change": row["change"],
+            }
+    for room in dict.fromkeys(row["room"] for row in last.values()):
+        keys = [key for key, row in last.items() if row["room"] == room]
+        num_first, num_last = (sum(bool(tries[key][index]["killer"]) for key in keys) for index in (0, -1))
+        yield {"place": room, "kind": f"{num_last} of {len(keys)} killed", "change": f"{num_first} at the first try"}
+    num_killed = sum(bool(row["killer"]) for row in last.values())
+    share = num_killed / len(last)
     yield {
-        "place": "all packages",
-        "kind": f"{num_killed.total()} of {num_tried.total()} killed",
+        "place": "all rooms",
+        "kind": f"{num_killed} of {len(last)} killed",
         "change": f"{share:.1%}",
         "met": share >= LEAST_KILLED,
     }
