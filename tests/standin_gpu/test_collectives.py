@@ -66,6 +66,11 @@ FAULTS = {
         "dist.send(ones, 1, group=group) if rank == 0 else dist.recv(torch.ones(3, device='cuda'), 0, group=group)",
         "ncclRecv of 3 float32 at <string>:1, rank 0 calls ncclSend of 2 float32 at <string>:1",
     ),
+    "a message and a collective": (
+        "dist.all_to_all_single(ones.clone(), ones, [1, 1], [1, 1], group=group) if rank"
+        " else dist.all_reduce(ones, group=group)",
+        "ncclAllReduce of 2 float32, reduction 0 at <string>:1, rank 1 calls ncclRecv of 1 float32 at <string>:1",
+    ),
     "no call": (
         "rank or dist.all_reduce(ones, group=group)",
         "rank 0 waits for rank 1 in ncclAllReduce of 2 float32, reduction 0 at <string>:1, for more than 3 s",

@@ -10,7 +10,7 @@ import time
 
 from budget import Budget
 from driven_engine import Bench, EngineSettings
-from item_lines import ItemLines, Options, engine_settings, options_of
+from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_settings, options_of
 from run_items import PROMPT_TOKENS
 from shapes import config_of, stop_tokens, write_model
 
@@ -49,6 +49,7 @@ async def measure(options: Options, lines: ItemLines) -> None:
         "driven_engine:MeasuredEngine",
         {"settings": settings},
         log_folder=options.work / "logs",
+        start_timeout_seconds=START_TIMEOUT_SECONDS,
         environment=environment,
     )
     try:

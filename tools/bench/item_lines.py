@@ -21,6 +21,10 @@ import report
 from budget import Budget, add_budget
 from quarter_sizes import SIZES, Size
 
+START_TIMEOUT_SECONDS = 900.0
+"""Limit of a rank's start, in place of megarl's 300 s. It is longer than the limit of any item, which counts instead: a
+rehearsal on a busy CPU needs more than 300 s."""
+
 
 class CudaLostError(Exception):
     """CUDA reports an error to every later call of this process, so no further item can be measured in it."""

@@ -19,7 +19,7 @@ from bare_llm import SHARE_OF_GPU, BareLlm
 from budget import Budget
 from driven_engine import problems_of, sampler_of
 from grpo_gpu import PROMPT_TOKENS, step_line, write_inputs
-from item_lines import ItemLines, Options, engine_settings, options_of
+from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_settings, options_of
 from measured_run import run_measured, train_by_plan
 from quarter_sizes import Size
 from run_plan import PLAN, Settings, clean_steps
@@ -226,6 +226,7 @@ def main() -> int:
     overrides = [
         f"rollout.kv_cache_gib={options.size.kv_cache_gib:g}", "weights.bucket_mib=64",
         f"trainer.offload=[{','.join(first.offload)}]", f"trainer.recompute={first.recompute}",
+        f"cluster.start_timeout_seconds={START_TIMEOUT_SECONDS:g}",
     ]  # fmt: skip
     overrides += [f"rollout.vllm.{name}={str(value).lower()}" for name, value in engine_settings().items()]
     code = run_measured(["train", str(recipe), "--restart", *overrides], items.loop)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from budget import Budget
 from grpo_gpu import write_inputs
-from item_lines import ItemLines, Options, options_of
+from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, options_of
 from run_items import run_options
 
 from megarl.cluster.calls.worker_group import WorkerGroup
@@ -29,8 +29,6 @@ from megarl.preflight import load
 
 WORKER = "megarl.worker.colocated"
 ROUNDS = 2
-START_SECONDS = 60.0
-"""Seconds for the agent to start."""
 
 
 class StartSeconds(NamedTuple):
@@ -50,6 +48,7 @@ async def start_rank(nodes: LocalNodes, settings: Mapping[str, Any], logs: Path)
         "megarl.cluster.checks.node_report:NodeReport",
         {},
         log_folder=logs,
+        start_timeout_seconds=START_TIMEOUT_SECONDS,
         environment=nodes.environment,
         imports=nodes.imports,
     )
@@ -71,7 +70,7 @@ async def measure(options: Options, lines: ItemLines, recipe_file: Path) -> None
     logs = options.work / "logs"
     started = time.monotonic()
     nodes = LocalNodes(device.rank_environment(1, options.device), device.forkable_imports(WORKER))
-    await nodes.start(logs, START_SECONDS)
+    await nodes.start(logs, START_TIMEOUT_SECONDS)
     try:
         agent_seconds = time.monotonic() - started
         first = await start_rank(nodes, settings, logs)

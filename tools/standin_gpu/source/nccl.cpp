@@ -122,6 +122,10 @@ ncclResult_t open_message(const ncclComm* comm, const std::string& file, const C
     const auto waiting = [&] {
         return "rank " + std::to_string(comm->rank) + " waits for rank " + std::to_string(peer) + " in " + own.text();
     };
+    const std::vector<int>& members = comm->group.ranks;
+    const auto member = static_cast<size_t>(peer);
+    // A communicator that is being made has no members yet.
+    const int peer_rank = member < members.size() ? members[member] : kNoRank;
     const double begin = seconds();
     bool is_reported = false;
     std::optional<WaitSlot> slot;
@@ -130,9 +134,9 @@ ncclResult_t open_message(const ncclComm* comm, const std::string& file, const C
     for (useconds_t pause = 20; (*descriptor = open(file.c_str(), O_RDONLY | O_CLOEXEC)) < 0;) {
         if (comm->is_aborted) return refuse(ncclInternalError, "the communicator was aborted");
         const double waited = seconds() - begin;
-        if (waited > kSlotSeconds && !slot) slot.emplace(comm->group, own.text(), true);
+        if (waited > kSlotSeconds && !slot) slot.emplace(comm->group, own.text(), true, peer_rank);
         if (waited > next_look) {
-            const std::string fault = order_fault(comm->group, own.text());
+            const std::string fault = order_fault(comm->group, own.text(), peer_rank);
             if (!fault.empty()) {
                 // Other ranks of the circle shall still see this call.
                 usleep(static_cast<useconds_t>(kOrderSeconds * 1e6));

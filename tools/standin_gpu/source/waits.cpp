@@ -30,6 +30,7 @@ struct Wait {
     Group group;
     std::string text;
     bool is_running;
+    int peer;
     Clock::time_point begin;
 };
 
@@ -45,13 +46,13 @@ std::map<unsigned long long, Wait>& slots() {
 
 std::string file_of(int process) { return state_folder() + "/waits-" + std::to_string(process); }
 
-// One line a call: rank, whether it runs, ranks of the group, its name and the call, between tabs.
+// One line a call: rank, whether it runs, its peer, ranks of the group, its name and the call, between tabs.
 std::string lines_of_long_calls() {
     std::ostringstream lines;
     std::lock_guard<std::mutex> lock(mutex());
     for (const auto& [number, wait] : slots()) {
         if (Clock::now() - wait.begin < kLong) continue;
-        lines << wait.rank << '\t' << wait.is_running << '\t';
+        lines << wait.rank << '\t' << wait.is_running << '\t' << wait.peer << '\t';
         for (const int rank : wait.group.ranks) lines << rank << ' ';
         lines << '\t' << wait.group.name << '\t' << wait.text << '\n';
     }
@@ -80,15 +81,17 @@ std::vector<Wait> waits_of_others() {
         std::ifstream file(entry.path());
         for (std::string line; std::getline(file, line);) {
             std::istringstream fields(line);
-            std::string rank, is_running, ranks;
+            std::string rank, is_running, peer, ranks;
             Wait wait{};
             std::getline(fields, rank, '\t');
             std::getline(fields, is_running, '\t');
+            std::getline(fields, peer, '\t');
             std::getline(fields, ranks, '\t');
             std::getline(fields, wait.group.name, '\t');
             std::getline(fields, wait.text);
             wait.rank = atoi(rank.c_str());
             wait.is_running = is_running == "1";
+            wait.peer = atoi(peer.c_str());
             std::istringstream members(ranks);
             for (int member; members >> member;) wait.group.ranks.push_back(member);
             result.push_back(wait);
@@ -120,7 +123,7 @@ int own_rank() {
     return rank ? atoi(rank) : getpid();
 }
 
-WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running) {
+WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running, int peer) {
     static unsigned long long next = 0;
     static int publishing_process = 0;
     std::lock_guard<std::mutex> lock(mutex());
@@ -131,7 +134,7 @@ WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running)
         std::thread(publish_for_ever).detach();
     }
     number_ = next++;
-    slots().emplace(number_, Wait{own_rank(), group, text, is_running, Clock::now()});
+    slots().emplace(number_, Wait{own_rank(), group, text, is_running, peer, Clock::now()});
 }
 
 WaitSlot::~WaitSlot() {
@@ -139,13 +142,18 @@ WaitSlot::~WaitSlot() {
     slots().erase(number_);
 }
 
-std::string order_fault(const Group& group, const std::string& text) {
+std::string order_fault(const Group& group, const std::string& text, int peer) {
     const std::vector<Wait> others = waits_of_others();
+    // Collectives of a group are compared by their numbers, but its messages between two ranks have numbers of their own.
+    for (const Wait& other : others)
+        if (other.rank == peer && other.peer == own_rank() && other.group.name == group.name && other.text != text)
+            return "rank " + std::to_string(own_rank()) + " calls " + text + ", rank " + std::to_string(peer) + " calls " +
+                   other.text;
     const auto is_in_group = [&](int rank, const std::string& name) {
         return std::any_of(others.begin(), others.end(),
                            [&](const Wait& wait) { return wait.rank == rank && wait.group.name == name; });
     };
-    std::vector<Wait> path{{own_rank(), group, text, true, {}}};
+    std::vector<Wait> path{{own_rank(), group, text, true, peer, {}}};
     // Each next rank belongs to the group of the one before, and is in a call of another group instead.
     const std::function<bool()> close_circle = [&] {
         const Group before = path.back().group;

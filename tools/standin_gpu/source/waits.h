@@ -16,12 +16,15 @@ void set_group(Group group);
 const Group& current_group();
 // RANK, or else the process.
 int own_rank();
+// In place of a rank, of a call that waits for no certain one.
+constexpr int kNoRank = -1;
 
 // While it exists, other processes can see that this thread is in a call of the group. `is_running`: the call waits for
-// its peers; otherwise the host may wait for earlier work, before the call begins.
+// its peers; otherwise the host may wait for earlier work, before the call begins. `peer` is the rank whose message the
+// call waits for at the moment.
 class WaitSlot {
 public:
-    WaitSlot(const Group& group, const std::string& text, bool is_running);
+    WaitSlot(const Group& group, const std::string& text, bool is_running, int peer = kNoRank);
     ~WaitSlot();
     WaitSlot(const WaitSlot&) = delete;
     WaitSlot& operator=(const WaitSlot&) = delete;
@@ -30,8 +33,9 @@ private:
     unsigned long long number_;
 };
 
-// Names the calls of ranks that wait for each other in different groups, from a call of this process on. "" unless
-// there are such ranks.
-std::string order_fault(const Group& group, const std::string& text);
+// Names the calls of ranks that wait for each other in different groups, from a call of this process on, which waits for
+// `peer`. Also those of two ranks that wait for each other's messages in different calls of one group. "" unless there are
+// such ranks.
+std::string order_fault(const Group& group, const std::string& text, int peer);
 
 }  // namespace standin
