@@ -69,7 +69,7 @@ FAULTS = {
         "gpu_paths.py",
         "    for step in steps:\n",
         "    for step in reversed(steps[:3]) if rank else steps:\n",
-        r"calls nccl\w+ of \d+ \w+ at .*, rank \d calls nccl\w+ of \d+ \w+ at ",
+        r"calls ncclRecv of \d+ \w+ at .*, rank \d calls ncclAllReduce of \d+ int64, reduction \d at ",
         VERIFY,
         "work = dist.all_reduce(",
     ),
