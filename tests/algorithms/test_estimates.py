@@ -141,3 +141,15 @@ def test_the_interval_of_paired_differences_stays_within_its_range(difference: f
     measure = paired_difference([difference] * 3)
     assert (measure.high if bound > 0 else measure.low) == bound
     assert measure.low < measure.high
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "same", "low", "high"),
+    # Agresti and Min 2005 by hand: 1 of 4 gained is 1/6 and 1.959964 * sqrt(2 - 1/6) / 6.
+    [(1, 0, 3, -0.2756340, 0.6089673), (6, 2, 12, -0.0744235, 0.4380599)],
+)
+def test_the_interval_of_paired_differences_is_the_closed_form(
+    gained: int, lost: int, same: int, low: float, high: float
+) -> None:
+    measure = paired_difference([1.0] * gained + [-1.0] * lost + [0.0] * same)
+    assert (measure.low, measure.high) == pytest.approx((low, high), abs=1e-6)

@@ -338,6 +338,8 @@ def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) 
     tiers = ["fast"] if options.fast else list(TIERS)
     reaches = {tier: record(room, tier, options.jobs, options.work) for tier in tiers}
     lock = threading.Lock()
+    # Read once, because a mutant is a place in a text.
+    sources = {mutant.path: (ROOT / mutant.path).read_text(encoding="utf-8") for mutant in mutants}
     with (
         _checkouts(options.jobs) as free,
         ThreadPoolExecutor(options.jobs) as pool,
@@ -346,7 +348,7 @@ def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) 
 
         def try_mutant(mutant: Mutant) -> None:
             checkout, began, killer, num_tests = free.get(), time.monotonic(), "", 0
-            source = (ROOT / mutant.path).read_text(encoding="utf-8")
+            source = sources[mutant.path]
             try:
                 checkout.write(mutant.path, mutant.apply(source))
                 for tier, recorded in reaches.items():
