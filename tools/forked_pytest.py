@@ -1,6 +1,6 @@
 """pytest in forked processes, for many short runs in one copy of the repository: libraries are imported once.
 
-    python -m tools.forked_pytest        # in the copy; requests and answers are lines of JSON
+    python -m tools.forked_pytest [--megatron]    # in the copy; requests and answers are lines of JSON
 
 A run imports the package and its tests anew. Before the forks only `megarl.platform` and what lies below it is
 imported, because its patches must come before Megatron. Layers below never import one of the changed modules.
@@ -93,11 +93,12 @@ def main() -> None:
         importlib.import_module(name)
     for plugin in entry_points(group="pytest11"):
         plugin.load()
-    from megarl.platform import libraries
+    if "--megatron" in sys.argv:
+        from megarl.platform import libraries
 
-    libraries.prepare_megatron()
-    for name in _MEGATRON:
-        importlib.import_module(name)
+        libraries.prepare_megatron()
+        for name in _MEGATRON:
+            importlib.import_module(name)
     for line in requests:
         pid = os.fork()
         if pid == 0:

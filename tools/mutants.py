@@ -186,7 +186,13 @@ class _Finder(ast.NodeVisitor):
             self._add(node, "constant", *self._span(node), repr(2 * node.value or 1.0))
 
     def visit_Call(self, node: ast.Call) -> None:
-        if len(node.args) >= 2 and not any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
+        # Without effect: these two have no order of arguments.
+        is_symmetric = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+        if (
+            len(node.args) >= 2
+            and not is_symmetric
+            and not any(isinstance(argument, ast.Starred) for argument in node.args[:2])
+        ):
             (start, first_end), (second_start, end) = self._span(node.args[0]), self._span(node.args[1])
             first, between = self._source[start:first_end], self._source[first_end:second_start]
             second = self._source[second_start:end]

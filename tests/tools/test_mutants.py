@@ -28,6 +28,7 @@ CASES = {
     "return f('é', b)": [("swapped arguments", "'é', b", "b, 'é'")],
     "return True": [("constant", "True", "False")],
     "return 0.5": [("constant", "0.5", "1.0")],
+    "return max(a, b)": [],
     "raise ValueError(a + 1)": [],
     "print(a, b)": [],
     "return f'{a + 1}' + b": [],

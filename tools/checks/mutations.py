@@ -42,7 +42,10 @@ from tools.marked_statements import mark_statements, name_at
 from tools.mutants import Mutant, find_mutants, python_files
 from tools.runs import ROOT
 
-DURATION = {"small": "3 mutants of algorithms, 40 s", "full": "hours: 200 mutants (not timed)"}
+DURATION = {
+    "small": "3 mutants of algorithms and the record of 49 test files, 4 min at a load of 30",
+    "full": "hours: 200 mutants (not timed); a try of a fast mutant 5 s to 20 s at a load of 30 to 60",
+}
 SMALL = {"room": ["algorithms"], "count": 3}
 MAIN_PATH: Final = (
     *("loops/rl.py", "loops/on_policy.py", "loops/step.py", "rollout/pool.py", "models/policy.py", "training/model.py"),
@@ -65,6 +68,8 @@ ROOMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 """The changed files of each room, and the folders of `tests/` that must notice changes."""
 DRAWN_ROOMS: Final = ("algorithms", "rewards/maths", "reshard", "main path", "cluster")
 """The rooms of the goal, those whose tests are quick first."""
+_WITHOUT_MEGATRON: Final = ("algorithms", "rewards/maths", "data", "rollout", "tracking")
+"""Rooms whose fast tests do without Megatron. Its import takes 4 s of CPU time for each copy of the repository."""
 COPIED = ("megarl", "tests", "tools", "launch", "checkpoints_convert", "pyproject.toml", "README.md", ".github")
 WITHOUT_EFFECT = ROOT / "tools/mutants_without_effect.json"
 LEAST_KILLED = 0.92
@@ -137,8 +142,8 @@ class TestRun:
 class Checkout(AbstractContextManager["Checkout"]):
     """A copy of the repository, and the process that runs pytest there. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, with_megatron: bool) -> None:
+        self.folder, self._with_megatron = folder, with_megatron
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -197,7 +202,7 @@ class Checkout(AbstractContextManager["Checkout"]):
             # Tests hide Slurm by thousands of links, unless it is hidden before they start.
             path = path_without_slurm(os.environ["PATH"], self.folder / "without_slurm")
             environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(self.folder), "PATH": path}
-            command = [sys.executable, "-m", "tools.forked_pytest"]
+            command = [sys.executable, "-m", "tools.forked_pytest", *(["--megatron"] if self._with_megatron else [])]
             self._server = subprocess.Popen(
                 command,
                 cwd=self.folder,
@@ -245,7 +250,7 @@ def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
     missing = [path for path, file in records.items() if not file.exists()]
     if missing:
         (work / tier).mkdir(parents=True, exist_ok=True)
-        with _checkouts(min(jobs, len(missing))) as free, ThreadPoolExecutor(jobs) as pool:
+        with _checkouts(min(jobs, len(missing)), room) as free, ThreadPoolExecutor(jobs) as pool:
             names: list[str] = []
             for _ in range(free.qsize()):
                 checkout = free.get()
@@ -280,14 +285,14 @@ def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
 class _checkouts(AbstractContextManager["SimpleQueue[Checkout]"]):  # noqa: N801
     """A queue of copies of the repository, removed in the end."""
 
-    def __init__(self, count: int) -> None:
-        self._count, self._stack = count, ExitStack()
+    def __init__(self, count: int, room: str) -> None:
+        self._count, self._with_megatron, self._stack = count, room not in _WITHOUT_MEGATRON, ExitStack()
 
     def __enter__(self) -> SimpleQueue[Checkout]:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
         free = SimpleQueue[Checkout]()
         for number in range(self._count):
-            free.put(self._stack.enter_context(Checkout(folder / str(number))))
+            free.put(self._stack.enter_context(Checkout(folder / str(number), with_megatron=self._with_megatron)))
         return free
 
     def __exit__(self, *error: Any) -> None:
@@ -341,7 +346,7 @@ def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) 
     # Read once, because a mutant is a place in a text.
     sources = {mutant.path: (ROOT / mutant.path).read_text(encoding="utf-8") for mutant in mutants}
     with (
-        _checkouts(options.jobs) as free,
+        _checkouts(options.jobs, room) as free,
         ThreadPoolExecutor(options.jobs) as pool,
         (options.work / "results.jsonl").open("a", encoding="utf-8") as results,
     ):
