@@ -89,10 +89,11 @@ def test_no_wrong_answer_is_accepted():
     assert accepted == []
 
 
-def test_right_answers_are_refused_in_two_of_a_hundred_at_most():
+def test_one_right_answer_is_refused():
     pairs = [(prediction, answer) for answer, right in RIGHT.items() for prediction in right]
     refused = [(prediction, answer) for prediction, answer in pairs if agreement(prediction, answer) < 1]
-    assert len(refused) <= 0.02 * len(pairs), refused
+    # A share of a thing is not read as a number. All others are named, because most rules serve one or two pairs.
+    assert refused == [(r"\frac{3}{4}\text{ of the pie}", "3/4")]
 
 
 def test_the_table_is_large_enough_to_tell():

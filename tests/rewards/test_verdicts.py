@@ -49,11 +49,11 @@ def test_no_wrong_answer_is_paid(table: str) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_one_right_answer_of_a_hundred_is_refused_at_most(table: str) -> None:
+def test_no_right_answer_is_refused(table: str) -> None:
     right = [pair for pair in pairs(table) if pair.is_right]
     assert len(right) > 200
-    refused = [pair for pair in right if agreement(pair.answer, pair.gold) < 1]
-    assert len(refused) <= 0.01 * len(right), refused
+    # None, not a share: most rules are needed by two or three of these answers only.
+    assert [pair for pair in right if agreement(pair.answer, pair.gold) < 1] == []
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
