@@ -77,6 +77,8 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "1,2": ("1, 2", "2,1", r"\{1,2\}", r"x=1, x=2", r"x=1 \text{ or } x=2"),
     r"\pm 3": ("3,-3", "-3, 3", r"\{-3,3\}", "±3".replace("±", r"\pm ")),
     "(1,2)": ("(1, 2)", r"\left(1,2\right)", r"(1, \frac{4}{2})"),
+    # Within a formula the parser reads mixed numbers.
+    "(7/2,1)": ("(3 1/2, 1)",),
     "(1,2,3)": ("(1, 2, 3)", r"\left( 1,2,3 \right)", "(1.0, 2, 6/2)"),
     r"(-\infty,3)": ("x<3", "x < 3", "3 > x", r"\left(-\infty, 3\right)", "(-∞,3)", r"x \in (-\infty, 3)"),
     r"(-\infty,3]": (r"x \leq 3", "x ≤ 3", r"x \le 3", r"3 \geq x"),
@@ -286,6 +288,9 @@ WRONG: dict[str, tuple[str, ...]] = {
     r"a^2-b^2": ("(a-b)^2", "a^2+b^2", "b^2-a^2"),
     # sets, tuples, intervals
     r"\{1,2\}": (r"\{1\}", r"\{1,2,3\}", "1", "2", r"\{1,3\}", "12"),
+    # A product has no constant of integration, so c is another variable.
+    "2C": ("c+c",),
+    "C+C": ("2c",),
     "(1,2)": ("(2,1)", "[1,2]", "(1,2]", "(1,3)", "(1,2,3)", "1"),
     "(1,2,3)": ("(3,2,1)", "(1,2)", "(1,2,4)", "6"),
     r"(-\infty,3)": (r"x \le 3", "x>3", "x<4", r"(-\infty,3]", "3", r"(3,\infty)", "x<-3"),
