@@ -22,9 +22,19 @@ echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES n
 
 # Trains with these arguments; the code it ended with is in $code.
 train() {
+    run_driver train "$@" --resume
+}
+
+# Serves with these arguments; the code it ended with is in $code.
+serve() {
+    run_driver service "$@"
+}
+
+# Runs a command of megarl with the job's nodes, and passes signals on to it. The code it ended with is in $code.
+run_driver() {
     # A job of several kinds of nodes has the numbers that its recipe says.
     [ -n "${SLURM_HET_SIZE:-}" ] || set -- "$@" "cluster.nodes=$((SLURM_JOB_NUM_NODES - ${MEGARL_SPARE_NODES:-0}))"
-    "$MEGARL_VENV/bin/megarl" train "$@" --resume &
+    "$MEGARL_VENV/bin/megarl" "$@" &
     driver=$!
     trap 'kill -USR1 $driver 2>/dev/null' USR1
     trap 'kill -TERM $driver 2>/dev/null' TERM

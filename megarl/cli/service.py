@@ -43,6 +43,14 @@ def service(
     checkpoint_gib: Annotated[
         int, typer.Option(min=1, help="Maximum GiB of checkpoints of one account on the disk of the run.")
     ] = 1024,
+    host_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="GiB of each host's memory for models and copies of their weights. Default: 3/4 of what is available "
+            "after the start. Beyond it models move to disk; what still does not fit is refused.",
+        ),
+    ] = None,
     engine_slots: Annotated[
         int | None,
         typer.Option(min=1, help="Adapters that an engine samples from at once. Default: 4; 1 with lora.sync=merged."),
@@ -52,6 +60,9 @@ def service(
     queued_tokens_per_key: Annotated[
         int, typer.Option(min=1, help="Maximum tokens of one account's unfinished requests.")
     ] = 1 << 25,
+    queued_mib_per_key: Annotated[
+        int, typer.Option(min=32, help="Maximum MiB of the bodies of one account's unfinished requests.")
+    ] = 2048,
 ) -> None:
     """Serve programs written with the Tinker SDK: LoRA training and sampling on the ranks of a recipe."""
     from megarl.console.lines import print_lines
@@ -68,8 +79,11 @@ def service(
         tokenizer=tokenizer,
         idle_seconds=60 * idle_minutes,
         most_checkpoint_bytes=checkpoint_gib * 2**30,
+        most_host_bytes=None if host_memory_gib is None else int(host_memory_gib * 2**30),
         engine_slots=engine_slots,
-        limits=QueueLimits(tokens=queued_tokens, tokens_per_key=queued_tokens_per_key),
+        limits=QueueLimits(
+            tokens=queued_tokens, tokens_per_key=queued_tokens_per_key, bytes_per_key=queued_mib_per_key * 2**20
+        ),
     )
     print_lines(prepared.notices)
 

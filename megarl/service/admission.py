@@ -1,29 +1,44 @@
-"""Admission of requests to a service by the tokens that wait: of each account, and of all accounts."""
+"""Admission of requests to a service by what waits: tokens and bytes of each account, and tokens of all accounts."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from megarl.service.refusals import BusyError
 
+BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
+"""Bytes of the body of the current task's request. The routes set it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Maximum tokens of unfinished requests. A sampling request counts as if each sample had its maximum length."""
+    """Maximum tokens and bytes of unfinished requests.
+
+    A sampling request counts as if each sample had its maximum length.
+    """
 
     # A training token occupies about 16 bytes of a waiting request: 2 GiB in all. The command has these defaults too.
     tokens: int = 1 << 27
     tokens_per_key: int = 1 << 25
+    # A call of SDK 0.38 is sent in chunks of 5 MB, which wait for the first one. About 400 of them fit.
+    bytes_per_key: int = 2 << 30
 
 
 class Admission:
-    """Counts the tokens of accepted requests until they finish."""
+    """Counts tokens and bytes of accepted requests until they finish, and bytes of bodies while they are read."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._tokens: Counter[str] = Counter()
         """Tokens of unfinished requests by account."""
+        self._bytes: Counter[str] = Counter()
+        """Bytes of the bodies of unfinished requests by account."""
+        self._read_bytes: Counter[str] = Counter()
+        """Bytes of the bodies that are being read by account."""
 
     def check(self, owner: str, tokens: int) -> None:
         """Raise BusyError if a request of so many tokens exceeds a limit. An account without any is always accepted."""
@@ -39,11 +54,43 @@ class Admission:
         if self._tokens.total() + tokens > limits.tokens:
             raise BusyError(f"all keys together have at most {limits.tokens} tokens waiting; send the request again")
 
-    def add(self, owner: str, tokens: int) -> None:
-        self._tokens[owner] += tokens
+    def has_room(self, owner: str, num_bytes: int) -> bool:
+        """Return whether a body of so many bytes fits among those of the account's unfinished requests."""
+        return self._bytes[owner] + num_bytes <= self._limits.bytes_per_key
 
-    def remove(self, owner: str, tokens: int) -> None:
+    def no_room_message(self, owner: str, num_bytes: int) -> str:
+        return (
+            f"this key has requests with {self._bytes[owner] / 2**20:.0f} MiB waiting, and at most "
+            f"{self._limits.bytes_per_key / 2**20:.0f} MiB; this one has {num_bytes / 2**20:.1f} MiB. Send smaller "
+            "calls, or wait for the results of earlier ones"
+        )
+
+    @contextmanager
+    def reading(self, owner: str, num_bytes: int) -> Iterator[None]:
+        """Context of the reading of a body. Raises BusyError if the account's bodies under way exceed the limit."""
+        # An account reads at least one body at a time, whatever the limit.
+        if self._read_bytes[owner] and self._read_bytes[owner] + num_bytes > self._limits.bytes_per_key:
+            raise BusyError(
+                f"this key sends {self._read_bytes[owner] / 2**20:.0f} MiB at once, and at most "
+                f"{self._limits.bytes_per_key / 2**20:.0f} MiB; send the request again"
+            )
+        self._read_bytes[owner] += num_bytes
+        try:
+            yield
+        finally:
+            _subtract(self._read_bytes, owner, num_bytes)
+
+    def add(self, owner: str, *, tokens: int, num_bytes: int) -> None:
+        self._tokens[owner] += tokens
+        self._bytes[owner] += num_bytes
+
+    def remove(self, owner: str, *, tokens: int, num_bytes: int) -> None:
         """Forget a finished request."""
-        self._tokens[owner] -= tokens
-        if not self._tokens[owner]:
-            del self._tokens[owner]
+        _subtract(self._tokens, owner, tokens)
+        _subtract(self._bytes, owner, num_bytes)
+
+
+def _subtract(counts: Counter[str], owner: str, amount: int) -> None:
+    counts[owner] -= amount
+    if not counts[owner]:
+        del counts[owner]

@@ -61,7 +61,7 @@ class Checkpoints:
     def begin(self, run: str, kind: str, name: str, owner: str, *, overwrite: bool) -> Path:
         """Return a new empty folder for a checkpoint.
 
-        Raises UserError if the name is in use, or the owner has reached a limit.
+        Raises UserError if the name is in use, or the owner has reached a limit. Raises OSError if the disk is full.
         """
         folder = self._folder / run / kind / name
         if (folder / _RECORD).exists() and not overwrite:
@@ -82,7 +82,8 @@ class Checkpoints:
     def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
         """Rename a written folder to `name`, in place of an earlier checkpoint. It expires after `ttl_seconds`.
 
-        `record` names its owner. Raises UserError if the earlier one is being read.
+        `record` names its owner. Raises UserError if the earlier one is being read, and OSError if the disk is full:
+        the earlier one stays.
         """
         folder = partial.with_name(name)
         self._refuse_if_read(folder)
@@ -97,7 +98,13 @@ class Checkpoints:
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:
+            # A full disk may have no room for the entry. The earlier checkpoint stays then.
+            if replaced.exists():
+                replaced.rename(folder)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
 
     def find(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
@@ -136,7 +143,10 @@ class Checkpoints:
         self._remove(folder)
 
     def set_lifetime(self, path: str, owner: str, ttl_seconds: int | None) -> None:
-        """Let an owner's checkpoint expire after some seconds from now; None: never. Raises NotFoundError."""
+        """Let an owner's checkpoint expire after some seconds from now; None: never.
+
+        Raises NotFoundError, and OSError if the disk is full.
+        """
         folder, record = self.find(path, owner)
         record["expires"] = None if ttl_seconds is None else self._clock() + ttl_seconds
         replace_text(folder / _RECORD, json.dumps(record))

@@ -60,6 +60,7 @@ class Service:
     port: int
     idle_seconds: float
     most_checkpoint_bytes: int
+    most_host_bytes: int | None
     num_slots: int
     limits: QueueLimits
     notices: tuple[str, ...]
@@ -76,13 +77,15 @@ def prepare(
     tokenizer: str | None = None,
     idle_seconds: float = IDLE_SECONDS,
     most_checkpoint_bytes: int = MOST_BYTES,
+    most_host_bytes: int | None = None,
     engine_slots: int | None = None,
     limits: QueueLimits | None = None,
 ) -> Service:
     """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
 
     `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
-    A model without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` is a limit for each account.
+    A model without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` is a limit for each account,
+    `most_host_bytes` one for models and copies of weights in the memory of each host (default: a share of it).
     `engine_slots` is the number of adapters that an engine samples from at once (default: `ENGINE_SLOTS`), `limits` are
     those of the tokens that wait.
     """
@@ -128,6 +131,7 @@ def prepare(
         port=port,
         idle_seconds=idle_seconds,
         most_checkpoint_bytes=most_checkpoint_bytes,
+        most_host_bytes=most_host_bytes,
         num_slots=(engine_slots or ENGINE_SLOTS) if recipe.sends_adapter else 0,
         limits=limits or QueueLimits(),
         notices=(*written.notices, *notices),
@@ -198,7 +202,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
             await construct_workers(ranks, service)
             trainer = make_trainer(ranks, service, idle_folder)
-            await trainer.start()
+            display.info(await trainer.start())
             checkpoints = Checkpoints(
                 service.folder / "service" / "checkpoints", most_bytes=service.most_checkpoint_bytes
             )
@@ -246,4 +250,5 @@ def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path) -> RankTr
         idle_folder=idle_folder,
         num_slots=service.num_slots,
         num_sequences=num_running * len(parallel.leaders()),
+        most_bytes=service.most_host_bytes,
     )

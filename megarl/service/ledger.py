@@ -7,6 +7,7 @@ order, the first one last. So a request waits for the next missing number, and a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from megarl.service.admission import Admission, QueueLimits
+from megarl.service.admission import BODY_BYTES, Admission, QueueLimits
 from megarl.service.refusals import BusyError, NotFoundError, UserError
 from megarl.service.turns import TENANT
 
@@ -46,6 +47,11 @@ class Reply(NamedTuple):
 
 
 Work = Callable[[], Awaitable[Reply]]
+
+
+def digest_of(values: Any) -> bytes:
+    """Return an identity of a request's values, equal for a repeated request."""
+    return hashlib.sha256(repr(values).encode(errors="surrogatepass")).digest()
 
 
 def json_reply(**values: Any) -> Reply:
@@ -88,8 +94,8 @@ class _Sequence:
     """The numbered requests of one model."""
 
     owner: str
-    on_skip: Callable[[int], object]
-    """Function called with a missing number, in its turn."""
+    on_skip: Callable[[str], object]
+    """Function called in the turn of a request that does not run, with a sentence about it."""
     next_number: int = 1
     waiting_since: float | None = None
     """Time when the wait for the next missing number began; None: no later request waits for it."""
@@ -120,17 +126,17 @@ class Ledger:
         limits: QueueLimits | None = None,
     ) -> None:
         self._report, self._clock = report, clock
-        self._admission = Admission(limits or QueueLimits())
+        self.admission = Admission(limits or QueueLimits())
         self._promises: dict[str, Promise] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._single: dict[Hashable, Promise] = {}
         """Promises of requests with a key of their own, and no order."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open_model(self, model_id: str, owner: str, on_skip: Callable[[int], object]) -> None:
+    def open_model(self, model_id: str, owner: str, on_skip: Callable[[str], object]) -> None:
         """Begin the numbers of a model, with 1. Only the first call has an effect.
 
-        `on_skip` is called with a number still missing `GAP_SECONDS` after later ones, in its turn.
+        `on_skip` is called in the turn of a request still missing `GAP_SECONDS` after later ones, or too large to wait.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
@@ -166,9 +172,14 @@ class Ledger:
             text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
             return self._refuse(sequence.owner, model_id, text)
         # A later number is accepted: SDK 0.38 sends the first chunk of a call after it has the promises of the others.
-        if number == sequence.next_number and not sequence.is_idle:
+        is_next, num_bytes = number == sequence.next_number, BODY_BYTES.get()
+        if is_next and not sequence.is_idle:
             self._check_next(sequence, number, tokens)
-        promise = self._add(sequence.owner, digest, model_id, tokens=tokens)
+        # A number that others wait for is always accepted: they would keep the limit reached for ever. A later one is
+        # not refused with a status, because the client may send the missing one only after it.
+        if not (is_next and sequence.is_idle) and not self.admission.has_room(sequence.owner, num_bytes):
+            work, num_bytes = self._refuse_large(sequence, number), 0
+        promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.held[number] = promise, work
         self._release(sequence)
         return promise
@@ -193,8 +204,12 @@ class Ledger:
                 return earlier
             return self._refuse(owner, model_id, f"{key}: was used by another request; use a new number", num_sequences)
         if tokens:
-            self._admission.check(owner, tokens)
-        promise = self._single[key] = self._add(owner, digest, model_id, num_sequences, tokens=tokens)
+            self.admission.check(owner, tokens)
+        if not self.admission.has_room(owner, BODY_BYTES.get()):
+            raise BusyError(self.admission.no_room_message(owner, BODY_BYTES.get()))
+        promise = self._single[key] = self._add(
+            owner, digest, model_id, num_sequences, tokens=tokens, num_bytes=BODY_BYTES.get()
+        )
         task = asyncio.create_task(self._run(promise, work))
         # asyncio itself keeps only weak references to tasks; one without others could be collected.
         self._tasks.add(task)
@@ -251,27 +266,46 @@ class Ledger:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _add(
-        self, owner: str, digest: bytes, model_id: str | None, num_sequences: int = 0, *, tokens: int = 0
+        self,
+        owner: str,
+        digest: bytes,
+        model_id: str | None,
+        num_sequences: int = 0,
+        *,
+        tokens: int = 0,
+        num_bytes: int = 0,
     ) -> Promise:
         sequence_ids = tuple(secrets.token_hex(12) for _ in range(num_sequences))
         promise = Promise(secrets.token_hex(16), owner, digest, model_id, sequence_ids)
-        if tokens:
-            self._admission.add(owner, tokens)
-            promise.on_done = partial(self._admission.remove, owner, tokens)
+        if tokens or num_bytes:
+            self.admission.add(owner, tokens=tokens, num_bytes=num_bytes)
+            promise.on_done = partial(self.admission.remove, owner, tokens=tokens, num_bytes=num_bytes)
         self._promises[promise.request_id] = promise
         return promise
 
     def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
-        """Raise BusyError if a request exceeds the limits of waiting tokens, and its model has others to run."""
+        """Raise BusyError if a request exceeds the limits of what waits, and its model has others to run."""
         refused_number, refused_at = sequence.refused
         if refused_number == number and self._clock() - refused_at > PATIENCE_SECONDS:
             return
         try:
-            self._admission.check(sequence.owner, tokens)
+            self.admission.check(sequence.owner, tokens)
+            if not self.admission.has_room(sequence.owner, BODY_BYTES.get()):
+                raise BusyError(self.admission.no_room_message(sequence.owner, BODY_BYTES.get()))
         except BusyError:
             if refused_number != number:
                 sequence.refused = (number, self._clock())
             raise
+
+    def _refuse_large(self, sequence: _Sequence, number: int) -> Work:
+        """Return the work of a request whose body has no room: it fails in its turn."""
+        message = self.admission.no_room_message(sequence.owner, BODY_BYTES.get())
+
+        async def work() -> Reply:
+            sequence.on_skip(f"request {number} was too large to wait")
+            raise UserError(message)
+
+        return work
 
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
         promise = self._add(owner, b"", model_id, num_sequences)
@@ -303,7 +337,7 @@ class Ledger:
 
         def skip(number: int) -> Work:
             async def work() -> Reply:
-                sequence.on_skip(number)
+                sequence.on_skip(f"request {number} did not arrive")
                 raise UserError(
                     f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
                 )

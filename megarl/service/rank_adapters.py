@@ -6,6 +6,7 @@ One model is live in the policy. The others are copies in host memory, and on di
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,10 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.models.lora import adapters_of
 from megarl.models.policy import PolicyModel
+from megarl.platform.memory.host_memory import available_bytes
+from megarl.service.memory_limits import RankMemory
 from megarl.service.objectives import make_objective, measure
+from megarl.service.rank_saves import save_model
 from megarl.service.rank_top_tokens import TopTokensHead, select_scores
 from megarl.training.optimizer import step_if_finite
 from megarl.training.state import checkpoint
@@ -31,6 +35,7 @@ from megarl.training.state.exchange import (
     drop_moments,
     read_state,
     restore_state,
+    state_bytes,
     trained_parameters,
     write_state,
 )
@@ -58,6 +63,11 @@ class Adapters:
         self._top_heads = [TopTokensHead(model) for model in last_stages]
         for model, head in zip(last_stages, self._top_heads, strict=True):
             model.extra_heads.append(head)
+
+    def measure_memory(self) -> RankMemory:
+        """Return what a model and a copy of weights need on this rank."""
+        copy_bytes = sum(parameter.nbytes for parameter in trained_parameters(self._policy))
+        return RankMemory(socket.gethostname(), state_bytes(self._policy), copy_bytes, available_bytes())
 
     def create(self, name: str, seed: int) -> None:
         """Make a model with new adapters and a new optimizer."""
@@ -108,13 +118,13 @@ class Adapters:
         policy.clear_gradients()
         return norm, is_applied
 
-    def save(self, name: str, folder: Path) -> None:
-        """Write a model's state to a folder, readable with any parallel sizes. Its gradients are not part of it."""
+    def save(self, name: str, folder: Path) -> str | None:
+        """Write a model's state to an empty folder, readable with any parallel sizes. Gradients are not part of it.
+
+        Returns the fault of the disk that this rank met. If a rank has one, the folder is incomplete.
+        """
         self._select(name)
-        save = checkpoint.stage(folder, {"": self._policy}, str(self._parallel))
-        # The driver renames the folder after this call, so all files must be complete.
-        save.write(asynchronous=False)
-        save.finish()
+        return save_model(self._policy, self._parallel, folder)
 
     def load(self, name: str, folder: Path, with_optimizer: bool) -> None:
         """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_harmless`."""
@@ -173,12 +183,16 @@ class Adapters:
                 head.count = 0
         return self._policy.unpack_outputs(results)
 
-    def move_to_disk(self, names: Sequence[str], folder: Path) -> str | None:
+    def move_to_disk(self, names: Sequence[str], folder: Path) -> tuple[list[str], str | None]:
         """Write models without calls to a folder, and free their host memory. Their next call reads them back.
 
-        A model with gradients since its last step stays in memory. If the disk fails, all models that are left do too,
-        and this rank returns the error.
+        A model with gradients since its last step stays in memory. If the disk fails, all models that are left do too.
+        Returns the models on the disk, and the error of the disk.
         """
+        fault = self._write_idle(names, folder)
+        return [name for name in names if name in self._on_disk], fault
+
+    def _write_idle(self, names: Sequence[str], folder: Path) -> str | None:
         if self._live in names:
             self.hold_live()
         for name in names:

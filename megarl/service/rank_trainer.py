@@ -18,12 +18,13 @@ from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.data.token_batch import TokenBatch, borders
 from megarl.rollout.pool import EnginePool
+from megarl.service.memory_limits import MemoryLimits
 from megarl.service.refusals import UserError
 from megarl.service.requests import AdamSettings
 from megarl.service.trainer import ServedModel
 from megarl.service.turns import Engines, Turns
 from megarl.service.wire import Sample
-from megarl.types import Completion, MegarlError, Request, SamplingSettings, TopTokens
+from megarl.types import Completion, ConfigError, MegarlError, Request, SamplingSettings, StorageError, TopTokens
 
 Result = TypeVar("Result")
 
@@ -64,8 +65,9 @@ class RankTrainer:
     """Trainer of a service; see the protocol `trainer.Trainer`. `model` is the policy on the ranks.
 
     The engines have `num_slots` slots for adapters (0: none, they get merged weights), and sample at most
-    `num_sequences` at once. `idle_folder` exists on every node, for models without calls. `failure` gets the
-    first error of the ranks: the service cannot go on then.
+    `num_sequences` at once. `idle_folder` exists on every node, for models without calls. `most_bytes` is the room for
+    models and copies of weights in the memory of each host; None: a share of it. `failure` gets the first error of the
+    ranks: the service cannot go on then.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RankTrainer:
         idle_folder: Path,
         num_slots: int,
         num_sequences: int,
+        most_bytes: int | None = None,
     ) -> None:
         self.served = served
         self._idle_folder = idle_folder.absolute()
@@ -89,23 +92,37 @@ class RankTrainer:
         self._turns = Turns(
             self._engines, is_shared=not ranks.is_separate, num_slots=num_slots or 1, num_sequences=num_sequences
         )
-        self._models: set[str] = set()
+        self._models: dict[str, None] = {}
+        """Models on the ranks, least recently used first. A request whose session has ended names others."""
+        self._on_disk: set[str] = set()
+        """Those of the models that are not in host memory."""
         self._versions: set[str] = set()
-        """Models and versions on the ranks. A request whose session has ended names others."""
+        """Versions on the ranks."""
+        self._most_bytes = most_bytes
+        self._limits = MemoryLimits((), most_bytes)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def start(self) -> None:
-        """Give separate engines their first weights. Put engines on shared ranks to sleep: they start awake."""
+    async def start(self) -> str:
+        """Give separate engines their first weights. Put engines on shared ranks to sleep: they start awake.
+
+        Returns a line about the memory for models. Raises ConfigError if it has no room for one.
+        """
+        self._limits = MemoryLimits(await self._ranks.trainers.call("adapters.measure_memory"), self._most_bytes)
+        if self._limits.find_full_host(num_models=1, num_copies=1) is not None:
+            raise ConfigError(
+                f"{self._limits.describe()}: there is no room for one model with a copy; raise --host-memory-gib, or "
+                "use a smaller lora.rank or more nodes"
+            )
         if self._ranks.is_separate:
             # The only reshard that compares the base weights, which later ones do not send.
             await self._reshard_calls.run(verify=True, version=1)
         else:
             await self._engines.free_device()
+        return self._limits.describe()
 
     async def create_model(self, model_id: str, seed: int) -> None:
-        await self._train("create", model_id, seed)
-        self._models.add(model_id)
+        await self._train("create", model_id, seed, prepare=partial(self._take_model, model_id))
 
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
@@ -114,6 +131,7 @@ class RankTrainer:
 
         async def gather() -> NDArray[np.float32]:
             async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
+                await self._take_model(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
         return await self._shielded(gather)
@@ -131,30 +149,37 @@ class RankTrainer:
         return {"grad_norm:mean": norm}
 
     async def save(self, model_id: str, folder: Path) -> None:
-        await self._train_model("save", model_id, folder.absolute())
+        faults = await self._train_model("save", model_id, folder.absolute())
+        # Raised here: an error of the ranks themselves ends the service.
+        if fault := next(filter(None, faults), None):
+            raise StorageError(fault)
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         await asyncio.to_thread(check_harmless, folder)
-        await self._train("load", model_id, folder.absolute(), with_optimizer)
-        self._models.add(model_id)
+        await self._train(
+            "load", model_id, folder.absolute(), with_optimizer, prepare=partial(self._take_model, model_id)
+        )
 
     async def publish(self, model_id: str, version: str) -> None:
-        await self._train_model("publish", model_id, version)
-        self._versions.add(version)
+        await self._train_model("publish", model_id, version, version=version)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
         await asyncio.to_thread(check_harmless, folder)
-        await self._train("publish_folder", folder.absolute(), version)
-        self._versions.add(version)
+        await self._train("publish_folder", folder.absolute(), version, prepare=partial(self._take_version, version))
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        errors = await self._train("move_to_disk", list(models), self._idle_folder)
-        if error := next(filter(None, errors), None):
+        async def move() -> str | None:
+            async with self._turns.training(1):
+                return await self._move(models)
+
+        if error := await self._shielded(move):
             raise OSError(f"idle models stay in memory: {error}")
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
         # First here: accounts' calls have another order than their requests, so one may still wait for its turn.
-        self._models.difference_update(models)
+        for model_id in models:
+            self._models.pop(model_id, None)
+        self._on_disk.difference_update(models)
         self._versions.difference_update(versions)
         if models or versions:
             await self._train("forget", list(models), list(versions))
@@ -229,14 +254,71 @@ class RankTrainer:
         if version is not None and version not in self._versions:
             raise UserError("the sampling session ended before the request ran")
 
-    async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
-        return await self._train(method, model_id, *args, check=partial(self._check_model, model_id))
+    async def _take_model(self, model_id: str) -> None:
+        """Make room for a model, and note that it is in memory. Call it in a turn of training. Raises UserError."""
+        if model_id not in self._models or model_id in self._on_disk:
+            await self._make_room(num_models=1, needed=model_id)
+        # The last one was used most recently.
+        self._models.pop(model_id, None)
+        self._models[model_id] = None
+        self._on_disk.discard(model_id)
 
-    async def _train(self, method: str, *args: Any, check: Callable[[], object] = lambda: None) -> list[Any]:
-        """Call a method of the ranks' adapters in a turn of its own, which counts as one token."""
+    async def _take_version(self, version: str, model_id: str | None = None) -> None:
+        """Make room for a copy of weights, of `model_id` or of a checkpoint. Like `_take_model`."""
+        if model_id is not None:
+            await self._take_model(model_id)
+        await self._make_room(num_copies=1, needed=model_id)
+        self._versions.add(version)
+
+    async def _make_room(self, *, num_models: int = 0, num_copies: int = 0, needed: str | None) -> None:
+        """Move models to disk, least recently used first, until so many more models and copies fit in memory.
+
+        Raises UserError if they do not: models with gradients since their last step stay in memory.
+        """
+        movable = [name for name in self._models if name not in self._on_disk and name != needed]
+        while host := self._limits.find_full_host(
+            num_models=len(self._models) - len(self._on_disk) + num_models,
+            num_copies=len(self._versions) + num_copies,
+        ):
+            if not movable:
+                raise UserError(
+                    f"the host memory of the service is full: {host.num_bytes / 2**30:.2f} GiB for models and copies "
+                    "of weights. End sessions that you do not need, or try again when other programs have finished "
+                    "their steps"
+                )
+            await self._move([movable.pop(0)])
+
+    async def _move(self, models: Sequence[str]) -> str | None:
+        """Move models to disk. Returns the error of the disk. Call it in a turn of training."""
+        answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
+        # A rank with a full disk has the model in memory.
+        moved = set.intersection(*(set(names) for names, _ in answers))
+        self._on_disk |= moved & self._models.keys()
+        return next((error for _, error in answers if error is not None), None)
+
+    async def _train_model(self, method: str, model_id: str, *args: Any, version: str | None = None) -> list[Any]:
+        """Call a method with a model, which copies its weights under the name `version` if there is one."""
+        take = partial(self._take_model, model_id)
+        if version is not None:
+            take = partial(self._take_version, version, model_id)
+        return await self._train(method, model_id, *args, check=partial(self._check_model, model_id), prepare=take)
+
+    async def _train(
+        self,
+        method: str,
+        *args: Any,
+        check: Callable[[], object] = lambda: None,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> list[Any]:
+        """Call a method of the ranks' adapters in a turn of its own, which counts as one token.
+
+        `prepare` is called first, in the same turn.
+        """
 
         async def call() -> list[Any]:
             async with self._turns.training(1, check):
+                if prepare is not None:
+                    await prepare()
                 return await self._ranks.trainers.call(f"adapters.{method}", *args)
 
         return await self._shielded(call)

@@ -59,15 +59,15 @@ class RestRoutes:
     async def _list_runs(self, request: web.Request, owner: str) -> web.StreamResponse:
         if "project_id" in request.query:
             raise UserError(_NO_PROJECTS)
-        return web.json_response(self._listing.list_runs(owner, _page(request), self._desk.run_states(owner)))
+        return web.json_response(self._listing.list_runs(owner, _page(request), self._desk.sessions.run_states(owner)))
 
     async def _describe_run(self, request: web.Request, owner: str) -> web.StreamResponse:
         run = request.match_info["run"]
-        return web.json_response(self._listing.describe_run(run, owner, self._desk.run_states(owner)))
+        return web.json_response(self._listing.describe_run(run, owner, self._desk.sessions.run_states(owner)))
 
     async def _list_checkpoints_of(self, request: web.Request, owner: str) -> web.StreamResponse:
         run = request.match_info["run"]
-        return web.json_response(self._listing.list_checkpoints_of(run, owner, self._desk.run_states(owner)))
+        return web.json_response(self._listing.list_checkpoints_of(run, owner, self._desk.sessions.run_states(owner)))
 
     async def _list_checkpoints(self, request: web.Request, owner: str) -> web.StreamResponse:
         return web.json_response(self._listing.list_checkpoints(owner, _page(request)))
@@ -78,15 +78,20 @@ class RestRoutes:
 
     async def _set_lifetime(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(Lifetime, dict(await read_json(request)))
-        self._desk.checkpoints.set_lifetime(_path(request), owner, body.ttl_seconds)
+        try:
+            self._desk.checkpoints.set_lifetime(_path(request), owner, body.ttl_seconds)
+        except OSError as error:
+            # A status of the server's faults would make the SDK repeat the request for five minutes.
+            self._desk.report(f"lifetime of a checkpoint: {type(error).__name__}: {error}")
+            raise UserError("ttl_seconds: was not changed, because the disk of the service is full or fails") from error
         return web.Response(status=204)
 
     async def _list_sessions(self, request: web.Request, owner: str) -> web.StreamResponse:
-        page, sessions = _page(request), self._desk.session_ids(owner)
+        page, sessions = _page(request), self._desk.sessions.ids(owner)
         return web.json_response({"sessions": sessions[page.offset : page.offset + page.limit]})
 
     async def _describe_session(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return web.json_response(self._desk.describe_session(request.match_info["session_id"], owner))
+        return web.json_response(self._desk.sessions.describe(request.match_info["session_id"], owner))
 
 
 def _refuse(text: str) -> Handler:

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from megarl.service.accounts import Accounts
+from megarl.service.admission import BODY_BYTES
 from megarl.service.desk import Desk
 from megarl.service.ledger import Promise
 from megarl.service.refusals import BusyError, MalformedError, NotFoundError, UserError
@@ -35,6 +36,8 @@ EXPIRY_SECONDS = 30.0
 """Seconds between searches for silent sessions and old results."""
 # A poll keeps its connection up to `HOLD_SECONDS`, so clients with many requests need many.
 _MOST_CONNECTIONS = 4096
+_SMALL_BYTES = 64 << 10
+"""Bodies below this size are read without a check of what the account reads at the time: 4,096 of them have 256 MiB."""
 _BUSY_SECONDS = "2"
 """Seconds until a refused request may fit: the time of a few calls. The SDK repeats requests for five minutes."""
 _UNEMBED_NOTICE = (
@@ -75,14 +78,14 @@ class _Routes:
             "get_info": self._get_info,
             "load_weights": self._load_weights,
             "forward_backward": self._forward_backward,
-            "optim_step": self._numbered(self._desk.optim_step),
-            "save_weights": self._numbered(self._desk.save_weights),
-            "save_weights_for_sampler": self._numbered(self._desk.save_for_sampler),
+            "optim_step": self._numbered(self._desk.training.optim_step),
+            "save_weights": self._numbered(self._desk.saves.save_weights),
+            "save_weights_for_sampler": self._numbered(self._desk.saves.save_for_sampler),
             "create_sampling_session": self._create_sampler,
-            "asample": self._numbered(self._desk.sample),
+            "asample": self._numbered(self._desk.sampling.sample),
             "retrieve_future": self._retrieve,
             "weights_info": self._weights_info,
-            "save_weights_external": self._numbered(self._desk.refuse_numbered),
+            "save_weights_external": self._numbered(self._desk.training.refuse_numbered),
         }
         gets: dict[str, Handler] = {
             "get_server_capabilities": self._capabilities,
@@ -131,7 +134,13 @@ class _Routes:
                 return _error(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
             try:
                 _refuse_compressed(request)
-                return await handler(request, owner)
+                # Polls have small bodies, and stay in the handler for long.
+                num_bytes = _body_bytes(request)
+                BODY_BYTES.set(num_bytes)
+                if num_bytes < _SMALL_BYTES:
+                    return await handler(request, owner)
+                with self._desk.ledger.admission.reading(owner, num_bytes):
+                    return await handler(request, owner)
             except NotFoundError as error:
                 return _error(str(error), 404)
             except MalformedError as error:
@@ -160,13 +169,13 @@ class _Routes:
 
     async def _create_session(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(CreateSession, await _json(request))
-        values = {"session_id": self._desk.open_session(body, owner), "info_message": _UNEMBED_NOTICE}
+        values = {"session_id": self._desk.sessions.open(body, owner), "info_message": _UNEMBED_NOTICE}
         return web.json_response({"type": "create_session", **values})
 
     async def _heartbeat(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(SessionAddress, await _json(request))
         try:
-            self._desk.touch_session(body.session_id, owner)
+            self._desk.sessions.touch(body.session_id, owner)
         except NotFoundError as error:
             # The SDK stops its heartbeat at this status.
             return _error(str(error), 410)
@@ -182,29 +191,29 @@ class _Routes:
         return web.json_response({"status": "accepted"})
 
     async def _create_model(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.create_model(read_fields(CreateModel, await _json(request)), owner))
+        return _promise(self._desk.models.create(read_fields(CreateModel, await _json(request)), owner))
 
     async def _get_info(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(ModelAddress, await _json(request))
-        return web.json_response(self._desk.describe_model(body.model_id, owner))
+        return web.json_response(self._desk.models.describe(body.model_id, owner))
 
     async def _load_weights(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.load_weights(read_fields(LoadWeights, await _json(request)), owner))
+        return _promise(self._desk.models.load(read_fields(LoadWeights, await _json(request)), owner))
 
     async def _forward_backward(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.forward_backward(await read_bytes(request), owner))
+        return _promise(self._desk.training.forward_backward(await read_bytes(request), owner))
 
     async def _create_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(CreateSampler, await _json(request))
-        sampler_id = await self._desk.create_sampler(body, owner)
+        sampler_id = await self._desk.sampling.open(body, owner)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def _describe_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return web.json_response(self._desk.describe_sampler(request.match_info["sampler_id"], owner))
+        return web.json_response(self._desk.sampling.describe(request.match_info["sampler_id"], owner))
 
     async def _weights_info(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(PathAddress, await _json(request))
-        return web.json_response(self._desk.describe_weights(body.tinker_path, owner))
+        return web.json_response(self._desk.models.describe_weights(body.tinker_path, owner))
 
     async def _capabilities(self, request: web.Request, owner: str) -> web.StreamResponse:
         served = self._desk.served
@@ -231,6 +240,11 @@ async def _json(request: web.Request) -> dict[str, Any]:
 def _refuse_compressed(request: web.Request) -> None:
     if encoding := request.headers.get("Content-Encoding"):
         raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
+
+
+def _body_bytes(request: web.Request) -> int:
+    """Return the bytes of a request's body, before it is read. Without a length it may have any up to the limit."""
+    return 0 if not request.can_read_body else request.content_length or MAX_BODY_BYTES
 
 
 def _promise(promise: Promise) -> web.StreamResponse:

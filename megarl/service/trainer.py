@@ -61,7 +61,10 @@ class Trainer(Protocol):
         ...
 
     async def save(self, model_id: str, folder: Path) -> None:
-        """Write the model's adapters and optimizer state into an empty folder."""
+        """Write the model's adapters and optimizer state into an empty folder.
+
+        Raises StorageError if the disk is full or fails. The folder is then incomplete.
+        """
         ...
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:

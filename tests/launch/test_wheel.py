@@ -72,7 +72,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def test_it_holds_what_commands_read(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     delivered = [file.relative_to(ROOT) for file in (ROOT / "launch/recipes").glob("*.yaml")]
-    delivered += [Path("launch/slurm", name) for name in ("job.sh", "train.sbatch", "ray.sbatch", "ray_node.sh")]
+    slurm = ("job.sh", "train.sbatch", "service.sbatch", "ray.sbatch", "ray_node.sh")
+    delivered += [Path("launch/slurm", name) for name in slurm]
     kubernetes = ("rayjob.yaml", "rayjob.schema.json", "skypilot.yaml", "skypilot.schema.json", "job.sh")
     delivered += [Path("launch/kubernetes", name) for name in kubernetes]
     assert {f"megarl/{file}" for file in delivered} <= names

@@ -13,7 +13,8 @@ from aiohttp import ClientSession
 from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.checkpoints import Checkpoints
-from megarl.service.desk import MOST_MODELS, Desk
+from megarl.service.desk import Desk
+from megarl.service.models import MOST_MODELS
 from megarl.service.published import PublishedWeights, Weights
 from megarl.service.requests import CreateModel, CreateSession, LoraSettings
 from megarl.types import ConfigError
@@ -184,18 +185,18 @@ def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_it(tmp
     async def run() -> None:
         now, trainer = [0.0], FakeTrainer()
         desk = Desk(trainer, Checkpoints(tmp_path), report=print, clock=lambda: now[0], idle_seconds=60.0)
-        session_id = desk.open_session(CreateSession(), "ann")
+        session_id = desk.sessions.open(CreateSession(), "ann")
         lora = LoraSettings(rank=8)
         body = CreateModel(session_id=session_id, model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=lora)
-        promise = desk.create_model(body, "ann")
+        promise = desk.models.create(body, "ann")
         await promise.done.wait()
         for seconds in (50, 70, 130, 190):
             now[0] = seconds
-            desk.touch_session(session_id, "ann")
+            desk.sessions.touch(session_id, "ann")
             await desk.expire()
         moved = ("to disk", promise.model_id)
         assert trainer.calls.count(moved) == 1
-        step = desk.optim_step({"model_id": promise.model_id, "seq_id": 1, "adam_params": {}}, "ann")
+        step = desk.training.optim_step({"model_id": promise.model_id, "seq_id": 1, "adam_params": {}}, "ann")
         await step.done.wait()
         now[0] += 61
         await desk.expire()

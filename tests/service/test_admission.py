@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.service.admission import Admission, QueueLimits
+from megarl.service.admission import BODY_BYTES, Admission, QueueLimits
 from megarl.service.ledger import PATIENCE_SECONDS, Ledger, Reply, json_reply
 from megarl.service.refusals import BusyError
 from tests.service.fake_trainer import FakeTrainer
@@ -17,15 +17,15 @@ from tests.service.served import run_program, serving
 def test_accounts_have_limits_of_their_own_and_one_together() -> None:
     admission = Admission(QueueLimits(tokens=100, tokens_per_key=60))
     admission.check("large", 1000)
-    admission.add("large", 90)
+    admission.add("large", tokens=90, num_bytes=0)
     with pytest.raises(BusyError, match="90 tokens"):
         admission.check("large", 1)
     # Nothing of the second account waits, so others cannot keep it out.
     admission.check("second", 50)
-    admission.add("second", 50)
+    admission.add("second", tokens=50, num_bytes=0)
     with pytest.raises(BusyError, match="all keys"):
         admission.check("second", 5)
-    admission.remove("large", 90)
+    admission.remove("large", tokens=90, num_bytes=0)
     admission.check("second", 5)
     with pytest.raises(BusyError, match="this key"):
         admission.check("second", 11)
@@ -57,6 +57,50 @@ def test_the_number_that_others_wait_for_is_always_accepted() -> None:
         await ledger.close()
 
     asyncio.run(run())
+
+
+def test_waiting_bodies_have_a_limit_of_bytes() -> None:
+    """Bodies before a missing number wait in memory. One without room fails in its turn, and the next step too."""
+
+    async def work() -> Reply:
+        return json_reply()
+
+    async def run() -> None:
+        skipped: list[str] = []
+        ledger = Ledger(report=pytest.fail, limits=QueueLimits(bytes_per_key=100))
+        ledger.open_model("m", "owner", skipped.append)
+        BODY_BYTES.set(40)
+        promises = [ledger.submit("m", number, b"", work) for number in (2, 3, 4)]
+        with pytest.raises(BusyError, match="at most"):
+            ledger.submit_single("sample", "owner", b"", work)
+        # Another key has room.
+        assert await ledger.wait_for(ledger.submit_single("other", "second", b"", work), 5.0) is not None
+        # The others wait for this one, so it is accepted.
+        promises.append(ledger.submit("m", 1, b"", work))
+        replies = [await ledger.wait_for(promise, 5.0) for promise in promises]
+        assert [promise.is_failed for promise in promises] == [False, False, True, False]
+        assert replies[2] is not None and b"Send smaller calls" in replies[2].body
+        assert skipped == ["request 4 was too large to wait"]
+        # All bytes are free again.
+        BODY_BYTES.set(100)
+        assert await ledger.wait_for(ledger.submit("m", 5, b"", work), 5.0) is not None
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_bodies_are_read_up_to_a_limit_at_a_time() -> None:
+    admission = Admission(QueueLimits(bytes_per_key=100))
+    # One body is always read.
+    with (
+        admission.reading("large", 150),
+        admission.reading("second", 60),
+        pytest.raises(BusyError),
+        admission.reading("large", 10),
+    ):
+        raise AssertionError
+    with admission.reading("large", 60), admission.reading("large", 40):
+        pass
 
 
 def test_the_sdk_repeats_refused_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

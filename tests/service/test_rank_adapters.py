@@ -70,7 +70,7 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
                 adapters.publish(str(model), "version")
                 # Those without pending gradients go to disk, and their next calls bring them back.
                 names = [str(other) for other in calls]
-                failure = adapters.move_to_disk(names, folder / "missing")
+                _, failure = adapters.move_to_disk(names, folder / "missing")
                 assert bool(failure) == (len(calls) > 1) and not adapters._on_disk
                 adapters.move_to_disk(names, folder)
                 assert bool(adapters._on_disk) == (len(calls) > 1)

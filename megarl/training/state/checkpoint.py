@@ -85,6 +85,11 @@ class Save:
         if not asynchronous:
             self._thread.join()
 
+    @property
+    def error(self) -> Exception | None:
+        """The error that ended this rank's writing; None: it goes on, or is complete."""
+        return self._error
+
     def _on_host(self, tensors: Sequence[tuple[Any, torch.Tensor]], is_copied: bool) -> list[torch.Tensor]:
         """Return the tensors in host memory; with `is_copied`, later changes do not affect them."""
         values = [tensor for _, tensor in tensors]

@@ -45,6 +45,13 @@ def copy_state(engine: TrainingEngine) -> HeldState:
     )
 
 
+def state_bytes(engine: TrainingEngine) -> int:
+    """Return the bytes of a copied state, from the first step of its optimizer on."""
+    # Adam has two moments in float32.
+    num_main = sum(parameter.numel() for inner in _inner_optimizers(engine) for parameter in _parameters(inner))
+    return sum(tensor.nbytes for tensor in _live_tensors(engine)) + 8 * num_main
+
+
 @torch.no_grad()
 def restore_state(engine: TrainingEngine, state: HeldState) -> None:
     """Write a copied state into the engine. Its own state is lost."""

@@ -1,0 +1,177 @@
+"""Requests that make models of clients, describe and end them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from megarl.service.background import Background
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.ledger import Ledger, Promise, Reply, digest_of, json_reply
+from megarl.service.published import PublishedWeights
+from megarl.service.refusals import MalformedError, UserError
+from megarl.service.requests import CreateModel, LoadWeights
+from megarl.service.served_checks import check_adapters, check_base, check_optimizer, check_record
+from megarl.service.sessions import Model, Session, Sessions
+from megarl.service.trainer import Trainer
+
+# Every idle model keeps its adapters, gradients and moments in host memory.
+MOST_MODELS = 16
+"""Maximum models of one account in memory."""
+_SEEDS = 2**31
+
+
+class Models:
+    """Makes models in the trainer, and frees their memory."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        sessions: Sessions,
+        ledger: Ledger,
+        published: PublishedWeights,
+        background: Background,
+        clock: Callable[[], float],
+    ) -> None:
+        self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
+        self._published, self._background, self._clock = published, background, clock
+
+    def create(self, body: CreateModel, owner: str) -> Promise:
+        session = self._sessions.find(body.session_id, owner)
+        model_id = f"{session.session_id}:train:{body.model_seq_id}"
+
+        async def work() -> Reply:
+            check_base(self._trainer.served, body.base_model)
+            check_adapters(self._trainer.served, body.lora_config)
+            check_optimizer(body.optimizer_config.type)
+            # Drawn here, so that the record of a checkpoint can name it.
+            seed = body.lora_config.seed if body.lora_config else None
+            await self._trainer.create_model(model_id, secrets.randbelow(_SEEDS) if seed is None else seed)
+            return json_reply(model_id=model_id, type="create_model")
+
+        return self._begin_model(session, model_id, digest_of(body), work, body.user_metadata)
+
+    def load(self, body: LoadWeights, owner: str) -> Promise:
+        """Make a model from a checkpoint. Raises MalformedError for a request without a model."""
+        model: Model | None = None
+        number = 0
+        if body.session_id is not None and body.model_seq_id is not None:
+            session = self._sessions.find(body.session_id, owner)
+            model_id = f"{session.session_id}:train:{body.model_seq_id}"
+        elif body.model_id is not None and body.seq_id is not None:
+            session, model = self._sessions.find_model(body.model_id, owner)
+            self._sessions.note_use(session, model)
+            model_id, number = model.model_id, body.seq_id
+        else:
+            raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
+
+        async def work() -> Reply:
+            folder, record = self._checkpoints.find(body.path, owner)
+            if body.base_model is not None:
+                check_base(self._trainer.served, body.base_model)
+            if body.optimizer_config is not None:
+                check_optimizer(body.optimizer_config.type)
+            check_record(self._trainer.served, record, body.path)
+            if body.optimizer and record["kind"] != "weights":
+                raise UserError(f"path = {body.path}: has no optimizer state; load it without")
+
+            async def read() -> None:
+                with self._checkpoints.reading(folder, record["time"]):
+                    await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
+                if model is not None:
+                    # All gradients were dropped with the earlier state.
+                    model.failure = None
+                # `end_session` may have released the model before this load made it again. `_begin_model` handles new
+                # models.
+                if model is not None and self._sessions.has_ended(session):
+                    await self._trainer.forget(models=[model_id], versions=[])
+
+            await self._background.run_to_end(read())
+            return json_reply(path=body.path, model_id=model_id, type="load_weights")
+
+        if model is not None:
+            return self._ledger.submit(model_id, number, digest_of(body), work)
+        return self._begin_model(session, model_id, digest_of(body), work, body.user_metadata)
+
+    def describe(self, model_id: str, owner: str) -> dict[str, Any]:
+        self._sessions.find_model(model_id, owner)
+        served = self._trainer.served
+        data = {"arch": served.architecture, "model_name": served.name, "tokenizer_id": served.tokenizer}
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": served.rank,
+            "model_name": served.name,
+        }
+
+    def describe_weights(self, path: str, owner: str) -> dict[str, Any]:
+        _, record = self._checkpoints.find(path, owner)
+        served = self._trainer.served
+        return {
+            "base_model": record["base_model"],
+            "is_lora": True,
+            "lora_rank": record["rank"],
+            "train_unembed": False,
+            "train_mlp": served.trains_mlp,
+            "train_attn": served.trains_attention,
+        }
+
+    def end_session(self, session: Session) -> None:
+        """Forget a session, and free the memory of its models and weights."""
+        self._sessions.remove(session)
+        for model_id in session.models:
+            self._ledger.close_model(model_id)
+        self._ledger.forget_owner_keys(session.session_id)
+        versions = self._published.end_session(session.session_id)
+        # Not awaited: its turn may come after minutes, and the SDK repeats a request that has no answer for so long.
+        self._background.start(self._trainer.forget(models=list(session.models), versions=versions))
+
+    async def move_idle(self, latest: float) -> None:
+        """Move models without requests since a time to disk."""
+        idle = [model for model in self._sessions.models() if model.used_at < latest and not model.is_on_disk]
+        for model in idle:
+            model.is_on_disk = True
+        if idle:
+            await self._trainer.move_to_disk([model.model_id for model in idle])
+
+    def _begin_model(
+        self,
+        session: Session,
+        model_id: str,
+        digest: bytes,
+        work: Callable[[], Awaitable[Reply]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> Promise:
+        """Accept the request for a new model. Its numbers begin when it exists."""
+        session.seen_at = self._clock()
+
+        async def make() -> Reply:
+            # The first promise expires. A copy of its request that comes later must not reset a trained model.
+            if model_id in session.models:
+                raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
+            sessions = self._sessions.owned_by(session.owner)
+            num_models = sum(len(open_session.models) + len(open_session.starting) for open_session in sessions)
+            if num_models >= MOST_MODELS:
+                raise UserError(
+                    f"this key has {MOST_MODELS} models in memory; close their sessions, or save and stop some"
+                )
+            session.starting.add(model_id)
+            try:
+                reply: Reply = await work()
+            finally:
+                session.starting.discard(model_id)
+            # `end_session` releases only the models that the session has.
+            if self._sessions.has_ended(session):
+                await self._trainer.forget(models=[model_id], versions=[])
+                raise UserError(f"session_id = {session.session_id}: ended before its model was made; begin a session")
+            model = session.models[model_id] = Model(model_id, self._clock(), metadata)
+            self._ledger.open_model(model_id, session.owner, model.note_skipped)
+            return reply
+
+        return self._ledger.submit_single(
+            (session.session_id, "model", model_id), session.owner, digest, make, model_id=model_id
+        )

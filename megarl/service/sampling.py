@@ -1,0 +1,170 @@
+"""Sampling sessions, and the requests to them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from megarl.service import wire
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.ledger import Ledger, Promise, Reply, digest_of
+from megarl.service.published import PublishedWeights, Weights
+from megarl.service.refusals import UserError
+from megarl.service.requests import (
+    CreateSampler,
+    SampleAddress,
+    SampleRequest,
+    SampleSettings,
+    count_sampling_tokens,
+    read_fields,
+)
+from megarl.service.served_checks import check_base, check_record
+from megarl.service.sessions import Sampler, Sessions
+from megarl.service.trainer import Trainer
+from megarl.types import SamplingSettings
+
+_SEEDS = 2**31
+
+
+class Sampling:
+    """Turns sampling requests into samples of the trainer's engines, in any order."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        sessions: Sessions,
+        ledger: Ledger,
+        published: PublishedWeights,
+        clock: Callable[[], float],
+    ) -> None:
+        self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
+        self._published, self._clock = published, clock
+
+    async def open(self, body: CreateSampler, owner: str) -> str:
+        """Return the id of a sampling session: of a checkpoint, or of the base model.
+
+        Raises UserError or NotFoundError. A repeated request gets the first id.
+        """
+        session = self._sessions.find(body.session_id, owner)
+        sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+        if sampler_id in session.samplers:
+            return sampler_id
+        if body.model_path is None:
+            check_base(self._trainer.served, body.base_model)
+            session.add_sampler(Sampler(sampler_id, Weights(owner, session.session_id)))
+            return sampler_id
+        folder, record = self._checkpoints.find(body.model_path, owner)
+        check_record(self._trainer.served, record, body.model_path)
+        # The weights are read by the first request for them.
+        weights = Weights(owner, session.session_id, folder=folder, saved_at=record["time"])
+        session.add_sampler(Sampler(sampler_id, weights, body.model_path))
+        return sampler_id
+
+    def describe(self, sampler_id: str, owner: str) -> dict[str, Any]:
+        _, sampler = self._sessions.find_sampler(sampler_id, owner)
+        values = {"sampler_id": sampler_id, "base_model": self._trainer.served.name, "model_path": sampler.path}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def sample(self, values: dict[str, Any], owner: str) -> Promise:
+        """Accept a sampling request. Raises UserError for one without an address."""
+        address = read_fields(SampleAddress, values)
+        session, sampler = self._sessions.find_sampler(address.sampling_session_id, owner)
+        session.seen_at = self._clock()
+
+        async def work() -> Reply:
+            body = read_fields(SampleRequest, values)
+            prompt = _prompt_tokens(body)
+            settings = self._make_settings(body.sampling_params, len(prompt), body.topk_sample_logprobs)
+            first_seed = body.sampling_params.seed
+            if first_seed is None:
+                first_seed = secrets.randbelow(_SEEDS)
+            # Equal seeds would give equal samples.
+            seeds = [(first_seed + number) % _SEEDS for number in range(body.num_samples)]
+            _refuse_unsupported(body, len(prompt))
+            async with self._published.used(sampler.weights) as version:
+                samples = await self._trainer.sample(version, prompt, settings, seeds)
+                scores, top = None, None
+                if body.prompt_logprobs or body.topk_prompt_logprobs:
+                    scores, top = await self._trainer.score(version, prompt, body.topk_prompt_logprobs)
+            if scores is not None and top is not None and body.prompt_logprobs_last_n is not None:
+                # The SDK checks that nothing before the last ones has a value.
+                scores[: -body.prompt_logprobs_last_n] = np.nan
+                top.logprobs[: -body.prompt_logprobs_last_n] = -np.inf
+            reply = wire.sampling_reply(
+                samples, scores if body.prompt_logprobs else None, top if body.topk_prompt_logprobs else None
+            )
+            return Reply(reply, wire.PROTOBUF)
+
+        return self._ledger.submit_single(
+            (session.session_id, "asample", sampler.sampler_id, address.seq_id),
+            owner,
+            digest_of(values),
+            work,
+            num_sequences=address.num_samples,
+            tokens=count_sampling_tokens(values, address.num_samples, self._trainer.served.context_tokens),
+        )
+
+    def _make_settings(self, params: SampleSettings, num_prompt_tokens: int, num_top_tokens: int) -> SamplingSettings:
+        served = self._trainer.served
+        room = served.context_tokens - num_prompt_tokens
+        if room < 1:
+            raise UserError(
+                f"prompt has {num_prompt_tokens} tokens: a prompt with its completion has at most "
+                f"{served.context_tokens}; cut it"
+            )
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        token_ids = tuple(stop for stop in stops if isinstance(stop, int))
+        if "" in texts:
+            raise UserError("sampling_params.stop has an empty text: leave it out, or give [] to stop at nothing")
+        if any(not 0 <= token_id < served.vocab_size for token_id in token_ids):
+            raise UserError(f"sampling_params.stop has a token outside of the vocabulary: 0 to {served.vocab_size - 1}")
+        return SamplingSettings(
+            max_new_tokens=min(room, params.max_tokens or room),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            # The SDK turns top-k off with -1, megarl with 0.
+            top_k=min(max(0, params.top_k), served.vocab_size),
+            stop=texts,
+            stop_token_ids=token_ids,
+            # An empty list stops at nothing, and None at the end of the sequence.
+            ignore_eos=params.stop == [],
+            num_top_tokens=min(num_top_tokens, served.vocab_size),
+        )
+
+
+def _prompt_tokens(body: SampleRequest) -> np.ndarray:
+    token_ids: list[int] = []
+    for number, chunk in enumerate(body.prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise UserError(f"prompt.chunks[{number}].type = {chunk.type}: this service samples from text only")
+        token_ids += chunk.tokens
+    if not token_ids:
+        raise UserError("prompt is empty: give at least one token")
+    # Ids of a request have any size, and int32 has not. A clipped one is still refused, outside the vocabulary.
+    return np.array([min(max(token_id, -1), 2**31 - 1) for token_id in token_ids], np.int32)
+
+
+def _refuse_unsupported(body: SampleRequest, num_prompt_tokens: int) -> None:
+    """Raise UserError for unsupported values of a sampling request."""
+    if body.target_prompt_logprobs is not None:
+        raise UserError("target_prompt_logprobs: is not supported; leave it out, or ask for topk_prompt_logprobs")
+    if value := body.prompt_alt_tokens_k:
+        raise UserError(f"prompt_alt_tokens_k = {value}: is not supported; leave it at 0")
+    if body.record_stability_info:
+        raise UserError(
+            "record_stability_info = true: the loss stable_reinforce is not supported; leave it out, and use the loss "
+            "importance_sampling or cispo"
+        )
+    if (last := body.prompt_logprobs_last_n) is not None:
+        if not body.prompt_logprobs:
+            raise UserError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs; set it to true")
+        if last >= num_prompt_tokens:
+            raise UserError(
+                f"prompt_logprobs_last_n = {last}: the prompt has {num_prompt_tokens} tokens, and the first has no "
+                "log-prob; leave it out"
+            )

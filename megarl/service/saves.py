@@ -1,0 +1,112 @@
+"""Requests that save a model's weights: on disk with a name, or in memory for sampling."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megarl.service.background import Background
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.ledger import Ledger, Promise, Reply, digest_of, json_reply
+from megarl.service.published import PublishedWeights
+from megarl.service.refusals import UserError
+from megarl.service.requests import SaveForSampler, SaveWeights, read_fields
+from megarl.service.sessions import Model, Sampler, Sessions
+from megarl.service.trainer import Trainer
+from megarl.types import StorageError
+
+
+class Saves:
+    """Writes checkpoints of models, and copies their weights for sampling sessions."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        sessions: Sessions,
+        ledger: Ledger,
+        published: PublishedWeights,
+        background: Background,
+        report: Callable[[str], object],
+    ) -> None:
+        self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
+        self._published, self._background, self._report = published, background, report
+
+    def save_weights(self, values: dict[str, Any], owner: str) -> Promise:
+        address, model = self._sessions.read_address(values, owner)
+
+        async def work() -> Reply:
+            body = read_fields(SaveWeights, values)
+            path = await self._save(model, "weights", body, owner, overwrite=body.overwrite)
+            return json_reply(path=path, type="save_weights")
+
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+
+    def save_for_sampler(self, values: dict[str, Any], owner: str) -> Promise:
+        """Keep a model's weights for sampling: on disk with a name, or as a sampling session in memory."""
+        address, model = self._sessions.read_address(values, owner)
+        session, _ = self._sessions.find_model(model.model_id, owner)
+
+        async def work() -> Reply:
+            body = read_fields(SaveForSampler, values)
+            if body.kind not in ("snapshot", "inflight"):
+                raise UserError(f"kind = {body.kind}: is not a kind of sampling client; use snapshot or inflight")
+            if body.path is not None:
+                # SDK 0.38 has no field for overwriting in this call, so a name in use is replaced.
+                path = await self._save(model, "sampler_weights", body, owner, overwrite=True)
+                return json_reply(path=path, type="save_weights_for_sampler")
+            weights = await self._published.copy_model(model.model_id, owner, session.session_id)
+            sampler = Sampler(secrets.token_hex(12), weights)
+            if body.kind == "inflight":
+                # Requests until now finish with the weights that they began with.
+                earlier, model.moving_weights, sampler.model = model.moving_weights, weights, model
+                if earlier is not None:
+                    await self._published.end(earlier)
+            session.add_sampler(sampler)
+            return json_reply(sampling_session_id=sampler.sampler_id, type="save_weights_for_sampler")
+
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+
+    async def _save(
+        self, model: Model, kind: str, body: SaveWeights | SaveForSampler, owner: str, *, overwrite: bool
+    ) -> str:
+        name = body.path
+        assert name is not None
+        with self._disk_faults_refused(name):
+            partial = self._checkpoints.begin(model.model_id, kind, name, owner, overwrite=overwrite)
+        record = {
+            "owner": owner,
+            "kind": kind,
+            "base_model": self._trainer.served.name,
+            "rank": self._trainer.served.rank,
+            "user_metadata": body.user_metadata,
+            "run_metadata": model.metadata,
+        }
+
+        async def write() -> None:
+            try:
+                with self._disk_faults_refused(name):
+                    await self._trainer.save(model.model_id, partial)
+                    self._checkpoints.complete(partial, name, record, body.ttl_seconds)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+
+        await self._background.run_to_end(write())
+        return self._checkpoints.path_of(model.model_id, kind, name)
+
+    @contextmanager
+    def _disk_faults_refused(self, name: str) -> Iterator[None]:
+        """Context: a full disk fails this save of a client only. The operator learns the cause."""
+        try:
+            yield
+        except (OSError, StorageError) as error:
+            self._report(f"save of {name}: {type(error).__name__}: {error}")
+            # The text of the error names folders of the service.
+            raise UserError(
+                f"path = {name}: was not saved, because the disk of the service is full or fails. The model is as "
+                "before; delete checkpoints (RestClient.delete_checkpoint) and save again, or ask the operator for room"
+            ) from error

@@ -1,0 +1,44 @@
+"""Checks of a request's model settings against those that the service has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.service.refusals import UserError
+from megarl.service.requests import LoraSettings
+from megarl.service.trainer import ServedModel
+
+
+def check_base(served: ServedModel, name: str | None) -> None:
+    if name != served.name:
+        raise UserError(f"base_model = {name}: this service has {served.name}")
+
+
+def check_adapters(served: ServedModel, lora: LoraSettings | None) -> None:
+    if lora is None:
+        raise UserError("lora_config is missing: this service trains LoRA adapters only")
+    if lora.rank != served.rank:
+        raise UserError(f"lora_config.rank = {lora.rank}: the adapters of this service have rank {served.rank}")
+    kinds = (
+        ("train_mlp", lora.train_mlp, served.trains_mlp),
+        ("train_attn", lora.train_attn, served.trains_attention),
+    )
+    for name, wanted, trained in kinds:
+        if wanted != trained:
+            raise UserError(
+                f"lora_config.{name} = {wanted}: in this service it is {trained} (lora.targets of its recipe)"
+            )
+
+
+def check_record(served: ServedModel, record: Mapping[str, Any], path: str) -> None:
+    if (record["base_model"], record["rank"]) != (served.name, served.rank):
+        raise UserError(
+            f"path = {path}: has rank {record['rank']} and base model {record['base_model']}; this service has "
+            f"rank {served.rank} and {served.name}"
+        )
+
+
+def check_optimizer(kind: str) -> None:
+    if kind != "adamw":
+        raise UserError(f"optimizer type = {kind}: this service has adamw only")

@@ -1,0 +1,172 @@
+"""Sessions of the service's clients, with their models and sampling sessions: looked up by id and owner.
+
+An id of another owner does not exist.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.service.listing import RunState
+from megarl.service.published import Weights
+from megarl.service.refusals import NotFoundError, UserError
+from megarl.service.requests import CreateSession, Numbered, read_fields
+
+MOST_SESSIONS = 64
+"""Maximum sessions of one account."""
+# A loop that samples from each step's weights makes one a step.
+MOST_SAMPLERS = 10_000
+"""Maximum sampling sessions of one session. The oldest one makes room."""
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """A client's model. `failure` is the reason why the gradients since the last step are incomplete."""
+
+    model_id: str
+    used_at: float
+    """Time of its last request."""
+    metadata: Mapping[str, str] | None = None
+    is_on_disk: bool = False
+    failure: str | None = None
+    moving_weights: Weights | None = None
+    """Weights of the sampling sessions following the model, from its last save for them."""
+
+    def note_skipped(self, reason: str) -> None:
+        """Fail the next step: a request that did not run may have had a part of its gradients."""
+        self.failure = reason
+
+
+@dataclass(eq=False, slots=True)
+class Sampler:
+    """A sampling session: its weights, and their path. With `model` it follows the model's saves."""
+
+    sampler_id: str
+    fixed_weights: Weights
+    path: str | None = None
+    model: Model | None = None
+
+    @property
+    def weights(self) -> Weights:
+        return self.fixed_weights if self.model is None else self.model.moving_weights or self.fixed_weights
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A client's session, with its models and samplers."""
+
+    session_id: str
+    owner: str
+    seen_at: float
+    metadata: Mapping[str, str] | None = None
+    display_name: str | None = None
+    models: dict[str, Model] = field(default_factory=dict)
+    starting: set[str] = field(default_factory=set)
+    """Ids of models that the trainer is making. They count for the limit, so that parallel requests cannot exceed it.
+    """
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        if len(self.samplers) >= MOST_SAMPLERS:
+            del self.samplers[next(iter(self.samplers))]
+        self.samplers[sampler.sampler_id] = sampler
+
+
+class Sessions:
+    """The open sessions of all owners."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        # Sessions have the monotonic time of their last request, and clients want that of a calendar.
+        self._epoch = time.time() - clock()
+
+    def open(self, body: CreateSession, owner: str) -> str:
+        """Return the id of a new session. Raises UserError if the owner has too many."""
+        if sum(session.owner == owner for session in self._sessions.values()) >= MOST_SESSIONS:
+            raise UserError(f"this key has {MOST_SESSIONS} open sessions; close some, or wait until silent ones end")
+        session = Session(secrets.token_hex(12), owner, self._clock(), body.user_metadata, body.display_name)
+        self._sessions[session.session_id] = session
+        return session.session_id
+
+    def ids(self, owner: str) -> list[str]:
+        """Return the ids of an owner's sessions, newest first."""
+        return [name for name, session in reversed(self._sessions.items()) if session.owner == owner]
+
+    def describe(self, session_id: str, owner: str) -> dict[str, Any]:
+        session = self.find(session_id, owner)
+        return {
+            "training_run_ids": list(session.models),
+            "sampler_ids": list(session.samplers),
+            "user_metadata": session.metadata,
+            "display_name": session.display_name,
+        }
+
+    def run_states(self, owner: str) -> list[RunState]:
+        """Return an owner's models in memory."""
+        return [
+            RunState(model.model_id, owner, session.seen_at + self._epoch, model.metadata)
+            for session in self._sessions.values()
+            if session.owner == owner
+            for model in session.models.values()
+        ]
+
+    def touch(self, session_id: str, owner: str) -> None:
+        """Note a sign of life of a session's client. Raises NotFoundError."""
+        self.find(session_id, owner).seen_at = self._clock()
+
+    def owned_by(self, owner: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.owner == owner]
+
+    def models(self) -> list[Model]:
+        """Return the models of all sessions."""
+        return [model for session in self._sessions.values() for model in session.models.values()]
+
+    def silent_since(self, oldest: float) -> list[Session]:
+        """Return the sessions without requests since a time."""
+        return [session for session in self._sessions.values() if session.seen_at < oldest]
+
+    def remove(self, session: Session) -> None:
+        self._sessions.pop(session.session_id, None)
+
+    def has_ended(self, session: Session) -> bool:
+        return self._sessions.get(session.session_id) is not session
+
+    def read_address(self, values: dict[str, Any], owner: str) -> tuple[Numbered, Model]:
+        """Return the model and number of a request, before its other fields are read.
+
+        A wrong field fails its promise only: a refused request would have used its number.
+        """
+        address = read_fields(Numbered, values)
+        session, model = self.find_model(address.model_id, owner)
+        self.note_use(session, model)
+        return address, model
+
+    def note_use(self, session: Session, model: Model) -> None:
+        session.seen_at = model.used_at = self._clock()
+        model.is_on_disk = False
+
+    def find(self, session_id: str, owner: str) -> Session:
+        """Return an owner's session. Raises NotFoundError."""
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise NotFoundError(f"session_id = {session_id:.100}: does not exist")
+        return session
+
+    def find_model(self, model_id: str, owner: str) -> tuple[Session, Model]:
+        """Return an owner's model, and its session. Raises NotFoundError."""
+        for session in self._sessions.values():
+            if session.owner == owner and model_id in session.models:
+                return session, session.models[model_id]
+        raise NotFoundError(f"model_id = {model_id:.100}: does not exist")
+
+    def find_sampler(self, sampler_id: str, owner: str) -> tuple[Session, Sampler]:
+        """Return an owner's sampling session, and its session. Raises NotFoundError."""
+        for session in self._sessions.values():
+            if session.owner == owner and sampler_id in session.samplers:
+                return session, session.samplers[sampler_id]
+        raise NotFoundError(f"sampling_session_id = {sampler_id:.100}: does not exist")

@@ -1,0 +1,95 @@
+"""Training requests: gradients of a batch, and steps of the optimizer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from megarl.data.token_batch import TokenBatch
+from megarl.service import wire
+from megarl.service.datums import make_batch, split_values
+from megarl.service.ledger import Ledger, Promise, Reply, digest_of, json_reply
+from megarl.service.losses import checked_settings
+from megarl.service.refusals import UserError
+from megarl.service.requests import AdamSettings, OptimStep, read_fields
+from megarl.service.served_checks import check_optimizer
+from megarl.service.sessions import Sessions
+from megarl.service.trainer import Trainer
+
+
+class TrainingCalls:
+    """Turns training requests into calls of the trainer, in the order of their numbers."""
+
+    def __init__(self, trainer: Trainer, sessions: Sessions, ledger: Ledger) -> None:
+        self._trainer, self._sessions, self._ledger = trainer, sessions, ledger
+
+    def forward_backward(self, raw: bytes, owner: str) -> Promise:
+        """Accept a training call. Raises MalformedError for any other body than the SDK's message."""
+        message = wire.parse_training_call(raw)
+        session, model = self._sessions.find_model(message.model_id, owner)
+        self._sessions.note_use(session, model)
+
+        async def work() -> Reply:
+            try:
+                settings = checked_settings(message.loss_fn, wire.loss_settings(message))
+                # In a thread: a message of many small tensors takes a second, and other clients wait meanwhile.
+                batch = await asyncio.to_thread(self._read_batch, message)
+                logprobs, losses = await self._trainer.forward_backward(
+                    model.model_id, batch, message.loss_fn, settings, is_forward_only=message.forward_only
+                )
+            except BaseException as error:
+                # A cancelled call counts as failed too: the ranks may still add its gradients.
+                if not message.forward_only:
+                    # As in the ledger, the client does not learn the text of an error of the service.
+                    reason = error if isinstance(error, UserError) else type(error).__name__
+                    model.failure = f"forward_backward {message.seq_id} failed: {reason}"
+                raise
+            # The clients' chunks are combined by the names' endings.
+            metrics = {"loss:sum": float(losses.astype(np.float64).sum())}
+            return Reply(wire.training_reply(split_values(logprobs, batch), metrics), wire.PROTOBUF)
+
+        digest = hashlib.sha256(raw).digest()
+        return self._ledger.submit(model.model_id, message.seq_id, digest, work, tokens=wire.count_tokens(message))
+
+    def _read_batch(self, message: Any) -> TokenBatch:
+        served = self._trainer.served
+        return make_batch(
+            wire.read_datums(message), message.loss_fn, vocab_size=served.vocab_size, max_tokens=served.row_tokens
+        )
+
+    def optim_step(self, values: dict[str, Any], owner: str) -> Promise:
+        address, model = self._sessions.read_address(values, owner)
+
+        async def work() -> Reply:
+            # The failure is reset here, because the gradients are dropped with it.
+            failure, model.failure = model.failure, None
+            try:
+                body = read_fields(OptimStep, values)
+                if body.optimizer_params is not None:
+                    check_optimizer(body.optimizer_params.type)
+                if failure is not None:
+                    raise UserError(
+                        f"no step: {failure}. All gradients since the last step were dropped; send them again"
+                    )
+            except UserError:
+                await self._trainer.clear_gradients(model.model_id)
+                raise
+            metrics = await self._trainer.optim_step(model.model_id, body.adam_params or AdamSettings())
+            return json_reply(metrics=metrics)
+
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+
+    def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
+        """Accept an unsupported numbered request. Its promise fails, so its number is used."""
+        address, model = self._sessions.read_address(values, owner)
+
+        async def work() -> Reply:
+            raise UserError(
+                "save_weights_external: this service writes no external formats; use save_state, and copy the folder "
+                "from service/checkpoints in the folder of the run"
+            )
+
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)

@@ -1,0 +1,69 @@
+"""A full disk under the checkpoints of a service: the client's save fails, and everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+
+from megarl.service.checkpoints import Checkpoints
+from tests.service.fake_trainer import FakeTrainer
+from tests.service.served import serving
+from tests.service.test_access import Client, make_model
+from tests.tracking.test_full_disk import fill
+
+
+def test_a_full_disk_fails_a_save_and_the_service_goes_on(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("size=256k")
+
+    async def run() -> None:
+        async with serving(FakeTrainer(), disk) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            address = {"model_id": model_id, "path": "saved"}
+            first = await client.result("save_weights", address | {"seq_id": 1})
+            ballast = fill(disk)
+            failed = await client.result("save_weights", address | {"seq_id": 2, "overwrite": True})
+            assert failed["category"] == "user" and "path = saved" in failed["error"]
+            assert str(disk) not in failed["error"], "folders of the service are not the client's"
+            sampler = await client.result("save_weights_for_sampler", address | {"seq_id": 3})
+            assert sampler["category"] == "user"
+            # Lifetimes are written too.
+            route = f"training_runs/{model_id}/checkpoints/weights/saved/ttl"
+            async with http.put(f"{url}/api/v1/{route}", json={"ttl_seconds": 3600}) as reply:
+                assert reply.status == 422
+            names = [file.relative_to(disk) for file in disk.rglob("*") if file.is_file() and file != ballast]
+            folder = Path(model_id) / "weights" / "saved"
+            assert sorted(names) == [folder / "logits.npy", folder / "service.json"], "nothing is half written"
+            step = await client.result("optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {}})
+            assert "metrics" in step
+            ballast.unlink()
+            again = await client.result("save_weights", address | {"seq_id": 5, "overwrite": True})
+            assert again["path"] == first["path"]
+            loaded = await client.result("load_weights", address | {"seq_id": 6, "optimizer": True} | first)
+            assert loaded["model_id"] == model_id
+
+    asyncio.run(run())
+
+
+def test_an_earlier_checkpoint_stays_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, rename = Checkpoints(tmp_path), Path.rename
+    first = checkpoints.begin("a:train:0", "weights", "one", "ann", overwrite=False)
+    (first / "state").write_text("first")
+    checkpoints.complete(first, "one", {"owner": "ann"}, None)
+    second = checkpoints.begin("a:train:0", "weights", "one", "ann", overwrite=True)
+
+    def fail_new_folder(path: Path, target: Path) -> Path:
+        if path == second:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_new_folder)
+    with pytest.raises(OSError):
+        checkpoints.complete(second, "one", {"owner": "ann"}, None)
+    folder, _ = checkpoints.find("tinker://a:train:0/weights/one", "ann")
+    assert (folder / "state").read_text() == "first"

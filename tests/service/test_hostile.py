@@ -1,0 +1,223 @@
+"""Hostile clients with a valid key: what they send is refused soon, and other clients are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from megarl.service import wire
+from tests.service.fake_trainer import FakeTrainer
+from tests.service.served import serving
+from tests.service.test_access import ACCOUNTS, Client, make_model
+
+KEY = "X-API-Key"
+
+
+def varint(number: int) -> bytes:
+    """A number in protobuf's encoding."""
+    encoded = b""
+    while number > 127:
+        encoded += bytes([number & 127 | 128])
+        number >>= 7
+    return encoded + bytes([number])
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A protobuf field with content of any length."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+EMPTY_DATUMS = field(3, b"") * (8 << 20)
+BOMBS = {
+    "empty datums": EMPTY_DATUMS,
+    "empty chunks of one datum": field(3, field(1, b"") * (8 << 20)),
+    "cut": field(1, b"model")[:-1],
+    "length beyond the end": b"\x1a\xff\xff\xff\xff\x0f",
+    "endless number": b"\x10" + b"\xff" * 1000,
+    "groups": b"\x1b" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_protobuf_bomb_is_refused_before_it_is_parsed(tmp_path: Path, name: str) -> None:
+    """8 MiB of empty messages took minutes of the event loop, and gigabytes."""
+
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
+            ann, bob = Client(http, url, "tml-a"), Client(http, url, "tml-b")
+            attack = asyncio.create_task(ann.post("forward_backward", raw=BOMBS[name]))
+            _, model_id = await make_model(bob)
+            step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+            assert "metrics" in await bob.result("optim_step", step)
+            status, reply = await attack
+            assert status == 400 and "body" in reply["error"]
+
+    asyncio.run(run())
+
+
+def test_a_large_call_of_the_sdk_is_no_bomb() -> None:
+    message = wire.messages().ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for _ in range(1024):
+        datum = message.data.add()
+        for _ in range(20):
+            datum.model_input.add().encoded_text.tokens = b"1234" * 20
+        for name in ("target_tokens", "weights"):
+            datum.loss_fn_inputs[name].dense = b"12345678"
+    assert len(wire.parse_training_call(message.SerializeToString()).data) == 1024
+
+
+DEEP = '{"model_id": ' + "[" * 100_000 + "]" * 100_000 + "}"
+NUMBERED = '{"model_id": "MODEL", "seq_id": %s}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("optim_step", DEEP),
+        ("optim_step", '{"a":' * 5000 + "1" + "}" * 5000),
+        ("optim_step", "[" + "0," * (2 << 20) + "0]"),
+        ("optim_step", NUMBERED % "NaN"),
+        ("optim_step", NUMBERED % "1e400"),
+        ("optim_step", NUMBERED % ("9" * 5000)),
+        ("optim_step", NUMBERED % '"x"'),
+        ("optim_step", NUMBERED % "null"),
+        ("optim_step", '{"model_id": ["MODEL"], "seq_id": 1}'),
+        ("optim_step", '{"model_id": "\\ud800", "seq_id": 1}'),
+        ("create_model", '{"session_id": "SESSION", "model_seq_id": -1, "base_model": "x"}'),
+        ("create_model", '{"session_id": "SESSION", "model_seq_id": 1e99, "base_model": "x"}'),
+        ("asample", '{"sampling_session_id": "x", "seq_id": -1}'),
+        ("asample", '{"sampling_session_id": "x", "seq_id": 0, "num_samples": 1000000000}'),
+        ("retrieve_future", '{"request_id": {"a": 1}}'),
+        ("weights_info", '{"tinker_path": "tinker://../../../etc/passwd"}'),
+        ("weights_info", '{"tinker_path": "tinker://a:train:0/weights/..%2f..%2fx"}'),
+        ("create_session", '{"user_metadata": {"a": "' + "x" * 100_000 + '"}}'),
+    ],
+)
+def test_hostile_json_gets_a_status_without_retries(tmp_path: Path, path: str, body: str) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            session_id, model_id = await make_model(client)
+            raw = body.replace("MODEL", model_id).replace("SESSION", session_id).encode()
+            status, reply = await client.post(path, raw=raw)
+            assert 400 <= status < 500 and status not in (402, 408, 409, 429) and reply["error"], (status, reply)
+            step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+            assert "metrics" in await client.result("optim_step", step), "no number was used"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [-1, 0, 2**31 - 1, -(2**31)])
+def test_a_number_out_of_range_fails_its_promise(tmp_path: Path, number: int) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, "adam_params": {}})
+            assert reply["category"] == "user" and "next request" in reply["error"]
+            message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cispo")
+            status, promise = await client.post("forward_backward", raw=message.SerializeToString())
+            assert status == 200
+            _, reply = await client.post("retrieve_future", {"request_id": promise["request_id"]})
+            assert reply["category"] == "user"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_fail_their_promise(tmp_path: Path, value: float) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            for seq_id, name in enumerate(("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"), 1):
+                body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {name: value}}
+                reply = await client.result("optim_step", body)
+                assert reply["category"] == "user" and name in reply["error"]
+
+    asyncio.run(run())
+
+
+async def send_part(url: str, path: str, body: bytes, size: int) -> None:
+    """Send the head of a request and a part of its body, then close the connection without reading."""
+    host, port = url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-a\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body[:size])
+    await writer.drain()
+    writer.transport.abort()
+
+
+def test_clients_that_die_in_mid_request_leave_nothing(tmp_path: Path) -> None:
+    """Dead while they send a body, and while they poll: bytes and promises are free, and numbers are unused."""
+
+    async def run() -> None:
+        trainer = FakeTrainer()
+        trainer.seconds = 0.2
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            body = json.dumps({"model_id": model_id, "seq_id": 1, "adam_params": {}, "x": "x" * 200_000}).encode()
+            await asyncio.gather(*(send_part(url, "optim_step", body, size) for size in range(0, 200_000, 1000)))
+            step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+            _, promise = await client.post("optim_step", step)
+            poll = json.dumps({"request_id": promise["request_id"]}).encode()
+            await asyncio.gather(*(send_part(url, "retrieve_future", poll, len(poll)) for _ in range(100)))
+            _, reply = await client.post("retrieve_future", {"request_id": promise["request_id"]})
+            assert "metrics" in reply and trainer.calls.count(("optim_step", model_id)) == 1
+
+    asyncio.run(run())
+
+
+def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> None:
+    count = 3000
+
+    class WaitingTrainer(FakeTrainer):
+        goes_on = asyncio.Event()
+
+        async def sample(self, *arguments: Any) -> Any:
+            await self.goes_on.wait()
+            return await super().sample(*arguments)
+
+    async def run() -> None:
+        trainer = WaitingTrainer()
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, session = await client.post("create_session")
+            address = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
+            _, sampler = await client.post("create_sampling_session", address)
+
+            async def submit(number: int) -> str:
+                body = {
+                    "sampling_session_id": sampler["sampling_session_id"], "seq_id": number,
+                    "sampling_params": {"max_tokens": 1, "seed": number},
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+                }  # fmt: skip
+                status, promise = await client.post("asample", body)
+                assert status == 200, promise
+                return promise["request_id"]
+
+            ids = await asyncio.gather(*map(submit, range(count)))
+            assert len(set(ids)) == count
+            # Another client trains meanwhile.
+            _, model_id = await make_model(client)
+            step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+            assert "metrics" in await client.result("optim_step", step)
+            trainer.goes_on.set()
+
+            async def read(request_id: str) -> bytes:
+                poll = {"request_id": request_id}
+                headers = {KEY: "tml-a"}
+                async with http.post(f"{url}/api/v1/retrieve_future", json=poll, headers=headers) as reply:
+                    return await reply.read()
+
+            replies = await asyncio.gather(*map(read, ids))
+            parsed = [wire.messages().SampleResponse.FromString(reply) for reply in replies]
+            assert all(len(response.sequences) == 1 for response in parsed)
+
+    asyncio.run(run())
