@@ -1,0 +1,114 @@
+"""Host memory of models: those used least recently move to disk, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.service.memory_limits import MemoryLimits, RankMemory
+from megarl.service.rank_trainer import RankTrainer
+from megarl.service.refusals import UserError
+from megarl.service.requests import AdamSettings
+from megarl.types import ConfigError
+from tests.service.fake_trainer import FakeTrainer
+
+
+def test_each_host_has_the_room_of_all_its_ranks() -> None:
+    ranks = [RankMemory("n1", 100, 10, 4000), RankMemory("n1", 100, 10, 4100), RankMemory("n2", 100, 10, 4000)]
+    limits = MemoryLimits(ranks, None)
+    # 3/4 of 4,000 bytes hold 15 models of two ranks.
+    assert limits.find_full_host(num_models=15, num_copies=0) is None
+    full = limits.find_full_host(num_models=15, num_copies=1)
+    assert full is not None and (full.host, full.num_bytes, full.model_bytes, full.copy_bytes) == ("n1", 3000, 200, 20)
+    limits = MemoryLimits(ranks, 240)
+    assert limits.find_full_host(num_models=1, num_copies=2) is None
+    assert limits.find_full_host(num_models=1, num_copies=3) is not None
+    assert "on n1" in limits.describe()
+
+
+class Ranks:
+    """Two ranks of a host, and an engine pool, that note the calls. Models in `pending` have gradients."""
+
+    is_separate = False
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.pending: set[str] = set()
+        self.is_disk_full = False
+        self.trainers = self
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        name = method.removeprefix("adapters.")
+        if name == "measure_memory":
+            return [RankMemory("n1", 100, 10, 10**9)] * 2
+        self.calls.append((name, *arguments))
+        if name == "move_to_disk":
+            moved = [] if self.is_disk_full else [model for model in arguments[0] if model not in self.pending]
+            return [(moved, "full" if self.is_disk_full else None), (arguments[0], None)]
+        return [(1.0, True), (1.0, True)]
+
+    async def pause(self, **_: Any) -> None: ...
+
+    def moved(self) -> list[str]:
+        """The models that moved to disk since the last look."""
+        models = [model for name, *arguments in self.calls if name == "move_to_disk" for model in arguments[0]]
+        self.calls.clear()
+        return models
+
+
+def make_trainer(ranks: Any, most_bytes: int) -> RankTrainer:
+    return RankTrainer(
+        FakeTrainer().served, ranks, ranks, ranks,
+        idle_folder=Path("idle"), num_slots=1, num_sequences=8, most_bytes=most_bytes,
+    )  # fmt: skip
+
+
+async def test_models_used_least_recently_move_to_disk() -> None:
+    ranks = Ranks()
+    trainer = make_trainer(ranks, 480)
+    assert "on n1" in await trainer.start()
+    for name in "ab":
+        await trainer.create_model(name, 0)
+    assert ranks.moved() == []
+    await trainer.clear_gradients("a")
+    await trainer.create_model("c", 0)
+    assert ranks.moved() == ["b"]
+    # Its next call brings it back, and needs the room of another.
+    await trainer.clear_gradients("b")
+    assert ranks.moved() == ["a"]
+    # Four copies fit with two models, and a fifth with one.
+    for number in range(4):
+        await trainer.publish("b", f"v{number}")
+    assert ranks.moved() == []
+    await trainer.publish("b", "v4")
+    assert ranks.moved() == ["c"]
+    await trainer.forget(models=[], versions=[f"v{number}" for number in range(5)])
+    await trainer.clear_gradients("c")
+    assert ranks.moved() == []
+
+
+@pytest.mark.parametrize("is_disk_full", [True, False])
+async def test_what_does_not_fit_is_refused_and_the_service_goes_on(is_disk_full: bool) -> None:
+    ranks = Ranks()
+    trainer = make_trainer(ranks, 480)
+    await trainer.start()
+    for name in "ab":
+        await trainer.create_model(name, 0)
+    ranks.is_disk_full = is_disk_full
+    ranks.pending = set() if is_disk_full else {"a", "b"}
+    for _ in range(2):
+        with pytest.raises(UserError, match="host memory of the service is full"):
+            await trainer.create_model("c", 0)
+    with pytest.raises(UserError, match="session ended"):
+        await trainer.clear_gradients("c")
+    await trainer.optim_step("a", AdamSettings())
+    await trainer.forget(models=["b"], versions=[])
+    await trainer.create_model("c", 0)
+    assert not trainer.failure.done()
+
+
+async def test_a_memory_without_room_for_one_model_is_an_error_before_the_start() -> None:
+    with pytest.raises(ConfigError, match="--host-memory-gib"):
+        await make_trainer(Ranks(), 200).start()
