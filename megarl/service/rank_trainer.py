@@ -95,7 +95,7 @@ class RankTrainer:
         self._models: dict[str, None] = {}
         """Models on the ranks, least recently used first. A request whose session has ended names others."""
         self._on_disk: set[str] = set()
-        """Those of the models that are not in host memory."""
+        """Models on the ranks that are on the disk, and not in host memory."""
         self._versions: set[str] = set()
         """Versions on the ranks."""
         self._most_bytes = most_bytes
