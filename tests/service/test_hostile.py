@@ -191,14 +191,14 @@ def test_clients_that_die_in_mid_request_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> None:
-    count = 3000
+    count = 2000
 
     class WaitingTrainer(FakeTrainer):
         goes_on = asyncio.Event()
 
-        async def sample(self, *arguments: Any) -> Any:
+        async def sample(self, version: str | None, prompt: Any, settings: Any, seeds: Any) -> Any:
             await self.goes_on.wait()
-            return await super().sample(*arguments)
+            return await super().sample(version, prompt, settings, seeds)
 
     async def run() -> None:
         trainer = WaitingTrainer()
