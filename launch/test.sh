@@ -95,9 +95,9 @@ lint-imports
 # be taken for another's.
 workers=()
 if ! command -v nvidia-smi >/dev/null; then
-    # The first line is "MemTotal: N kB".
-    read -r _ memory_kib _ </proc/meminfo
-    workers=(-n "$((memory_kib >= 20 << 20 ? 6 : 4))" --dist loadfile --no-loadscope-reorder)
+    # A container or a Slurm job may have less memory than its machine: the limit of its cgroup counts.
+    memory_bytes="$(python -c 'from megarl.platform.memory.host_memory import machine_bytes; print(machine_bytes())')"
+    workers=(-n "$((memory_bytes >= 20 << 30 ? 6 : 4))" --dist loadfile --no-loadscope-reorder)
 fi
 [ "$tier" = all ] || arguments=(-m "$tier" "${arguments[@]}")
 pytest "${workers[@]}" "${arguments[@]}"

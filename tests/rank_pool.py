@@ -16,11 +16,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.calls.deadlines import Deadlines
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups import backends, rendezvous
 from megarl.platform import device
 from megarl.platform.imports import disable_collector
+from tools.local_group import LocalGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -31,7 +31,8 @@ def check_completely(
     the remaining training records. `is_start`: see `preflight.check`.
     """
     from megarl.datasets.counts import count_records
-    from megarl.preflight import check, check_rewards, resource_warnings
+    from megarl.datasets.reward_trials import check_rewards
+    from megarl.preflight import check, resource_warnings
     from megarl.terminal import Terminal
 
     # Before the checks: if one raises, the notices may explain its error.

@@ -26,6 +26,12 @@ _LEAVE_SECONDS = 5.0
 """Seconds after a cancellation within which every waiting rank leaves the cross-world process group."""
 _SLACK_SECONDS = 30.0
 """Maximum seconds, with short time limits, to find a stopped rank and to end its group. A debugger takes 10 of them."""
+_LOOK_SECONDS = 2.0
+"""Seconds between looks for groups that hold up the others beyond the time limit."""
+_BLAME_SECONDS = 60.0
+"""Seconds from the time limit until a group is ended although its ranks wait in a collective. Until then the group at
+fault ends: 10 s for all stacks, 15 s for the report, 10 s for the end, 5 s until the others have left.
+"""
 _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
 
@@ -203,35 +209,43 @@ class ReshardCalls:
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
         """End a replica because of a fault of the given ranks. `what` describes the fault."""
-        error = await group.end.because_of(ranks, what)
+        error = await group.diagnosis.end_faulty(ranks, what)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Context that ends replicas and trainers with a stopped rank after the process group was cancelled.
+        """Context that ends the groups at fault: late ones, and stopped ones after the process group was cancelled.
 
         A working rank leaves the process group within 5 s of the cancellation, a stopped one does not. If nothing is
-        cancelled, each call looks for stopped ranks on its own.
+        cancelled, each call looks for stopped ranks on its own. A rank that hangs otherwise makes the calls of all
+        groups late. Its group has ranks outside of a collective; the others only wait for it.
         """
 
-        async def watch() -> None:
+        async def end_late() -> None:
+            seconds = limit + self._slack(limit)
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.gather(*(group.diagnosis.end_if_absent(method, seconds) for group in self._ranks.groups))
+
+        async def end_stopped() -> None:
             await self._cancelled.wait()
             await asyncio.sleep(_LEAVE_SECONDS)
             what = f"did not leave `{method}` after its process group was aborted"
             # The agent of a busy node may answer late.
             await self._end_stopped(self._ranks.groups, what, limit / 2)
 
-        watching = asyncio.create_task(watch())
+        watches = [asyncio.create_task(end_late()), asyncio.create_task(end_stopped())]
         try:
             yield
         finally:
-            watching.cancel()
-            await asyncio.wait([watching])
+            for watch in watches:
+                watch.cancel()
+            await asyncio.wait(watches)
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
         """End each of these groups with a stopped rank, if the run can continue without it."""
         if self._ranks.on_lost is not None:
-            await asyncio.gather(*(group.end.if_stopped(what, patience_seconds) for group in groups))
+            await asyncio.gather(*(group.diagnosis.end_if_stopped(what, patience_seconds) for group in groups))
 
     def _limit(self, method: str) -> float:
         """Return the time limit of the next call of a method, in seconds."""
@@ -259,11 +273,15 @@ class ReshardCalls:
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
         """Return a group's call in a reshard, with a time limit of `limit` seconds."""
-        # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
-        slack = max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
+        slack = self._slack(limit) + _BLAME_SECONDS
         return group.scatter(
             method, per_rank, *args, slack_seconds=slack, on_answer=partial(self._handle_report, group)
         )
+
+    def _slack(self, limit: float) -> float:
+        """Return the seconds, after a limit, until a group with ranks outside of a collective is ended."""
+        # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
+        return max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
 
     def _handle_report(self, group: WorkerGroup, report: ReshardReport | LostPeer) -> None:
         """Callback for a rank's answer: handle a report of a lost peer at once, while other ranks still wait for that

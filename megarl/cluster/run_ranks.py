@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from megarl import faults
 from megarl.cluster.agents.agent_link import AgentLink
 from megarl.cluster.calls.deadlines import Deadlines
-from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.diagnosis import HangReport
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.types import PeerLostError
@@ -99,7 +99,7 @@ class RunRanks:
 
         `notify` is called with a report of ranks that are slow, and with the names of silent ranks at once.
         """
-        self._hang_report = HangReport(folder, lambda: [group.ranks for group in self.groups])
+        self._hang_report = HangReport(folder, lambda: [group.diagnosis for group in self.groups])
         self._notify = notify
         self._watch(self.groups)
 
@@ -219,7 +219,7 @@ class RunRanks:
     def show_stacks(self) -> None:
         """Make the ranks of all groups write the stacks of their threads to their logs."""
         for group in self.groups:
-            group.ranks.show_stacks()
+            group.diagnosis.show_stacks()
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
         """Check that the run's nodes have room for these numbers of ranks, or can get it. Raises ConfigError if not."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import Recipe
 from megarl.config.sections.data_sets import DataSet, path_of
@@ -16,9 +17,10 @@ from megarl.data.kinds.preferences import Judged, Pairs
 from megarl.data.kinds.problems import Problems, made_problems, num_made
 from megarl.data.reader import Collect, Example, Kind, in_memory, read_examples
 from megarl.data.records import TooLongError
+from megarl.data.sources.harbor import FIELD, read_task, task_files
 from megarl.data.streamed import Streamed
 from megarl.datasets.environment_tools import tools_of_environment
-from megarl.datasets.fields import context_fields, field_names, kind_of_set, max_tokens, system_prompt
+from megarl.datasets.fields import context_fields, data_paths, field_names, kind_of_set, max_tokens, system_prompt
 from megarl.types import DataError, Problem
 
 if TYPE_CHECKING:
@@ -141,3 +143,13 @@ def read_preferences(
         is_scored = recipe.loop == "reward_model"
         kind = Pairs(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest, is_scored=is_scored)
     return _read_examples(recipe, data_set, kind, dropped, collect)
+
+
+def harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
+    """Return the tasks of the recipe's data without faulty ones. The survey of the data reports these."""
+    tasks: list[Mapping[str, Any]] = []
+    for path in data_paths(recipe).values():
+        if Path(path).is_dir():
+            with suppress(DataError):
+                tasks += [read_task(file)[FIELD] for file in task_files(Path(path))]
+    return tasks

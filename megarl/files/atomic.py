@@ -75,16 +75,39 @@ def replace_bytes(path: Path, content: bytes, *, is_private: bool = False) -> No
     sync(path.parent)
 
 
+_REPLACED = ".replaced"
+"""End of the hidden name of a folder while a newer one takes its name."""
+
+
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name, replacing an older one."""
+    """Rename a complete folder to its final name, replacing an older one.
+
+    `end_replacements` completes or undoes it after a kill.
+    """
     # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
     # last.
-    replaced = folder.with_name(f".{folder.name}.replaced")
+    replaced = folder.with_name(f".{folder.name}{_REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        # A full disk may have no room for the entry. The older folder stays then.
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def end_replacements(parent: Path) -> None:
+    """Delete the replaced folders that a killed process left in a folder, or give them their names back."""
+    for replaced in parent.glob(f".*{_REPLACED}"):
+        folder = replaced.with_name(replaced.name.removeprefix(".").removesuffix(_REPLACED))
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(folder)
 
 
 def sync(path: Path) -> None:

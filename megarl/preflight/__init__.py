@@ -25,14 +25,12 @@ from megarl.preflight.memory.resources import resource_warnings, slower_layout, 
 from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected_staleness
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, faults, finding_of
-from megarl.preflight.rewards import check_rewards
 from megarl.types import ConfigError, DataError
 
 __all__ = [
     "check",
     "check_disk",
     "check_plan",
-    "check_rewards",
     "download_missing",
     "download_model",
     "kept_kv",

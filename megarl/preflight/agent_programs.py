@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.sections.rollout import LOOPBACK, AgentConfig
-from megarl.data.sources.harbor import FIELD, TASK_FILE, read_task, task_files, task_image
-from megarl.datasets.fields import data_paths
+from megarl.data.sources.harbor import TASK_FILE, task_image
+from megarl.datasets.reading import harbor_tasks
 from megarl.preflight.registry import Cost, checks
 from megarl.sandbox.containers.container import ContainerSettings, start_fault
 from megarl.sandbox.layers import REMEDIES
-from megarl.types import DataError
 
 # Endings of script files. An argument with one of them must be a file that exists.
 _SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
@@ -99,7 +97,7 @@ def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
 def containers(recipe: Recipe) -> Iterator[str]:
     """Yield errors of the container: missing folders, or a machine unable to start one."""
     agent = recipe.rollout.agent
-    tasks = _harbor_tasks(recipe)
+    tasks = harbor_tasks(recipe)
     if tasks and (recipe.rollout.environment != "command" or agent.sandbox == "process"):
         yield (
             f"data.train has tasks with verifiers ({tasks[0]['folder']}), which run in the container of a program; set "
@@ -161,16 +159,6 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
         f"rollout.agent.image = {image}: is not a folder with an unpacked image (it has no bin/sh); unpack "
         "one there, with `docker export CONTAINER | tar -x -C FOLDER` for example, or leave the field out"
     )
-
-
-def _harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
-    """Return the tasks of the recipe's data without faulty ones. The check of the data reports these."""
-    tasks: list[Mapping[str, Any]] = []
-    for path in data_paths(recipe).values():
-        if Path(path).is_dir():
-            with suppress(DataError):
-                tasks += [read_task(file)[FIELD] for file in task_files(Path(path))]
-    return tasks
 
 
 def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:

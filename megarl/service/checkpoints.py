@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.files.atomic import replace_text
+from megarl.files.atomic import end_replacements, replace_folder, replace_text
 from megarl.service.refusals import NotFoundError, UserError
 from megarl.service.requests import NAME
 
@@ -25,8 +25,8 @@ _NAME = re.compile(NAME.removesuffix("$") + r"\Z")
 KINDS = ("weights", "sampler_weights")
 """Kinds of checkpoints: to train on, and to sample from."""
 _RECORD = "service.json"
-_PARTIAL, _REPLACED = ".partial_", ".replaced_"
-"""Beginnings of the names of unfinished folders, and of folders being replaced by a newer checkpoint."""
+_PARTIAL = ".partial_"
+"""Beginning of the names of unfinished folders."""
 # A state of rank-32 adapters of a 14B model has 1.5 GB, so this is about 700 of them.
 MOST_BYTES = 2**40
 """Default of the maximum bytes of one account's checkpoints."""
@@ -92,20 +92,7 @@ class Checkpoints:
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
         # The record comes before the rename, so every named folder has an owner.
         replace_text(partial / _RECORD, json.dumps(record | times | {"size_bytes": size}))
-        replaced = partial.with_name(f"{_REPLACED}{name}")
-        # A rename cannot replace a folder with files, so the earlier checkpoint moves away first. If the service is
-        # killed between the two renames, `_recover` moves it back.
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        try:
-            partial.rename(folder)
-        except OSError:
-            # A full disk may have no room for the entry. The earlier checkpoint stays then.
-            if replaced.exists():
-                replaced.rename(folder)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(partial, folder)
 
     def find(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
         """Return the folder and the record of an owner's checkpoint. Raises NotFoundError."""
@@ -179,12 +166,8 @@ class Checkpoints:
 
     def _recover(self) -> None:
         """Complete or undo what a killed service left: replaced checkpoints without successor, unfinished folders."""
-        for replaced in self._folder.glob(f"*/*/{_REPLACED}*"):
-            folder = replaced.with_name(replaced.name.removeprefix(_REPLACED))
-            if folder.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(folder)
+        for kind_folder in self._folder.glob("*/*"):
+            end_replacements(kind_folder)
         for partial in self._folder.glob(f"*/*/{_PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)
 

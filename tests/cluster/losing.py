@@ -19,8 +19,8 @@ import pytest
 
 from megarl.cluster.agents.nodes import Nodes
 from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.diagnosis import HangReport
 from megarl.cluster.calls.group_ranks import PartOfRun
-from megarl.cluster.calls.hang_report import HangReport
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.reshard_calls import ReshardCalls
@@ -126,7 +126,7 @@ async def start_again(nodes: Nodes, logs: Path) -> None:
     group, pids = await start()
     os.kill(pids[2], signal.SIGSTOP)
     group.deadlines = Deadlines.same(2.0)
-    group.report_hangs(HangReport(logs, lambda: [group.ranks], most_native=0))
+    group.report_hangs(HangReport(logs, lambda: [group.diagnosis], most_native=0))
     with pytest.raises(RankFailedError, match=r"^rank 2 of 4 did not answer"):
         await group.call("pid")
     text = (logs / "hang_1.txt").read_text().partition("== rank 2: threads in the kernel ==")[2].partition("\n==")[0]

@@ -5,8 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from megarl.cluster.launchers.local import LocalGroup
 from tests.shared_fork_servers import SHARED
+from tools.local_group import LocalGroup
 
 
 def shared_imports() -> list[str]:

@@ -22,7 +22,7 @@ import pytest
 from megarl.cluster.agents.agent_link import AgentLink, _pack_batch
 from megarl.cluster.agents.handshake import introduce
 from megarl.cluster.agents.topology import Introduction, own_interface, reached_at
-from megarl.cluster.calls import group_end, group_ranks
+from megarl.cluster.calls import diagnosis, group_end
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
@@ -325,14 +325,14 @@ async def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_n
             go = tmp_path / f"go{number}"
             waiting = asyncio.create_task(group.call("wait_for", str(go)))
             await asyncio.sleep(0)  # it is sent
-            await group.end.if_stopped("sat there", 1.0)
+            await group.diagnosis.end_if_stopped("sat there", 1.0)
             go.touch()
             await waiting
             assert await group.call("product", 2) == [(0, 2), (1, 4)]
         await stop(pids[1])
         calling = asyncio.create_task(group.call("product", 3))
         await asyncio.sleep(0)  # it is sent
-        await group.end.if_stopped("sat there", 1.0)
+        await group.diagnosis.end_if_stopped("sat there", 1.0)
         with pytest.raises(RankFailedError, match="rank 1 of 2 sat there"):
             await calling
 
@@ -341,11 +341,11 @@ async def test_a_stopped_rank_writes_its_stacks_once_it_goes_on(tmp_path: Path) 
     async with started(2, tmp_path, per_node=2) as (group, _):
         pids = await group.call("pid")
         await stop(pids[1])
-        stacks = await group.ranks.read_stacks()
+        stacks = await group.diagnosis.read_stacks()
         assert is_complete(stacks[0]) and not stacks[1]
         os.kill(pids[1], signal.SIGCONT)
-        await group.end.if_stopped("sat there", 1.0)
-        assert all(map(is_complete, (await group.ranks.read_stacks()).values()))
+        await group.diagnosis.end_if_stopped("sat there", 1.0)
+        assert all(map(is_complete, (await group.diagnosis.read_stacks()).values()))
         assert await group.call("product", 2) == [(0, 2), (1, 4)]
 
 
@@ -353,7 +353,7 @@ async def test_a_stopped_rank_writes_its_stacks_once_it_goes_on(tmp_path: Path) 
 async def test_a_stopped_process_is_named_by_what_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
-    monkeypatch.setattr(group_ranks, "STACKS_SECONDS", 1.0)
+    monkeypatch.setattr(diagnosis, "STACKS_SECONDS", 1.0)
     monkeypatch.setattr(group_end, "_KILL_SECONDS", 1.0)
     async with started(4, tmp_path, per_node=2) as (group, nodes):
         pids = await group.call("pid")
@@ -442,7 +442,7 @@ async def played_link(num_ranks: int) -> tuple[AgentLink, list[RankHandle], sock
     ours, theirs = socket.socketpair()
     link = AgentLink(ours, Introduction(0, "node0", "127.0.0.1"))
     await link.open()
-    handles = [RankHandle(rank, link, Path("none.log")) for rank in range(num_ranks)]
+    handles = [RankHandle(rank, Path("none.log")) for rank in range(num_ranks)]
     link._handles |= {handle.process: handle for handle in handles}
     return link, handles, theirs
 

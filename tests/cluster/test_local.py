@@ -19,7 +19,6 @@ from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers import run_nodes as launchers
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.launchers.run_nodes import importing_early, start_nodes, start_ranks
 from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.config import ClusterConfig
@@ -27,6 +26,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
+from tools.local_group import LocalGroup
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module", "nothing_left")]
 
@@ -333,7 +333,7 @@ async def test_stacks_are_shown_and_the_call_goes_on(tmp_path):
         call = asyncio.create_task(group.call("sleep", 1.0))
         while not all("in sleep\n" in log.read_text() for log in logs):
             await asyncio.sleep(0.05)
-            group.ranks.show_stacks()
+            group.diagnosis.show_stacks()
         await call
         assert await group.call("product", 1) == [(0, 1), (1, 2)]
 
@@ -428,7 +428,7 @@ def test_ranks_die_with_the_driver(tmp_path):
     script.write_text(
         "import asyncio, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from megarl.cluster.launchers.local import LocalGroup\n"
+        "from tools.local_group import LocalGroup\n"
         "async def drive():\n"
         "    from pathlib import Path\n"
         f"    group = await LocalGroup(2).start('probe:Probe', {{}}, log_folder=Path({str(tmp_path)!r}))\n"

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.calls.deadlines import Deadlines, Limit
 from megarl.cluster.calls.group_ranks import PartOfRun
 from megarl.cluster.calls.rank_errors import RankFailedError, RankLostError
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.reshard_states import TransitionError
 from megarl.cluster.run_ranks import RunRanks
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
 from tests.cluster.started import shared_imports
+from tools.local_group import LocalGroup
 
 KEY = b"k" * 32
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module")]
@@ -69,7 +70,7 @@ async def test_a_hang_report_pauses_only_ranks_of_the_group_that_ends(
         notices: list[str] = []
         ranks.report_hangs(tmp_path, notices.append)
         pids = await ranks.trainers.call("pid")
-        await ranks.trainers.end.because_of([1], "fell silent")
+        await ranks.trainers.diagnosis.end_faulty([1], "fell silent")
         # The other groups go on.
         assert await ranks.ask([2], "echo", ["c"]) == [(0, "c")]
     text = (tmp_path / "hang_1.txt").read_text()
@@ -233,6 +234,28 @@ async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
             assert found.startswith(expected)
         for replica in replicas:
             await replica.close()
+
+
+async def test_only_the_engine_that_hangs_is_lost_though_all_groups_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a debugger holds it: the process is not stopped, so only the deadline finds it."""
+    monkeypatch.setattr("megarl.cluster.reshard_calls._SLACK_SECONDS", 1.0)
+    monkeypatch.setattr("megarl.cluster.reshard_calls._LOOK_SECONDS", 0.2)
+    async with started(tmp_path) as (ranks, reshard_calls):
+        lost: list[tuple[WorkerGroup, str]] = []
+        ranks.on_lost = lambda group, error: lost.append((group, str(error)))
+        hanging, other = ranks.replicas
+        assert await reshard_calls.run(False, 1) == [ReshardReport()] * 4
+        await hanging.call("signal_in_reshard", "for ever", 0)
+        # The attempt after the loss has the usual time.
+        ranks.set_deadlines(lambda: Deadlines(Limit(60.0), Limit(60.0), {"reshard": Limit(2.0)}))
+        assert await reshard_calls.run(False, 2) == [ReshardReport()] * 3
+        assert [group for group, _ in lost] == [hanging]
+        assert lost[0][1].startswith("rank 2 of 4 did not answer `reshard` within 4 s")
+        assert not ranks.trainers.end.has_begun and ranks.replicas == [other]
+        assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
+        await hanging.close()
 
 
 async def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from megarl.cluster.calls.deadlines import Deadlines, Limit
 from megarl.cluster.calls.group_ranks import PartOfRun
 from megarl.cluster.calls.rank_errors import RankLostError
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
@@ -29,6 +28,7 @@ from megarl.platform import device
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.reshard.staging import SharedSlots
 from megarl.types import PeerLostError
+from tools.local_group import LocalGroup
 
 pytestmark = pytest.mark.distributed
 

@@ -13,12 +13,12 @@ import pytest
 from megarl.cluster.calls.group_ranks import PartOfRun
 from megarl.cluster.calls.rank_errors import RankFailedError, RankLostError
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import device
+from tools.local_group import LocalGroup
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.calls.deadlines import Deadlines
-from megarl.cluster.calls.hang_report import HangReport
+from megarl.cluster.calls.diagnosis import HangReport
 from megarl.cluster.calls.rank_errors import RankLostError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers import run_nodes as launchers
@@ -52,7 +52,7 @@ async def test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all(
         await group.call("join_gloo")
         pids = await group.call("pid")
         group.deadlines = Deadlines.same(2.0)
-        group.report_hangs(HangReport(tmp_path, lambda: [group.ranks]))
+        group.report_hangs(HangReport(tmp_path, lambda: [group.diagnosis]))
         os.kill(pids[1], signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(RankLostError) as caught:

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.cluster.calls.rank_errors import RankLostError
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.loops.saving.state_replication import StateReplication
+from tools.local_group import LocalGroup
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.datasets.counts import count_records
+from megarl.datasets.reward_trials import check_rewards
 from megarl.families.shape import read_model_shape
-from megarl.preflight import check, check_rewards
+from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.test_models import with_value_head
 

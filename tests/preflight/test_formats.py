@@ -17,7 +17,8 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.formats import FORMATS, RecordFormat
 from megarl.datasets.counts import count_records, recognised_formats
 from megarl.datasets.reading import read_conversations, read_preferences, read_problems
-from megarl.preflight import check, check_rewards
+from megarl.datasets.reward_trials import check_rewards
+from megarl.preflight import check
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "1 + 2"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight import check_rewards
+from megarl.datasets.reward_trials import check_rewards
 from megarl.types import ConfigError
 from tests.preflight.records import RECORD
 from tests.rewards.servers import JudgeServer

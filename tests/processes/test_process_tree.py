@@ -56,7 +56,7 @@ def test_a_small_pickle_that_loads_endlessly_is_refused(tmp_path: Path, monkeypa
 _START = """
 import asyncio, resource, sys
 from pathlib import Path
-from megarl.cluster.launchers.local import LocalGroup
+from tools.local_group import LocalGroup
 soft, hard, ranks = map(int, sys.argv[1:4])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 async def drive():

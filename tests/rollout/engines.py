@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.groups import world
 from megarl.platform import device
 from megarl.types import ExpertsHandle
+from tools.local_group import LocalGroup
 
 CONTEXT_TOKENS = 256
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import MIN_STEPS, WINDOW, Pace, StragglerDetector
 from megarl.types import Request, SamplingSettings
 from tests.child_processes import rank_processes
+from tools.local_group import LocalGroup
 
 FAST = Pace(num_tokens=4000, seconds=10.0, request_seconds=80.0)
 RUNNING_SECONDS = 0.01

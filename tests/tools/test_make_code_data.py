@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from megarl.config.recipe import load
-from megarl.preflight import check, check_rewards
+from megarl.datasets.reward_trials import check_rewards
+from megarl.preflight import check
 from megarl.rewards.functions.code import code
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.types import ConfigError

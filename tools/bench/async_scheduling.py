@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.config import RolloutConfig
 from megarl.groups import world
 from megarl.tracking.metrics import values
 from megarl.types import Request, SamplingSettings
+from tools.local_group import LocalGroup
 
 BUDGET_SECONDS = 1.0
 

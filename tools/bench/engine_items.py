@@ -14,10 +14,10 @@ from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_setting
 from run_items import PROMPT_TOKENS
 from shapes import config_of, stop_tokens, write_model
 
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.data.chat import load_tokenizer
 from megarl.platform import device
 from megarl.types import SamplingSettings
+from tools.local_group import LocalGroup
 
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 FP8_WEIGHTS = {"quantization": "fp8"}

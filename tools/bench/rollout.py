@@ -25,9 +25,9 @@ import numpy as np
 from driven_engine import Bench, EngineSettings, problems_of
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.data.chat import load_tokenizer
 from megarl.types import Request, SamplingSettings
+from tools.local_group import LocalGroup
 
 CONTEXT_TOKENS = 2048
 NUM_STOP_TOKENS = 8

@@ -27,10 +27,10 @@ from driven_engine import Bench, EngineSettings
 from report import machine, metric_line, print_line, versions
 from shapes import SHAPES, config_of, stop_tokens, write_model
 
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.data.chat import load_tokenizer
 from megarl.platform import device
 from megarl.types import SamplingSettings
+from tools.local_group import LocalGroup
 
 PROMPT_TOKENS = 256
 LEAST = {1: 0.97, 4: 0.90}

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.launchers.local import LocalGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import encode, load_tokenizer, render
@@ -38,6 +37,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
+from tools.local_group import LocalGroup
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {"small": "15 s", "full": "minutes (not timed)"}

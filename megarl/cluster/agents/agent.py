@@ -283,12 +283,15 @@ class Agent:
         pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
         return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
 
-    async def _read_native_stacks(self, process: int, seconds: float) -> str:
-        """Return where a rank's threads are in native code. A debugger needs up to `seconds`."""
-        rank = self._ranks.get(process)
-        if rank is None or rank.forked.pid is None:
-            return "no native stacks: the process has not started, or has ended"
-        return await asyncio.to_thread(native_stacks.native_stacks, rank.forked.pid, seconds)
+    async def _read_native_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
+        """Return where the threads of ranks are in native code, by process. A debugger has up to `seconds` for each."""
+        pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
+        readings = [asyncio.to_thread(_native_stacks, pid, seconds) for pid in pids.values()]
+        return dict(zip(pids, await asyncio.gather(*readings), strict=True))
+
+
+def _native_stacks(pid: int | None, seconds: float) -> str:
+    return "no native stacks: the process has not started" if pid is None else native_stacks.native_stacks(pid, seconds)
 
 
 def _cut(connection: socket.socket) -> None:

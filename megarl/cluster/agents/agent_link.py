@@ -29,8 +29,6 @@ Joining longer ones would cost a copy. asyncio still copies what the socket does
 """
 _PATIENCE_SECONDS = 600.0
 """Seconds for an agent's longest work: it checks or receives the copies of a large model's state."""
-_process_numbers = itertools.count(1)
-"""Numbers of rank processes, unique in this driver: a late answer is never taken for that of a newer process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,10 +99,6 @@ class AgentLink(asyncio.Protocol):
     @property
     def is_lost(self) -> bool:
         return self.ended.done()
-
-    def new_process_number(self) -> int:
-        """Return a number for the next process of this node."""
-        return next(_process_numbers)
 
     async def open(self) -> None:
         """Start reading and writing."""

@@ -48,7 +48,7 @@ class Call:
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
 
-def packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
+def pack_commands(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
     """Return the encoded command for each rank. Ranks with the same first argument, like None, share one."""
     # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}

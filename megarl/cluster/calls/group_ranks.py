@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.agents.agent_link import AgentLink, RankPlace
 from megarl.cluster.agents.topology import visible_gpus
-from megarl.cluster.calls.call import Call
 from megarl.cluster.ranks.messages import pack_cancel
 from megarl.cluster.ranks.rank_handle import Answers, RankHandle
-from megarl.cluster.ranks.stacks import STACKS_SECONDS
-
-_MOST_PATIENCE_SECONDS = 60.0
-"""Maximum seconds to wait for an agent's answer about stopped ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +37,13 @@ class PartOfRun:
 class GroupRanks:
     """Rank processes of one group. Call `fork` first.
 
-    `handles` are the group's ranks; empty after its end. `places` are their nodes and numbers there. `on_slow` is the
-    callback (report) called when ranks hold up a call much longer than earlier calls took, or fall silent.
+    `handles` are the group's ranks; empty after its end. `places` are their nodes and numbers there.
     """
 
     def __init__(self, part: PartOfRun, places: Sequence[RankPlace]) -> None:
         """Create the group. Its processes start in `fork`."""
         self.part, self.places = part, list(places)
         self.handles: list[RankHandle] = []
-        self.on_slow: Callable[[str], object] = lambda report: None
 
     async def fork(
         self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str], timeout_seconds: float
@@ -60,9 +53,9 @@ class GroupRanks:
         Raises OSError or MegarlError. An agent has `timeout_seconds`.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
-        for rank, place in enumerate(self.places):
+        for rank in range(len(self.places)):
             number = self.part.first_rank + rank
-            self.handles.append(RankHandle(number, place.agent, log_folder / f"rank_{number:04d}.log"))
+            self.handles.append(RankHandle(number, log_folder / f"rank_{number:04d}.log"))
         forks: list[Coroutine[Any, Any, None]] = []
         for agent, handles in self._by_agent(self.handles).items():
             variables = [
@@ -97,43 +90,6 @@ class GroupRanks:
         for agent, handles in self._by_agent(self.handles).items():
             agent.send_notice(handles, notice)
 
-    def show_stacks(self) -> None:
-        """Make the ranks write the stacks of all threads to their logs and continue."""
-        reading = asyncio.ensure_future(self.read_stacks())
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def read_stacks(self) -> dict[int, str]:
-        """Return the present stacks of each rank, as text by rank. It is empty for a stopped or unreachable rank."""
-        handles = list(self.handles)
-        answers = await self._request("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
-        return {handle.rank: answers.get(handle) or "" for handle in handles}
-
-    async def read_thread_states(self) -> dict[int, str]:
-        """Return where the threads of each rank are in the kernel, as text by rank; empty if its agent is silent."""
-        answers = await self._request("thread_states", self.handles, STACKS_SECONDS)
-        return {handle.rank: text or "" for handle, text in answers.items()}
-
-    async def find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
-        """Return the stopped ranks of these, each with what stops it; empty: the rank itself is stopped.
-
-        An agent that does not answer within `patience_seconds` (from a few seconds to a minute) stops all its ranks.
-        """
-        patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
-        answers = await self._request("stopped", handles, patience)
-        silent_agent = "the agent of its node does not answer"
-        obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
-        return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
-
-    async def find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return the stopped ranks of a call, and the stacks of all ranks. Agents have `patience_seconds` to answer."""
-        stopped = await self.find_obstacles(call.silent(), patience_seconds)
-        if not stopped:
-            return [], {}
-        stacks = await self.read_stacks()
-        # One may have continued or ended meanwhile.
-        still_stopped = await self.find_obstacles([h for h in call.silent() if h in stopped], patience_seconds)
-        return list(still_stopped), stacks
-
     async def dismiss(self, timeout_seconds: float) -> None:
         """Let the ranks exit by closing their streams of commands. Waits for their ends."""
         if not self.handles:
@@ -153,7 +109,7 @@ class GroupRanks:
             # It is stopped, or its node is. It ends its ranks when it goes on.
             agent.cut()
 
-    async def _request(
+    async def request(
         self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
     ) -> dict[RankHandle, Any]:
         """Let each agent do something for the ranks of its node. Returns its answers by rank.

@@ -16,13 +16,12 @@ from typing import Any, Self
 from megarl import faults
 from megarl.cluster.agents.agent_link import RankPlace
 from megarl.cluster.agents.topology import reached_at
-from megarl.cluster.calls.call import Call, packed
+from megarl.cluster.calls.call import Call, pack_commands
 from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.diagnosis import Diagnosis, HangReport
 from megarl.cluster.calls.group_end import GroupEnd
 from megarl.cluster.calls.group_ranks import GroupRanks, PartOfRun
-from megarl.cluster.calls.hang_report import HangReport
 from megarl.cluster.calls.rank_queues import RankQueues
-from megarl.cluster.calls.watch import watch
 from megarl.cluster.ranks.messages import pack
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
@@ -34,8 +33,8 @@ class WorkerGroup:
     A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run at the
     same time. The event loop stays free meanwhile.
 
-    The first failure kills the group: `end` has the table of failures and their errors. A call cancelled while it waits
-    for its ranks does no harm.
+    The first failure kills the group: `diagnosis` has the table of failures and their errors. A call cancelled while it
+    waits for its ranks does no harm.
 
     `ranks` are the processes. `deadlines` limit how long a call waits for its slowest rank, by method. `on_asked` is
     the callback for a stop signal received by a rank. `hosts` holds, for each rank, the address at which other nodes
@@ -59,6 +58,7 @@ class WorkerGroup:
         self._seconds_in_calls = self._in_calls_since = 0.0
         self.ranks = GroupRanks(self.part, places)
         self.end = GroupEnd(self.ranks, self._calls)
+        self.diagnosis = Diagnosis(self.ranks, self.end, self._calls)
 
     async def start(
         self,
@@ -80,7 +80,7 @@ class WorkerGroup:
         self.start_timeout_seconds = start_timeout_seconds
         self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
         try:
-            await self._fork(log_folder, environment or {}, imports)
+            await self.ranks.fork(log_folder, environment or {}, imports, start_timeout_seconds)
             await self._introduce()
             if faults.text():
                 await self.call("__arm__", faults.text(), self.part.first_rank)
@@ -90,17 +90,13 @@ class WorkerGroup:
             raise
         return self
 
-    async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        """Fork the rank processes."""
-        await self.ranks.fork(log_folder, environment, imports, self.start_timeout_seconds)
-
     async def _introduce(self) -> None:
         """Wait until the ranks serve, and let them know where they meet."""
         key, world = self.part.key, secrets.token_hex(16)
         is_on_this_machine = all(place.agent.addresses is None for place in self.places)
         address = "" if is_on_this_machine else self.hosts[0]
         addresses = [address if rank == 0 else "" for rank in range(self.world_size)]
-        messages = packed("__listen__", addresses, ())
+        messages = pack_commands("__listen__", addresses, ())
         port, *_ = await self._exchange("start", range(self.world_size), messages)
         if address:
             self.meeting = Rendezvous(key, host=address, port=port, world=world)
@@ -169,7 +165,7 @@ class WorkerGroup:
             raise ValueError(
                 f"the remote call of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        messages = packed(method, per_rank, args)
+        messages = pack_commands(method, per_rank, args)
         return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds, on_answer)
 
     async def ask(
@@ -190,7 +186,7 @@ class WorkerGroup:
                 f"the remote call of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
                 f"got {list(ranks)}"
             )
-        return await self._exchange(method, ranks, packed(method, per_rank, args), budget_seconds)
+        return await self._exchange(method, ranks, pack_commands(method, per_rank, args), budget_seconds)
 
     @property
     def seconds_in_calls(self) -> float:
@@ -203,7 +199,7 @@ class WorkerGroup:
         `on_slow` is called with a text about ranks that hold up a call much longer than earlier calls took, or that
         fall silent.
         """
-        self.end.hang_report, self.ranks.on_slow = report, on_slow
+        self.diagnosis.report, self.diagnosis.on_slow = report, on_slow
 
     async def close(self) -> None:
         """Close the group: the ranks exit after the driver closes their streams of commands.
@@ -235,20 +231,13 @@ class WorkerGroup:
                 self._in_calls_since = time.monotonic()
             self._calls.add(call)
             watching = asyncio.create_task(
-                watch(
-                    call,
-                    self.ranks,
-                    self.end,
-                    self.deadlines,
-                    budget_seconds=budget_seconds,
-                    extra_seconds=extra_seconds,
-                )
+                self.diagnosis.watch(call, self.deadlines, budget_seconds=budget_seconds, extra_seconds=extra_seconds)
             )
             try:
                 await asyncio.wait(awaited, timeout=limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
                 watching.cancel()
                 if not call.is_answered():
-                    raise await self.end.explain(call)
+                    raise await self.diagnosis.explain(call)
             except BaseException as error:
                 # A call abandoned half-way leaves its ranks in an unknown state.
                 await self.end.interrupt(method, error)

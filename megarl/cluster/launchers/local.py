@@ -12,8 +12,6 @@ from pathlib import Path
 
 from megarl.cluster.agents.nodes import Nodes
 from megarl.cluster.agents.topology import Introduction, NodeKind
-from megarl.cluster.calls.group_ranks import PartOfRun
-from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
 
 _EXIT_SECONDS = 10.0
@@ -90,23 +88,3 @@ class LocalNodes(Nodes):
             with contextlib.suppress(TimeoutError):
                 await self._agent.end()
             self._agent = None
-
-
-class LocalGroup(WorkerGroup):
-    """Group of ranks on this machine with an agent of its own, which ends with the group. Call `start`.
-
-    `imports` are modules imported once, before the first rank is forked.
-    """
-
-    def __init__(self, world_size: int, part: PartOfRun | None = None, *, imports: Sequence[str] = ()) -> None:
-        super().__init__(world_size, part)
-        self._imports = tuple(imports)
-
-    async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        imports = imports or self._imports
-        nodes = LocalNodes(environment, imports)
-        self.end.resources.push_async_callback(nodes.close)
-        await nodes.start(log_folder, self.start_timeout_seconds)
-        taken = {(0, number) for number in range(self.part.first_rank)}
-        self.ranks.places = nodes.choose_places(self.world_size, taken, on_one_node=True)
-        await super()._fork(log_folder, environment, imports)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.cluster.ranks.stacks import ranks_named
 from megarl.terminal import printable
@@ -25,6 +26,9 @@ _NOISE = re.compile(
     re.MULTILINE,
 )
 """Regular expression of log lines of other libraries that do not help to explain a failure."""
+
+_process_numbers = itertools.count(1)
+"""Numbers of rank processes, unique in this driver: a late answer is never taken for that of a newer process."""
 
 
 class RankError(Exception):
@@ -52,27 +56,19 @@ def log_tail(log: Path) -> str:
     return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} has no messages."
 
 
-class RankAgent(Protocol):
-    """The agent of a rank's node; `agent_link.AgentLink` implements it."""
-
-    def new_process_number(self) -> int: ...
-
-    async def request(self, do: str, *, patience_seconds: float, **fields: Any) -> Any: ...
-
-
 class RankHandle:
-    """The driver's view of one rank process: its agent, its log, and how it ended.
+    """The driver's view of one rank process: its log, and how it ended.
 
-    `process` is its number at its agent. `died` completes with the time at which the process ended, in seconds since
-    1970. `stop_signal` is the name of the stop signal received by the rank, if any.
+    `process` is the number by which its agent knows it. `died` completes with the time at which the process ended, in
+    seconds since 1970. `stop_signal` is the name of the stop signal received by the rank, if any.
     """
 
     stop_signal: str | None = None
 
-    def __init__(self, rank: int, agent: RankAgent, log: Path) -> None:
-        """Create the view of rank `rank` of the run, on an agent's node. The agent has not forked it yet."""
-        self.rank, self.agent, self.log = rank, agent, log
-        self.process = agent.new_process_number()
+    def __init__(self, rank: int, log: Path) -> None:
+        """Create the view of rank `rank` of the run. Its agent has not forked it yet."""
+        self.rank, self.log = rank, log
+        self.process = next(_process_numbers)
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.end: str | None = None
         """How the process ended, as words following its name; None: it runs."""
@@ -95,12 +91,6 @@ class RankHandle:
     def lost(self) -> RankError:
         """Return the error of this ended rank."""
         return RankError(self, self.died.result())
-
-    async def read_native_stacks(self, seconds: float) -> str:
-        """Return the native stacks of the rank's threads, or why there are none. A debugger has `seconds` for them."""
-        return await self.agent.request(
-            "native_stacks", patience_seconds=seconds + 1.0, process=self.process, seconds=seconds
-        )
 
     def log_tail(self) -> str:
         return log_tail(self.log)

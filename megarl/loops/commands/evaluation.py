@@ -26,12 +26,13 @@ from megarl.config.sections.cluster import GroupsConfig
 from megarl.config.sections.data_sets import DataSetConfig, path_of
 from megarl.data.chat import tokenizer_of
 from megarl.datasets.reading import Dropped
+from megarl.datasets.reward_trials import check_rewards
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import find_folder
 from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import leaving_on_signals
 from megarl.planner.defaults import with_memory_defaults
-from megarl.preflight import check, check_rewards, download_missing, download_model, load
+from megarl.preflight import check, download_missing, download_model, load
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source

@@ -1,0 +1,323 @@
+"""Why a call to a group of ranks does not end as it should: the rank at fault, and where all ranks stood.
+
+The agents of the nodes signal their ranks for stacks, read the logs, and send the text (`agents.agent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from megarl.cluster.calls.call import Call
+from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.group_end import GroupEnd
+from megarl.cluster.calls.group_ranks import GroupRanks
+from megarl.cluster.calls.rank_errors import RankLostError, error_of
+from megarl.cluster.ranks.rank_handle import RankError, RankHandle, names_of
+from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, ranks_named, summary, waits_in_collective
+from megarl.files.atomic import append_whole
+
+_REPORT_GRACE_SECONDS = 1.5
+"""Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Other ranks may
+notice that a rank died before the driver does.
+"""
+_MOST_PATIENCE_SECONDS = 60.0
+"""Maximum seconds to wait for an agent's answer about stopped ranks."""
+_NATIVE_SECONDS = 10.0
+"""Seconds for the native stacks of all ranks. A run must end within 30 s of a missed deadline."""
+_MOST_NATIVE = 8
+"""Maximum number of ranks with native stacks in a report, silent ranks first. A debugger takes seconds for each."""
+
+
+class Diagnosis:
+    """Finds the ranks at fault when a call fails or takes too long, and ends their group with an error naming them.
+
+    | event | method | error | `lost` ranks |
+    |---|---|---|---|
+    | a `MegarlError` of a rank | `explain` | that class; a full disk is a DiskFullError | none |
+    | any other error of a rank | `explain` | `RankFailedError` | none |
+    | an answer that the driver cannot decode | `explain` | the driver's own error | none |
+    | a rank ended, lost its device or peers, or its node | `explain` | `RankLostError` | these |
+    | a rank missed a deadline | `explain` | `RankLostError`; a note has all stacks | silent outside a collective |
+    | a rank is stopped | `watch`, `end_if_stopped` | the same | the stopped ones |
+    | a rank holds up other groups too | `end_if_absent` | the same | silent outside a collective |
+    | a rank has a fault that the driver saw | `end_faulty` | the same | these |
+    """
+
+    def __init__(self, ranks: GroupRanks, end: GroupEnd, calls: Collection[Call]) -> None:
+        """Create an object for these ranks. `calls` are always the calls in progress on them."""
+        self._ranks, self._end, self._calls = ranks, end, calls
+        self.report: HangReport | None = None
+        """Writer of a file with the places of all ranks when one falls silent; None: the error alone shows them."""
+        self.on_slow: Callable[[str], object] = lambda report: None
+        """Callback (report) called when ranks hold up a call much longer than earlier calls took, or fall silent."""
+
+    async def explain(self, call: Call) -> Exception:
+        """End the group because a rank failed in this call or missed its deadline. Returns the error to be raised."""
+        return await self._end.run_once(partial(self._end_call, call))
+
+    async def end_faulty(self, ranks: Sequence[int], what: str) -> Exception:
+        """End the group because of a fault of these ranks of the group, described by `what`. Returns the error of all
+        later calls.
+        """
+
+        async def end() -> Exception:
+            silent = [self._ranks.handles[rank] for rank in ranks]
+            return await self._end_silent(what, silent, await self.read_stacks())
+
+        return await self._end.run_once(end)
+
+    async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
+        """End the group if a living rank is stopped. `what` describes the fault in the error.
+
+        Agents have `patience_seconds` to answer, from a few seconds to a minute.
+        """
+        if self._end.has_begun:
+            return
+        if stopped := list(await self._find_obstacles(self._ranks.handles, patience_seconds)):
+            await self._end.run_once(partial(self._end_silent, what, stopped, await self.read_stacks()))
+
+    async def end_if_absent(self, method: str, seconds: float) -> None:
+        """End the group if ranks have not answered a call of `method` for `seconds`, and wait in no collective.
+
+        Does nothing if all silent ranks wait in a collective, perhaps for another group's ranks.
+        """
+        late = [call for call in self._calls if call.method == method and time.monotonic() - call.started > seconds]
+        if self._end.has_begun or not late:
+            return
+        stacks = await self.read_stacks()
+        silent = [handle for call in late for handle in call.silent()]
+        if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent):
+            what = f"did not answer `{method}` within {seconds:g} s"
+            await self._end.run_once(partial(self._end_silent, what, silent, stacks))
+
+    async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
+        """Report the ranks delaying a call, once. End the group if one of them is stopped.
+
+        The first calls of a method have a long deadline, and a stopped process would hold up the run that long. So
+        the search for stopped processes repeats at intervals of the shortest deadline. `budget_seconds` is the working
+        time planned for this call. `extra_seconds` is everything that extends its deadline, `budget_seconds` included.
+        """
+        pause, deadline = deadlines.shortest.seconds, call.started + call.limit.seconds
+        late_at = call.started + deadlines.late_after(call.method) + extra_seconds
+        search_at = call.started + budget_seconds + pause
+        # At the deadline, `explain` names the silent ranks.
+        while (next_at := min(late_at, search_at)) < deadline:
+            if (left := next_at - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+                continue
+            seconds = time.monotonic() - call.started
+            try:
+                if next_at == late_at:
+                    late_at = math.inf
+                    await self._report_slow(call, seconds)
+                else:
+                    stopped, stacks = await self._find_stopped(call, (call.limit.seconds - extra_seconds) / 2)
+                    if stopped:
+                        what = f"did not answer `{call.method}` within {seconds:.0f} s"
+                        await self._end.run_once(partial(self._end_silent, what, stopped, stacks))
+                    search_at = time.monotonic() + pause
+            except Exception as error:
+                # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
+                search_at = time.monotonic() + pause
+                message = f"the search for stopped ranks in `{call.method}` failed"
+                asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+    async def read_stacks(self) -> dict[int, str]:
+        """Return the present stacks of each rank, as text by rank. It is empty for a stopped or unreachable rank."""
+        handles = list(self._ranks.handles)
+        answers = await self._ranks.request("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
+        return {handle.rank: answers.get(handle) or "" for handle in handles}
+
+    def show_stacks(self) -> None:
+        """Make the ranks write the stacks of all threads to their logs and continue."""
+        reading = asyncio.ensure_future(self.read_stacks())
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _end_call(self, call: Call) -> Exception:
+        """End the group because a rank failed or missed its deadline. Returns the error naming the first cause.
+
+        After a failure, other ranks (of other calls too) have a moment to report an earlier failure.
+        """
+        calls = list(self._calls)
+        if not call.errors():
+            what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
+            remedy = f"; if it needs longer, raise {call.limit.field}" if call.limit.field else ""
+            return await self._end_silent(what, call.silent(), await self.read_stacks(), remedy)
+        answers = [answer for pending in calls for answer in pending.answers.values()]
+        await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
+        failures: list[tuple[RankError, Call]] = []
+        for pending in calls:
+            for error in pending.errors():
+                # The driver cannot decode an answer: the driver's own error is the cause.
+                if not isinstance(error, RankError):
+                    await self._end.kill()
+                    return error
+                failures.append((error, pending))
+        # Consequences come last. So do ranks cut off with their agent: the loss of a node may end an agent of another
+        # one before a rank's own end is reported.
+        first, failed = min(
+            failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].at)
+        )
+        # The failure is only a consequence. The cause is a rank that did not enter the collective, if there is one.
+        if first.echo and (silent := failed.silent()):
+            stacks = await self.read_stacks()
+            if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
+                return await self._end_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
+        lost: list[RankHandle] = []
+        if first.report is None or (first.report["lost"] and not first.report["megarl_class"]):
+            # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
+            lost = [first.handle, *(error.handle for error, _ in failures if not error.echo)]
+        await self._end.kill(lost)
+        # After the end: a lost rank's log is complete then.
+        return error_of(first, failed.method, self._ranks.part.num_ranks)
+
+    async def _end_silent(
+        self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
+    ) -> Exception:
+        """End the group because of silent ranks. Returns an error naming them and shows the stacks of all ranks.
+
+        `silent` ranks that only wait for a stopped one in a collective are listed as waiting.
+        """
+        stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
+        cause = f"{names_of(stopped)} of {self._ranks.part.num_ranks} {what}"
+        # Before the end, which kills the processes.
+        obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped, 0.0)).values()))
+        path = await self._write_report(cause, what, stopped, stacks)
+        await self._end.kill(stopped)
+        if waiting := [handle for handle in silent if handle not in stopped]:
+            cause += f"; {names_of(waiting)} waited in a collective"
+        cause += "".join(f"; {obstacle}" for obstacle in obstacles)
+        error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
+        error.add_note("\n".join(handle.log_tail() for handle in stopped))
+        if path is not None:
+            error.add_note(f"{path} has the stacks of all threads of all ranks.")
+        return error
+
+    async def _write_report(
+        self, cause: str, what: str, stopped: Sequence[RankHandle], stacks: Mapping[int, str]
+    ) -> Path | None:
+        """Write the hang report and return its path; None: there is none. The group must end whatever happens here."""
+        if self.report is None:
+            return None
+        # Before the report: a debugger takes seconds, and an operator may act meanwhile.
+        self.on_slow(f"{cause}; the driver reads the stacks of all ranks, then ends the call")
+        try:
+            return await self.report.write(self, what, stopped, stacks)
+        except Exception as error:
+            self.on_slow(f"the report of this hang could not be written: {error!r}")
+            return None
+
+    async def _report_slow(self, call: Call, seconds: float) -> None:
+        """Report the ranks delaying a call, `seconds` after its start."""
+        stacks = await self.read_stacks()
+        silent = call.silent()
+        slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
+        # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
+        if slow and len(slow) < len(call.answers) and not call.errors():
+            self.on_slow(
+                f"{names_of(slow)} of {self._ranks.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in "
+                f"`{call.method}`: other ranks wait after {seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
+                + summary({handle.rank: stacks[handle.rank] for handle in slow})
+            )
+
+    async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
+        """Return the stopped ranks of these, each with what stops it; empty: the rank itself is stopped.
+
+        An agent that does not answer within `patience_seconds` (from a few seconds to a minute) stops all its ranks.
+        """
+        patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
+        answers = await self._ranks.request("stopped", handles, patience)
+        silent_agent = "the agent of its node does not answer"
+        obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
+        return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
+
+    async def _find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+        """Return the stopped ranks of a call, and the stacks of all ranks. Agents have `patience_seconds` to answer."""
+        stopped = await self._find_obstacles(call.silent(), patience_seconds)
+        if not stopped:
+            return [], {}
+        stacks = await self.read_stacks()
+        # One may have continued or ended meanwhile.
+        still_stopped = await self._find_obstacles([h for h in call.silent() if h in stopped], patience_seconds)
+        return list(still_stopped), stacks
+
+    async def describe_places(self, stacks: Mapping[int, str]) -> dict[int, list[str]]:
+        """Return, for each rank, lines with its threads' kernel states and its Python stacks, which are in `stacks`."""
+        handles = list(self._ranks.handles)
+        states = await self._ranks.request("thread_states", handles, STACKS_SECONDS)
+        return {
+            handle.rank: [
+                f"\n== rank {handle.rank}: threads in the kernel ==",
+                states.get(handle) or "unknown",
+                f"\n== rank {handle.rank}: Python ==",
+                stacks.get(handle.rank, "").strip() or "wrote no stack",
+            ]
+            for handle in handles
+        }
+
+    async def read_native_stacks(self, first: Sequence[RankHandle], most: int) -> dict[int, str]:
+        """Return the native stacks of at most `most` ranks, `first` ones first, or why there are none."""
+        handles = sorted(self._ranks.handles, key=lambda handle: handle not in first)[:most]
+        answers = await self._ranks.request("native_stacks", handles, _NATIVE_SECONDS + 1.0, seconds=_NATIVE_SECONDS)
+        # The group must end whatever goes wrong here.
+        silent_agent = "no native stacks: the agent of its node does not answer"
+        return {handle.rank: answers.get(handle) or silent_agent for handle in handles}
+
+
+class HangReport:
+    """Writes `hang_1.txt`, `hang_2.txt` and so on into an attempt's log folder.
+
+    Each file has the Python stacks and the threads' kernel states of every rank of the run. It also has native stacks
+    of up to 8 ranks of the group that the hang ends, silent ranks first, made by py-spy or gdb. `groups()` returns
+    the diagnoses of the run's groups of ranks.
+    """
+
+    def __init__(
+        self, folder: Path, groups: Callable[[], Sequence[Diagnosis]], *, most_native: int = _MOST_NATIVE
+    ) -> None:
+        """Create a writer into `folder`. It reads native stacks of `most_native` ranks."""
+        self._folder, self._groups, self._most_native = folder, groups, most_native
+
+    async def write(
+        self, group: Diagnosis, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
+    ) -> Path | None:
+        """Write a report about the silent ranks of a group, and return its path; None if it cannot be written.
+
+        `what` says what they missed. `stacks` are the Python stacks of the group's ranks, by rank.
+        """
+
+        async def describe(other: Diagnosis) -> dict[int, list[str]]:
+            return await other.describe_places(stacks if other is group else await other.read_stacks())
+
+        others = [other for other in self._groups() if other is not group]
+        texts = await asyncio.gather(*map(describe, (group, *others)), return_exceptions=True)
+        # A group that fails is left out.
+        places = {rank: lines for text in texts if isinstance(text, dict) for rank, lines in text.items()}
+        silent_ranks = sorted(handle.rank for handle in silent)
+        lines = [
+            f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {ranks_named(silent_ranks)} {what}",
+            f"first silent rank: {silent_ranks[0]}",
+            *(line for rank in sorted(places) for line in places[rank]),
+        ]
+        path = self._unused_path()
+        # The machine may have lost its disk; the error must name the silent rank all the same.
+        with suppress(OSError):
+            append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
+            # A debugger pauses a rank. Only this group ends now, so other groups must not be paused.
+            for rank, text in (await group.read_native_stacks(silent, self._most_native)).items():
+                append_whole(path, f"\n== rank {rank}: native ==\n{text}\n".encode(errors="replace"))
+            return path
+        return None
+
+    def _unused_path(self) -> Path:
+        number = 1
+        while (path := self._folder / f"hang_{number}.txt").exists():
+            number += 1
+        return path
