@@ -47,7 +47,7 @@ def resize(
     changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load_of_run
-    from megarl.loops.ranks.resizing import FIELDS, request, resized
+    from megarl.loops.ranks.resizing import FIELDS, change_sizes, request
     from megarl.tracking.run_record import RunRecord
 
     if not overrides:
@@ -58,7 +58,7 @@ def resize(
     before = load_of_run(run)
     values = _sizes(run / "config.yaml", (), overrides, is_of_run=True)
     # Only the run knows its present sizes: after the loss of ranks they are not those of config.yaml.
-    _, parallel = resized(before, values)
+    _, parallel = change_sizes(before, values)
     request(run, values)
     print_lines([f"{run}: changes to {parallel} after its current step"])
 

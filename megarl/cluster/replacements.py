@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.ranks.stacks import engine_named
+from megarl.cluster.ranks.stacks import name_engine
 from megarl.types import MegarlError
 
 _MOST_STARTS = 3
@@ -75,4 +75,4 @@ class Replacements:
 
     def _name(self, group: WorkerGroup) -> str:
         """Return the name of a group's engine replica, for messages."""
-        return engine_named(group.part.ranks(group.world_size))
+        return name_engine(group.part.ranks(group.world_size))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.cluster.agents.agent_link import AgentLink, RankPlace
-from megarl.cluster.agents.topology import reached_at
+from megarl.cluster.agents.topology import find_addresses
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.reshard.state_holders import hand_overs
 from megarl.types import PeerLostError
@@ -117,7 +117,7 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
 async def _send(copy: HeldCopy, receiver: AgentLink) -> HeldCopy:
     """Send a copy to the agent of another node. Returns the copy there."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
-    offered = await copy.agent.request("offer", names=list(copy.files), address=reached_at(addresses)[0])
+    offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
     await receiver.request("fetch", **offered)
     copies, _ = await list_copies([receiver])
     return next(sent for sent in copies if (sent.step, sent.origin) == (copy.step, copy.origin))

@@ -140,11 +140,11 @@ class ReshardSchedule:
         can_overlap = self._reshard_calls.is_connected and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _with_earlier(before, await self.run(step))
-        copied = asyncio.get_running_loop().create_future()
-        self._sending = asyncio.create_task(self._send(step, copied))
-        # The task may fail before `copied` is set; then its error is raised here.
-        await asyncio.wait([self._sending, copied], return_when=asyncio.FIRST_COMPLETED)
-        if not copied.done():
+        copies_made = asyncio.get_running_loop().create_future()
+        self._sending = asyncio.create_task(self._send(step, copies_made))
+        # The task may fail before `copies_made` is set; then its error is raised here.
+        await asyncio.wait([self._sending, copies_made], return_when=asyncio.FIRST_COMPLETED)
+        if not copies_made.done():
             self._sending.result()
         return before
 
@@ -192,10 +192,10 @@ class ReshardSchedule:
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
         return reports, self._resume_engines(began)
 
-    async def _send(self, step: int, copied: asyncio.Future[None]) -> dict[str, float]:
+    async def _send(self, step: int, copies_made: asyncio.Future[None]) -> dict[str, float]:
         """Reshard from copies of the trainers' weights, and return the metrics.
 
-        Sets `copied` when the trainers have the copies and the engines have paused.
+        Sets `copies_made` when the trainers have the copies and the engines have paused.
         """
         began = time.monotonic()
         worked_before = 0.0
@@ -207,8 +207,8 @@ class ReshardSchedule:
 
         def end_begin(pausing: asyncio.Task[None]) -> None:
             # A failed pause fails `_send` itself, and `begin` waits for either of both.
-            if not pausing.cancelled() and pausing.exception() is None and not copied.done():
-                copied.set_result(None)
+            if not pausing.cancelled() and pausing.exception() is None and not copies_made.done():
+                copies_made.set_result(None)
 
         # A later request would be answered only after the engines have the weights, so the end of the step would wait
         # for them.

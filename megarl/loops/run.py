@@ -94,9 +94,9 @@ async def run(
                     with stop.listening(warn, folder.path):
                         await processes.change(error, earlier_stop, folder, warn)
                     folder.end_attempt(error)
-                copied = processes.copied_origin(origin, folder.earlier)
-                if copied is not None:
-                    origin = begin_from_copy(copied, processes.recipe, folder)
+                copied_state = processes.find_copied_state(origin, folder.earlier)
+                if copied_state is not None:
+                    origin = begin_from_copy(copied_state, processes.recipe, folder)
                 else:
                     if processes.recipe.checkpoint.replicate:
                         warn("no complete copies of the state in memory; a checkpoint is used")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.cluster.ranks.stacks import engine_named
+from megarl.cluster.ranks.stacks import name_engine
 from megarl.data.token_batch import join_retained
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.stragglers import Pace
@@ -67,7 +67,7 @@ class Replica:
 
     @property
     def name(self) -> str:
-        return engine_named(self.ranks)
+        return name_engine(self.ranks)
 
     @property
     def load(self) -> int:

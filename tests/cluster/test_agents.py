@@ -21,7 +21,7 @@ import pytest
 
 from megarl.cluster.agents.agent_link import AgentLink, _pack_batch
 from megarl.cluster.agents.handshake import introduce
-from megarl.cluster.agents.topology import Introduction, own_interface, reached_at
+from megarl.cluster.agents.topology import Introduction, find_addresses, own_interface
 from megarl.cluster.calls import diagnosis, group_end
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
@@ -184,9 +184,9 @@ async def test_a_fork_that_the_agent_cannot_do_leaves_the_agent_and_no_rank(
 
 def test_the_address_of_a_rank_is_the_one_that_other_nodes_reach() -> None:
     loopback, driver, others = ("127.0.0.1", "127.0.0.1"), "10.0.0.1", ["10.0.0.2", "10.0.0.3"]
-    assert reached_at([loopback, *((other, driver) for other in others)]) == [driver, *others]
-    assert reached_at([(driver, driver), (others[0], driver)]) == [driver, others[0]]
-    assert reached_at([loopback, loopback]) == ["127.0.0.1"] * 2
+    assert find_addresses([loopback, *((other, driver) for other in others)]) == [driver, *others]
+    assert find_addresses([(driver, driver), (others[0], driver)]) == [driver, others[0]]
+    assert find_addresses([loopback, loopback]) == ["127.0.0.1"] * 2
 
 
 def test_an_interface_is_known_by_its_address() -> None:

@@ -17,7 +17,7 @@ from megarl.cluster.calls.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.calls.diagnosis import Diagnosis
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.ranks.rank_handle import RankHandle
-from megarl.cluster.ranks.stacks import is_complete, ranks_named, summary
+from megarl.cluster.ranks.stacks import is_complete, name_ranks, summary
 from megarl.config import ClusterConfig
 from tests.cluster.started import started
 
@@ -243,6 +243,6 @@ def test_stacks_are_whole_when_the_main_thread_is_shown_to_its_beginning() -> No
 
 
 def test_ranks_are_named() -> None:
-    assert ranks_named([3]) == "rank 3"
-    assert ranks_named([0, 1]) == "ranks 0, 1"
-    assert ranks_named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7, 8"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 1]) == "ranks 0, 1"
+    assert name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7, 8"

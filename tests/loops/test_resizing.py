@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.ranks.resizing import can_grow, request, resized, shrunk, take_request
+from megarl.loops.ranks.resizing import can_grow, change_sizes, request, shrink_to, take_request
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.conftest import recipe as recipe
@@ -30,7 +30,7 @@ def test_survivors_form_whole_replicas(
 ) -> None:
     made = recipe(cluster={"ranks_per_node": 4}, trainer=trainer)
     parallel = check(made)
-    changed, smaller, found = shrunk(made, parallel, survivors)
+    changed, smaller, found = shrink_to(made, parallel, survivors)
     assert found == chosen and changed.cluster.ranks_per_node == smaller.world_size == size
     assert (smaller.tp, smaller.pp) == (parallel.tp, parallel.pp) and smaller.dp == size // (parallel.tp * parallel.pp)
 
@@ -40,7 +40,7 @@ def test_too_few_survivors_are_refused(recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(
         ConfigError, match=r"^cluster.recover = shrink: 1 processes are left, but one data-parallel replica needs 2;"
     ):
-        shrunk(made, check(made), [3])
+        shrink_to(made, check(made), [3])
 
 
 def test_a_request_is_taken_once(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
 def test_a_run_whose_copies_lack_a_part_is_refused(recipe: Callable[..., Recipe]) -> None:
     made = recipe(trainer={"router_replay": True})
     with pytest.raises(ConfigError, match=r"trainer\.router_replay = true"):
-        resized(made, json.loads('{"trainer.tp": 1}'))
+        change_sizes(made, json.loads('{"trainer.tp": 1}'))
 
 
 def test_a_run_with_recorded_experts_shrinks_from_a_checkpoint_and_does_not_grow(
@@ -109,7 +109,7 @@ def test_a_run_with_recorded_experts_shrinks_from_a_checkpoint_and_does_not_grow
     """Growth continues from copies in memory, which lack the experts. A checkpoint has them."""
     model = {"path": str(tiny_model(family="qwen3_moe"))}
     made = recipe(model=model, trainer={"router_replay": True}, cluster={"ranks_per_node": 2, "recover": "shrink"})
-    changed, parallel, chosen = shrunk(made, check(made), [1])
+    changed, parallel, chosen = shrink_to(made, check(made), [1])
     assert (changed.cluster.ranks_per_node, parallel.dp, chosen) == (1, 1, [1])
     on_slurm = {"launcher": "slurm", "ranks_per_node": 2, "recover": "shrink"}
     assert can_grow(recipe(cluster=on_slurm)) and not can_grow(recipe(cluster={"recover": "shrink"}))
@@ -123,6 +123,6 @@ def test_a_job_has_more_nodes_than_a_run_that_became_smaller(
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     monkeypatch.setattr("shutil.which", lambda name: name)
     made = recipe(cluster={"launcher": "slurm", "nodes": 2, "ranks_per_node": 2, "recover": "shrink"})
-    changed, parallel, chosen = shrunk(made, check(made), [2, 3])
+    changed, parallel, chosen = shrink_to(made, check(made), [2, 3])
     assert (changed.cluster.nodes, changed.cluster.ranks_per_node) == (1, 2)
     assert parallel.dp == 2 and chosen == [2, 3]

@@ -100,11 +100,14 @@ class MeasuredGroup(WorkerGroup):
             with self.measure("start.connect"):
                 await nodes.start(folder, timeout_seconds)
             self.ranks.places = nodes.choose_places(self.world_size, (), on_one_node=False)
-            await self.start("idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds)
+            fork = self.ranks.fork
 
-    async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        with self.measure("start.fork"):
-            await super()._fork(log_folder, environment, imports)
+            async def fork_measured(*arguments: Any) -> None:
+                with self.measure("start.fork"):
+                    await fork(*arguments)
+
+            self.ranks.fork = fork_measured
+            await self.start("idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds)
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         with self.measure("start.construct"):
@@ -271,14 +274,19 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(ranks: Sequence[int]) -> dict[str, int]:
-    """Bytes: of the driver its peak; of ranks the resident set of the largest, and their own and shared parts' sum."""
+    """Bytes: of the driver its peak; of ranks the resident set of the largest, and the mean of what each one adds.
+
+    `rank_private` are the pages that a rank has alone, `rank_pss` these and its share of others.
+    """
     driver = _kibibytes("/proc/self/status", "VmHWM")
     proportional = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in ranks]
+    private = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Private_Dirty") for pid in ranks]
     resident = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Rss") for pid in ranks]
     return {
         "driver_peak": driver << 10,
         "rank_rss": max(resident) << 10,
         "rank_pss": sum(proportional) // len(proportional) << 10,
+        "rank_private": sum(private) // len(private) << 10,
     }
 
 

@@ -8,6 +8,7 @@ ranks answer calls with results of the size that real ranks have.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
@@ -156,6 +157,8 @@ def fork_agents(host: str, port: str, driver: str, num_nodes: str) -> None:
     """Fork the agents, which connect to the driver, and wait until they end. The key arrives on standard input."""
     die_with(int(driver))
     key = bytes.fromhex(sys.stdin.readline())
+    # Once for all agents, whose fork servers import it.
+    importlib.import_module("megarl.cluster.ranks.rank")
     # A collection in each process would copy the memory that all share.
     gc.collect()
     gc.freeze()
@@ -172,8 +175,8 @@ class CopiedServer:
     def __init__(
         self, environment: Mapping[str, str], path: Sequence[str], imports: Sequence[str], log: BinaryIO
     ) -> None:
-        """Start the server. `imports` must be empty, and `path` is that of the agent."""
-        assert not imports
+        """Start the server. `path` is that of the agent, which has imported `imports` already."""
+        assert set(imports) <= sys.modules.keys()
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         agent = os.getpid()
         self._exit_code: int | None = None

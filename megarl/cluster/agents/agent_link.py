@@ -143,9 +143,9 @@ class AgentLink(asyncio.Protocol):
                 "process": handle.process,
                 "name": f"megarl rank {handle.rank}",
                 "log": str(handle.log.absolute()),
-                "environment": dict(own),
+                "environment": dict(environment_of_rank),
             }
-            for handle, own in zip(handles, variables, strict=True)
+            for handle, environment_of_rank in zip(handles, variables, strict=True)
         ]
         try:
             await self.request(

@@ -78,12 +78,12 @@ def own_interface(address: str) -> str | None:
     return None
 
 
-def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
+def find_addresses(connections: Sequence[tuple[str, str]]) -> list[str]:
     """Return, for each rank, an address at which ranks of other nodes reach it.
 
     `connections` has, for each rank, its agent's address and the driver's on their connection. For a node that is the
     driver's machine both may be the loopback address. The result is then the address at which other machines reach the
     driver, if there are any.
     """
-    arrived = next((own for theirs, own in connections if theirs != own), None)
-    return [(arrived or own) if theirs == own else theirs for theirs, own in connections]
+    outside = next((driver for agent, driver in connections if agent != driver), None)
+    return [(outside or driver) if agent == driver else agent for agent, driver in connections]

@@ -37,9 +37,9 @@ class Deadlines:
     `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
     """
 
-    def __init__(self, shortest: Limit, longest: Limit, given: Mapping[str, Limit] | None = None) -> None:
+    def __init__(self, shortest: Limit, longest: Limit, set_limits: Mapping[str, Limit] | None = None) -> None:
         self._shortest, self._longest = shortest, max(shortest, longest)
-        self._given = dict(given or {})
+        self._set_limits = dict(set_limits or {})
         self._num_calls: dict[str, int] = {}
         self._slowest: dict[str, float] = {}
 
@@ -55,8 +55,8 @@ class Deadlines:
 
     def limit_for(self, method: str) -> Limit:
         """Return the limit of the next call of a method."""
-        if method in self._given:
-            return self._given[method]
+        if method in self._set_limits:
+            return self._set_limits[method]
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return self._longest
         fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
@@ -78,7 +78,7 @@ def run_deadlines(cluster: ClusterConfig) -> Deadlines:
     """Return the time limits of a run's calls, from its recipe's section cluster."""
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
-    given = dict.fromkeys(
+    checkpoint_limits = dict.fromkeys(
         (
             "save_checkpoint",
             "finish_checkpoint",
@@ -92,5 +92,5 @@ def run_deadlines(cluster: ClusterConfig) -> Deadlines:
     return Deadlines(
         Limit(cluster.verb_timeout_seconds, "cluster.verb_timeout_seconds"),
         Limit(cluster.collective_timeout_seconds, "cluster.collective_timeout_seconds"),
-        {"__init__": build, **given},
+        {"__init__": build, **checkpoint_limits},
     )

@@ -19,8 +19,8 @@ from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.group_end import GroupEnd
 from megarl.cluster.calls.group_ranks import GroupRanks
 from megarl.cluster.calls.rank_errors import RankLostError, error_of
-from megarl.cluster.ranks.rank_handle import RankError, RankHandle, names_of
-from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, ranks_named, summary, waits_in_collective
+from megarl.cluster.ranks.rank_handle import RankError, RankHandle, name_handles
+from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, name_ranks, summary, waits_in_collective
 from megarl.files.atomic import append_whole
 
 _REPORT_GRACE_SECONDS = 1.5
@@ -186,13 +186,13 @@ class Diagnosis:
         `silent` ranks that only wait for a stopped one in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
-        cause = f"{names_of(stopped)} of {self._ranks.part.num_ranks} {what}"
+        cause = f"{name_handles(stopped)} of {self._ranks.part.num_ranks} {what}"
         # Before the end, which kills the processes.
         obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped, 0.0)).values()))
         path = await self._write_report(cause, what, stopped, stacks)
         await self._end.kill(stopped)
         if waiting := [handle for handle in silent if handle not in stopped]:
-            cause += f"; {names_of(waiting)} waited in a collective"
+            cause += f"; {name_handles(waiting)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
         error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
@@ -222,7 +222,7 @@ class Diagnosis:
         # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
         if slow and len(slow) < len(call.answers) and not call.errors():
             self.on_slow(
-                f"{names_of(slow)} of {self._ranks.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in "
+                f"{name_handles(slow)} of {self._ranks.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in "
                 f"`{call.method}`: other ranks wait after {seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
                 + summary({handle.rank: stacks[handle.rank] for handle in slow})
             )
@@ -302,7 +302,7 @@ class HangReport:
         places = {rank: lines for text in texts if isinstance(text, dict) for rank, lines in text.items()}
         silent_ranks = sorted(handle.rank for handle in silent)
         lines = [
-            f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {ranks_named(silent_ranks)} {what}",
+            f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {name_ranks(silent_ranks)} {what}",
             f"first silent rank: {silent_ranks[0]}",
             *(line for rank in sorted(places) for line in places[rank]),
         ]

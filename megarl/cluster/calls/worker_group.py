@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from megarl import faults
 from megarl.cluster.agents.agent_link import RankPlace
-from megarl.cluster.agents.topology import reached_at
+from megarl.cluster.agents.topology import find_addresses
 from megarl.cluster.calls.call import Call, pack_commands
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.diagnosis import Diagnosis, HangReport
@@ -115,7 +115,7 @@ class WorkerGroup:
     @property
     def hosts(self) -> list[str]:
         """For each rank, the address at which other nodes reach it."""
-        return reached_at([place.agent.addresses or ("127.0.0.1", "127.0.0.1") for place in self.places])
+        return find_addresses([place.agent.addresses or ("127.0.0.1", "127.0.0.1") for place in self.places])
 
     @property
     def topology(self) -> list[tuple[str, ...]]:

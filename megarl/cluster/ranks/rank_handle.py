@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.ranks.stacks import ranks_named
+from megarl.cluster.ranks.stacks import name_ranks
 from megarl.terminal import printable
 
 _LOG_TAIL_LINES = 60
@@ -96,9 +96,9 @@ class RankHandle:
         return log_tail(self.log)
 
 
-def names_of(handles: Sequence[RankHandle]) -> str:
+def name_handles(handles: Sequence[RankHandle]) -> str:
     """Return the ranks of these handles as text, for example `ranks 0-2, 5`."""
-    return ranks_named([handle.rank for handle in handles])
+    return name_ranks([handle.rank for handle in handles])
 
 
 Answers = dict[RankHandle, asyncio.Future[Any]]

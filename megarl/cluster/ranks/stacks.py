@@ -55,13 +55,13 @@ def summary(stacks: Mapping[int, str]) -> str:
     kinds = sorted(alike.items(), key=lambda kind: len(kind[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]
     for frames, ranks in kinds[:_MOST_STACKS]:
-        lines += [ranks_named(ranks), frames]
+        lines += [name_ranks(ranks), frames]
     if rest := sorted(rank for _, ranks in kinds[_MOST_STACKS:] for rank in ranks):
-        lines.append(f"{ranks_named(rest)}: elsewhere")
+        lines.append(f"{name_ranks(rest)}: elsewhere")
     return "\n".join(lines)
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return ranks, given in ascending order, as words: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -73,9 +73,9 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
 
 
-def engine_named(ranks: Sequence[int]) -> str:
+def name_engine(ranks: Sequence[int]) -> str:
     """Return the name of the separate engine replica with these ranks, for messages."""
-    return f"the engine of {ranks_named(ranks)}"
+    return f"the engine of {name_ranks(ranks)}"
 
 
 def waits_in_collective(stacks: str) -> bool:

@@ -18,7 +18,7 @@ from megarl.cluster.state_copies import drop_others, files_for_ranks, is_complet
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.private_folder import PrivateFolder
-from megarl.loops.ranks.resizing import ResizeAskedError, can_grow, shrunk
+from megarl.loops.ranks.resizing import ResizeAskedError, can_grow, shrink_to
 from megarl.loops.saving.resume import Origin
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest
@@ -184,7 +184,7 @@ class RankProcesses:
             return
         full = self._full or ResizeAskedError(self.recipe, self.parallel)
         try:
-            self.recipe, self.parallel, chosen_ranks = shrunk(self.recipe, self.parallel, alive)
+            self.recipe, self.parallel, chosen_ranks = shrink_to(self.recipe, self.parallel, alive)
         except MegarlError as refusal:
             raise error from refusal
         self._full = full if can_grow(self.recipe) else None
@@ -235,7 +235,7 @@ class RankProcesses:
         # Later copies, of the lost attempt, must not be mixed with those of the same steps trained again.
         await drop_others(self.nodes.agents, step)
 
-    def copied_origin(self, origin: Origin, earlier: RunRecord) -> Origin | None:
+    def find_copied_state(self, origin: Origin, earlier: RunRecord) -> Origin | None:
         """Return the copies in host memory as the run's origin; None if they are incomplete or older than a checkpoint.
 
         `origin` is where the run started before. `earlier` lists the checkpoints on disk.

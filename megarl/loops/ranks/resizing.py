@@ -96,7 +96,7 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
                 f"{path}: {field} = {json.dumps(value):.40} is not a whole number from 1 to {_MOST}; ask with megarl "
                 "resize"
             )
-    changed, parallel = resized(recipe, values)
+    changed, parallel = change_sizes(recipe, values)
     refuse_same_sizes(recipe, changed, parallel)
     return ResizeAskedError(changed, parallel)
 
@@ -116,7 +116,7 @@ def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
     return type(None) in get_args(type(getattr(recipe, section)).model_fields[name].annotation)
 
 
-def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
+def change_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
     """Return the recipe with other parallel sizes, and their layout. Raises ConfigError if they do not fit."""
     _refuse_incomplete_copies(recipe)
     return _with_checked_sizes(recipe, values)
@@ -150,7 +150,7 @@ def _with_checked_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Reci
     return changed, check(changed, is_start=False)
 
 
-def shrunk(
+def shrink_to(
     recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
 ) -> tuple[Recipe, ParallelConfig, list[int]]:
     """Return the recipe and layout with as many data-parallel replicas as the surviving ranks can hold.
