@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.launchers.sbatch import render, reporting_bad_nodes
+from megarl.cluster.launchers.sbatch import is_host_name, render, reporting_bad_nodes
 from megarl.config.recipe import load
-from megarl.files.script_values import is_host_name
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, FaultyNodeError
 

@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megarl.cli import main
-from megarl.files.json_schema import schema_validator
+from megarl.data.tools.schemas import schema_validator
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch/kubernetes"

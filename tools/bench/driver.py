@@ -102,9 +102,11 @@ class MeasuredGroup(WorkerGroup):
             self.ranks.places = nodes.choose_places(self.world_size, (), on_one_node=False)
             fork = self.ranks.fork
 
-            async def fork_measured(*arguments: Any) -> None:
+            async def fork_measured(
+                log_folder: Path, environment: Mapping[str, str], imports: Sequence[str], timeout_seconds: float
+            ) -> None:
                 with self.measure("start.fork"):
-                    await fork(*arguments)
+                    await fork(log_folder, environment, imports, timeout_seconds)
 
             self.ranks.fork = fork_measured
             await self.start("idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds)

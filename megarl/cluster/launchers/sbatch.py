@@ -14,15 +14,20 @@ from pathlib import Path
 from megarl.config import Recipe
 from megarl.config.secrets import HIDDEN, holds_secret, secret_items
 from megarl.config.sections.cluster import ClusterConfig, NodeGroup
-from megarl.files.script_values import host_name, is_host_name
 from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command
 from megarl.tracking.run_folder import run_path
 from megarl.tracking.run_record import RunRecord
-from megarl.types import ConfigError, FaultyNodeError
+from megarl.types import ConfigError, DataError, FaultyNodeError
 
 _OPTIONS = ("cluster", "sbatch_options")
 """Place of sbatch's options in a recipe: those of the command line are checked like them."""
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
+"""Name or address of one host. It excludes lists (a,b), ranges (n[1-9]), options (--x) and characters that a shell
+interprets.
+
+Whoever can write a run folder must not be able to write a line of a script that its owner starts.
+"""
 
 
 def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
@@ -153,3 +158,18 @@ def submit(script: str, options: Sequence[str]) -> str:
         if done.returncode:
             raise ConfigError(f"sbatch refuses the job: {done.stderr.strip()}")
     return done.stdout.strip()
+
+
+def is_host_name(value: object) -> bool:
+    """Return whether a value is the name of one host."""
+    return isinstance(value, str) and _HOST_NAME.fullmatch(value) is not None
+
+
+def host_name(value: object, place: str) -> str:
+    """Return the value if it is the name of one host. Raises DataError with its `place` for any other."""
+    if not isinstance(value, str) or not is_host_name(value):
+        raise DataError(
+            f"{place} = {value!r:.80}: is not the name of a host (letters, digits and . _ : -); write the name that "
+            "the scheduler uses, or remove the entry"
+        )
+    return value

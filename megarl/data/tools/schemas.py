@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megarl.files.json_schema import schema_validator
-
 ToolSchema = Mapping[str, Any]
 """A tool in the form of chat templates: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
@@ -66,3 +64,12 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
 def _validator(schema: str) -> Any:
     """Return the validator of a JSON schema. The schema is text, because the cache needs hashable keys."""
     return schema_validator(json.loads(schema))
+
+
+def schema_validator(schema: Mapping[str, Any]) -> Any:
+    """Return the validator of a JSON schema. It never reads another file: a $ref outside of the schema is an error."""
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
+    # The empty registry stops the validator from downloading the target of a $ref.
+    return Draft202012Validator(schema, registry=Registry())
