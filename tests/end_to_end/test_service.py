@@ -54,6 +54,9 @@ def server(
     recipe = RECIPE.format(model=model, placement=placement, num_ranks=num_ranks, trainer=trainer)
     (tmp_path / "recipe.yaml").write_text(recipe)
     command = [sys.executable, "-m", "megarl", "service", "recipe.yaml", "--port", "0"]
+    if request.param in ("colocated", "separate"):
+        # Room for one model and three copies of weights: the program's second model moves the first one to disk.
+        command += ["--host-memory-gib", "0.0015"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)
     yield process
     process.kill()
@@ -81,6 +84,7 @@ def test_a_program_trains_saves_samples_and_resumes(
     # Log-probs of the engine's weights, of the trainer, and of a model resumed from its checkpoint.
     assert np.allclose(results["scores"][1:], results["forward"][0], atol=1e-4)
     assert results["forward"][0] == results["forward"][1]
+    assert any((tmp_path / "runs/served/service/idle").iterdir()), "a model moved to disk, and came back with its bits"
     folder = str(tiny_model())
     check_sampling(asyncio.run(run_program(url, "sampling", folder, SDK_TOKENIZER=folder)))
     # A second service of the folder would delete the models of the first.
