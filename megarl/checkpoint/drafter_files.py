@@ -11,11 +11,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.checkpoint.manifest import new_folder
 from megarl.checkpoint.mapped import MappedFolder
 from megarl.checkpoint.safetensors import SHARD_BYTES, index_text, pack_files, write_folder
-from megarl.families.eagle3 import IS_DRAFTED, OFFSETS, DrafterShape, published_name
+from megarl.checkpoint.torch_dist_reader import CheckpointReader
+from megarl.config.parallel import ParallelConfig
+from megarl.families.eagle3 import (
+    IS_DRAFTED,
+    OFFSETS,
+    PARAMETERS,
+    DrafterShape,
+    published_name,
+    read_drafter_shape,
+)
+from megarl.families.shape import ModelShape
 from megarl.files.model_folder import INDEX, read_object
 from megarl.reshard.boxes import Layout, dense_piece
+from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.types import DataError
 
 
@@ -43,9 +55,14 @@ def load_drafter(folder: str, shape: DrafterShape, parameters: Mapping[str, Tens
         parameters[name].copy_(values)
 
 
-def drafter_layout(shape: DrafterShape, prefix: str) -> Layout:
-    """Return the layout of a rank with whole tensors, in storages of their names after `prefix`."""
-    return tuple(dense_piece(name, size, prefix + name, 0) for name, size in shape.tensors.items())
+def drafter_layouts(shape: DrafterShape, parallel: ParallelConfig) -> list[Layout]:
+    """Return the layout of each trainer rank: whole tensors on the last pipeline stage, none on the others.
+
+    Storages are named like Megatron's parameters in the stage's last chunk.
+    """
+    storage = chunk_prefix(parallel.vpp - 1, parallel.vpp) + PARAMETERS
+    whole = tuple(dense_piece(name, size, storage + name, 0) for name, size in shape.tensors.items())
+    return [whole if parallel.coordinates(rank).pp == parallel.pp - 1 else () for rank in range(parallel.world_size)]
 
 
 def export_drafter(
@@ -66,25 +83,59 @@ def export_drafter(
     are copied. Files store tensors as `dtype`. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     maps = _unchanged_tensors(source)
+    files = _files_of_weights(shape, dtype, maps)
+
+    def write_others(partial: Path) -> None:
+        _write_others(partial, source, files, maps, dtype)
+
+    write_folder(folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
+
+
+def convert_drafter(checkpoint: Path, folder: Path, source: str, policy: ModelShape) -> None:
+    """Convert a trained drafter in a run's checkpoint to a folder like that of `export_drafter`, in one process.
+
+    `source` is the drafter's original folder. Needs memory for the whole drafter. Raises ConfigError if `folder`
+    exists, and DataError for a checkpoint that is damaged or has no drafter of this shape.
+    """
+    shape, reader = read_drafter_shape(source, policy), CheckpointReader(checkpoint, policy)
+    tensors = {name: reader.read_further(PARAMETERS + name, size) for name, size in shape.tensors.items()}
+    [dtype] = {tensor.dtype for tensor in tensors.values()}
+    maps = _unchanged_tensors(source)
+    files = _files_of_weights(shape, dtype, maps)
+    with new_folder(folder) as manifest:
+        for file, forms in files.items():
+            save_file({name: tensors[name] for name in forms}, manifest.folder / file)
+        _write_others(manifest.folder, source, files, maps, dtype)
+
+
+def _files_of_weights(
+    shape: DrafterShape, dtype: torch.dtype, maps: Mapping[str, Tensor]
+) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Return shape and type of each trained tensor, by file and name. `maps` have one more file, if there are any."""
     forms = {name: (size, dtype) for name, size in shape.tensors.items()}
-    files = pack_files(forms, SHARD_BYTES, num_more=bool(maps))
+    return pack_files(forms, SHARD_BYTES, num_more=bool(maps))
+
+
+def _write_others(
+    folder: Path,
+    source: str,
+    files: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    maps: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Write config.json, the file of the vocabulary's `maps`, and the index of all files into a drafter's folder."""
+    config = read_object(Path(source) / "config.json")
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # The maps are int64 and bool, which no plan moves: they have a file of their own.
     last = f"model-{len(files) + 1:05}-of-{len(files) + 1:05}.safetensors"
+    if maps:
+        save_file(dict(maps), folder / last)
     all_files = {**files, **({last: maps} if maps else {})}
-
-    def write_config(partial: Path) -> None:
-        config = read_object(Path(source) / "config.json")
-        name = "dtype" if "dtype" in config else "torch_dtype"
-        config[name] = str(dtype).removeprefix("torch.")
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if maps:
-            save_file(maps, partial / last)
-        if len(all_files) > 1:
-            num_bytes = sum(prod(size) * dtype.itemsize for size in shape.tensors.values())
-            total_bytes = num_bytes + sum(tensor.nbytes for tensor in maps.values())
-            (partial / INDEX).write_text(index_text(all_files, total_bytes), encoding="utf-8")
-
-    write_folder(folder, files, write_config, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
+    if len(all_files) > 1:
+        num_bytes = sum(prod(size) * kind.itemsize for forms in files.values() for size, kind in forms.values())
+        total_bytes = num_bytes + sum(tensor.nbytes for tensor in maps.values())
+        (folder / INDEX).write_text(index_text(all_files, total_bytes), encoding="utf-8")
 
 
 def _unchanged_tensors(folder: str) -> dict[str, Tensor]:

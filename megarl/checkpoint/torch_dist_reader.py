@@ -75,7 +75,7 @@ class CheckpointReader:
         self._starts: dict[str, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         _check_backend(folder)
-        stored = _Metadata(folder)
+        stored = self._stored = _Metadata(folder)
         if stored.has_draft_layers:
             if problem := model.draft_layers_problem:
                 # Layers copied from the model folder would be older than those trained with the checkpoint's policy.
@@ -101,6 +101,24 @@ class CheckpointReader:
                 # Copy-on-write, because torch.frombuffer warns about read-only memory. Nothing is written.
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
+
+    def read_further(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a whole tensor [*shape] outside of the model, such as a trained drafter's, by its key in the checkpoint.
+
+        Raises DataError if it is missing, damaged, or has another shape.
+        """
+        stored = self._stored.tensor(key, 0)
+        if stored.shape != shape:
+            raise DataError(f"{self.folder / METADATA}: {key} is {stored.shape}, but must be {shape}. {_AGAIN}")
+        # Values that no part has stay not finite.
+        whole = torch.full(shape, torch.nan, dtype=stored.dtype)
+        for offset, size, place in stored.chunks.get((), ()):
+            name = f"{key} {offset}"
+            self._chunks[name] = (place, size, stored.dtype)
+            whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] = self.storage(name).view(size)
+        if not torch.isfinite(whole).all():
+            raise DataError(f"{self.folder}: {key} is not complete, or has values that are not finite. {_AGAIN}")
+        return whole
 
     def release(self) -> None:
         """Free the memory of the mapped pages. The files stay mapped."""

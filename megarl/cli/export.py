@@ -65,6 +65,11 @@ def export(
     if exported.conversion is not None:
         print_conversion(exported.conversion)
     print_lines([f"model of step {exported.step}, with a new model card: {exported.folder}"])
+    if exported.drafter is not None:
+        print_lines([f"its drafter, for rollout.vllm.speculative_config.model: {exported.drafter}"])
     if push_to_hub is not None:
         pushed = exporting.push(run, exported, push_to_hub, is_private=private)
         print_lines([f"pushed {pushed.name}: commit {pushed.commit}"])
+        if exported.drafter is not None:
+            upload = f"hf upload {push_to_hub}-drafter {exported.drafter}"
+            print_lines([f"its drafter is not in this repository; upload it to one of its own: {upload}"])

@@ -1,6 +1,6 @@
-"""An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), as the policy's last stage has it.
+"""An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), on the policy's last stage.
 
-The drafter sees the detached inputs of three layers and the policy's embedding, also detached. So its loss does not
+The drafter sees the detached inputs of three layers (`AuxStates`) and the policy's embedding, also detached. So its loss does not
 change the policy's gradient. At position t it predicts what the policy predicts at t + 1. Further steps of a training
 pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time test, section
 3.2 of the paper): step k predicts what the policy predicts at t + 1 + k.
@@ -12,7 +12,6 @@ collective has a gradient. Megatron adds up the gradients of the parameters.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from megarl.algorithms.divergences import forward_kl
 from megarl.families.eagle3 import DrafterShape
 from megarl.models.attention import PackedRow
+from megarl.models.aux_states import AuxStates
 from megarl.models.distillation.divergence import vocab_parallel_divergence
 from megarl.models.embeddings import embed_tokens
 from megarl.models.policy import PolicyModel
 from megarl.models.rotary import frequencies
 
-PREFIX = "drafter."
-"""Prefix of the drafter's parameters among those of the policy's chunk. Their published names follow it."""
 _CHUNK_QUERIES = 128
 """Queries whose attention scores exist at once, for all keys of a sequence: 1 GiB at 32 heads and 65,536 tokens."""
 
@@ -154,19 +152,11 @@ class DrafterHead:
     over the drafted tokens, at temperature 1.
     """
 
-    def __init__(self, model: PolicyModel, drafter: Drafter, num_steps: int) -> None:
-        self._model, self._drafter, self._num_steps = model, drafter, num_steps
+    def __init__(self, model: PolicyModel, drafter: Drafter, aux_states: AuxStates, num_steps: int) -> None:
+        self._model, self._drafter, self._aux_states, self._num_steps = model, drafter, aux_states, num_steps
         self.row: DrafterRow | None = None
-        self._aux_states: dict[int, Tensor] = {}
-        layers: Any = model.decoder.layers
-        for place, number in enumerate(drafter.shape.aux_layers):
-            layers[number].register_forward_pre_hook(partial(self._keep_states, place), with_kwargs=True)
-
-    def _keep_states(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Recomputed layers run once more in the backward pass, when no row is set.
-        if self.row is not None:
-            states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            self._aux_states[place] = states.detach()
+        self.table: Tensor | None = None
+        """A copy of the embedding [local vocabulary, hidden_size], if another stage has it."""
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Any
@@ -181,8 +171,7 @@ class DrafterHead:
         packed: PackedRow = layer_arguments["packed_seq_params"]
         assert packed.host_local is not None
         with torch.no_grad():
-            aux_states = [self._aux_states.pop(place) for place in range(len(self._drafter.shape.aux_layers))]
-            inputs = torch.cat([self._whole_row(states, packed) for states in aux_states], dim=-1)
+            inputs = torch.cat([self._whole_row(states, packed) for states in self._aux_states.take()], dim=-1)
             targets = self._whole_row(hidden_states.detach(), packed)
             embeddings = self._embed(row.tokens, self._embedding_table())
             # The policy's head rows of the drafted tokens, in the order of the drafter's.
@@ -287,25 +276,30 @@ class DrafterHead:
         return parts.index_select(0, row.place)
 
     def _embedding_table(self) -> Tensor:
-        return self._model.embedding.word_embeddings.weight.detach()
+        table = self._model.embedding.word_embeddings.weight if self._model.pre_process else self.table
+        assert table is not None
+        return table.detach()
 
     def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return the rows [tokens, hidden_size] of a table split over the tensor-parallel ranks, without gradient."""
         return embed_tokens(tokens, None, table, self._model.first_token_id, self._model.pg_collection.tp)[:, 0]
 
 
-def attach_drafter(model: PolicyModel, shape: DrafterShape, target_ids: Tensor, *, num_steps: int) -> DrafterHead:
-    """Add a drafter with unset weights to a model of one pipeline stage.
+def attach_drafter(
+    model: PolicyModel, shape: DrafterShape, target_ids: Tensor, aux_states: AuxStates, *, num_steps: int
+) -> DrafterHead:
+    """Add a drafter with unset weights to the last chunk of a model, which has `aux_states`.
 
     `target_ids` [drafted tokens] are the policy's ids of the drafted tokens.
     """
     drafter = Drafter(shape, target_ids, model.config.params_dtype).to(target_ids.device)
+    # The name is `families.eagle3.PARAMETERS`.
     model.drafter = drafter
     for parameter in drafter.parameters():
         mark: Any = parameter
         # Megatron leaves parameters with the first mark out of the gradient's norm. It adds up the gradients of those
         # with the second over the tensor-parallel ranks, which have other positions each.
         mark.shared, mark.sequence_parallel = True, model.config.sequence_parallel
-    head = DrafterHead(model, drafter, num_steps)
+    head = DrafterHead(model, drafter, aux_states, num_steps)
     model.extra_heads.append(head)
     return head

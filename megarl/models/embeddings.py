@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.models.logprobs import all_reduce
@@ -25,3 +27,20 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
     if positions is not None:
         embeddings = embeddings.masked_fill_(positions[:, None] == 0, 0.0)
     return embeddings[:, None]
+
+
+@torch.no_grad()
+def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> Tensor | None:
+    """Copy the embedding of the first pipeline stage to the last one. A collective of these two stages.
+
+    `chunks` are this rank's chunks of the model. Returns the copy [local vocabulary, hidden_size] on the last stage, and
+    None on the others.
+    """
+    if not parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+        return None
+    is_first = parallel_state.is_pipeline_first_stage()
+    # Megatron's groups of first and last stages list the first one first.
+    group: Any = parallel_state.get_embedding_group()
+    table = chunks[0].embedding.word_embeddings.weight if is_first else torch.empty_like(chunks[-1].output_layer.weight)
+    torch.distributed.broadcast(table.data, group=group, group_src=0)
+    return None if is_first else table

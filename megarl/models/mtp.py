@@ -7,7 +7,7 @@ first position (`families.mtp.MtpForm`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -184,20 +184,3 @@ def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None
     spec.module = MtpLayer
     specs: Any = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * shape.num_draft_layers)
     return MultiTokenPredictionBlock(config, specs, vp_stage=vp_stage)
-
-
-@torch.no_grad()
-def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> None:
-    """Copy the embedding of the first pipeline stage to the last stage's MTP layers. A collective of these stages."""
-    if not parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
-        return
-    is_first = parallel_state.is_pipeline_first_stage()
-    # Megatron's groups of first and last stages list the first one first.
-    group: Any = parallel_state.get_embedding_group()
-    last = chunks[-1]
-    table = chunks[0].embedding.word_embeddings.weight if is_first else torch.empty_like(last.output_layer.weight)
-    torch.distributed.broadcast(table.data, group=group, group_src=0)
-    if not is_first:
-        head = mtp_head(last)
-        assert head is not None
-        head.table = table

@@ -56,6 +56,33 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
+class StateCarrier(Protocol):
+    """A part of a chunk that sends further states [own tokens, 1, hidden_size], without gradient, from stage to stage.
+
+    They are stacked on the hidden states, so that Megatron's schedules send one tensor. Its gradient has the same
+    shape, with zeros for these states.
+    """
+
+    num_received: int
+    """Number of further states that the previous chunk sends in a pass with gradients."""
+    num_sent: int
+    """Number of further states that this chunk sends in a pass with gradients."""
+
+    def unpack(self, received: Tensor) -> Tensor:
+        """Store the further states of a tensor [1 + num_received, own tokens, 1, hidden_size] from the previous chunk.
+
+        Returns the hidden states. A tensor [own tokens, 1, hidden_size] has no further states.
+        """
+        ...
+
+    def pack(self, hidden_states: Tensor) -> Tensor:
+        """Return the tensor for the next chunk, [1 + num_sent, own tokens, 1, hidden_size].
+
+        Without states to send it is `hidden_states` [own tokens, 1, hidden_size].
+        """
+        ...
+
+
 class PackedModel(GPTModel):
     """A pipeline stage of a model over packed rows; with `vp_stage`, one virtual stage of it."""
 
@@ -92,6 +119,18 @@ class PackedModel(GPTModel):
         self.attention_rotates = config.multi_latent_attention
         """Whether the attention computes its rotary angles itself."""
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
+        self.carrier: StateCarrier | None = None
+        """Sends further states between pipeline stages in passes with gradients. None: only hidden states are sent."""
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take what the previous pipeline stage sent, as a list of one tensor (None on the first stage)."""
+        if self.carrier is not None:
+            input_tensor = [None if received is None else self.carrier.unpack(received) for received in input_tensor]
+        super().set_input_tensor(input_tensor)
+
+    def _sent_states(self, hidden_states: Tensor) -> Tensor:
+        """Return what this stage sends to the next one, from its hidden states [own tokens, 1, hidden_size]."""
+        return hidden_states if self.carrier is None else self.carrier.pack(hidden_states)
 
     def _preprocess(
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
@@ -166,7 +205,7 @@ class PolicyModel(PackedModel):
         """
         # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
         if not self.post_process:
-            return hidden_states
+            return self._sent_states(hidden_states)
         weight = self.head_weight()
         next_tokens = labels.squeeze(0)
         outputs = self._token_outputs(

@@ -6,7 +6,7 @@ This module uses integers and names only, no torch. Layouts can be computed, int
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -60,6 +60,14 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
     """Return the piece for a whole tensor stored contiguously from element `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))
+
+
+def with_prefix(layout: Layout, *, box: str = "", storage: str = "") -> Layout:
+    """Return a layout whose tensors and storages have these prefixes in their names."""
+    return tuple(
+        replace(piece, box=replace(piece.box, name=box + piece.box.name), storage=storage + piece.storage)
+        for piece in layout
+    )
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

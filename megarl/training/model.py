@@ -34,7 +34,7 @@ from megarl.training.replica import Replica
 from megarl.training.rows.choice import make_microbatch
 from megarl.training.rows.feeds import RowFeed, feeds_of
 from megarl.training.rows.microbatch import Microbatch, unpack_row, whole_row
-from megarl.training.stage_shapes import StageCommunicator, stage_groups
+from megarl.training.stage_shapes import CarriedStates, StageCommunicator, stage_groups
 
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Function that fills a model's parameters, given by name, in place."""
@@ -180,14 +180,19 @@ class ModelShard:
         """Number of tensor-parallel ranks sharing a row's tokens (sequence parallelism)."""
         return self.parallel.tp if self.sequence_parallel else 1
 
-    def _stage_arguments(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
+    def _stage_arguments(self, batches: Sequence[Microbatch], *, forward_only: bool) -> dict[str, Any]:
         """Return the schedule's arguments for exchanges between pipeline stages; none for one stage."""
         if self.parallel.pp == 1:
             return {}
         hidden_size = self.config.hidden_size
         shapes = [(batch.input_ids.shape[1] // self.token_parts, 1, hidden_size) for batch in batches]
+        carriers = [None if forward_only else chunk.carrier for chunk in self.chunks]
+        carried = [
+            CarriedStates(0, 0) if carrier is None else CarriedStates(carrier.num_received, carrier.num_sent)
+            for carrier in carriers
+        ]
         return {
-            "p2p_communicator": StageCommunicator(self.config, shapes, len(self.chunks)),
+            "p2p_communicator": StageCommunicator(self.config, shapes, carried),
             "pg_collection": stage_groups(),
         }
 
@@ -239,7 +244,7 @@ class ModelShard:
                 faults.reach("backward", lambda: [output])
             return output, partial(of_row, batch=batch)
 
-        return self._stage_arguments(batches) | {
+        return self._stage_arguments(batches, forward_only=forward_only) | {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
             "data_iterator": [iter(fed_rows) for _ in self.models],

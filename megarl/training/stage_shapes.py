@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -16,25 +16,43 @@ Shape = tuple[int, int, int]
 """Shape of a microbatch's hidden states on one rank: tokens, 1, hidden size."""
 
 
+class CarriedStates(NamedTuple):
+    """Numbers of further states of each row that a chunk receives from the chunk before it and sends to the next one.
+
+    They have the shape of the hidden states, on which they are stacked.
+    """
+
+    num_received: int
+    num_sent: int
+
+
 class StageCommunicator(P2PCommunicator):
     """Sends hidden states and gradients between pipeline stages. Their shapes are computed on the host.
 
     Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read it
     from the device. Each rank knows the lengths of all rows, so this class sends no shapes.
 
-    `shapes` [microbatches] has one shape for each row. Use a new object for each call of a Megatron schedule.
+    `shapes` [microbatches] has one shape for each row, `carried` [chunks] the further states of this stage's chunks. Use
+    a new object for each call of a Megatron schedule.
     """
 
-    def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape], num_chunks: int) -> None:
+    def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape], carried: Sequence[CarriedStates]) -> None:
         group: Any = parallel_state.get_pipeline_model_parallel_group()
         super().__init__(group, config)
-        table = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage)
+        table = get_schedule_table(len(shapes), len(carried), config.microbatch_group_size_per_vp_stage)
         # Stages receive microbatches in the order in which they process them, forward and backward. The first stage
-        # receives nothing for its first chunk; backward, the last stage receives nothing for its last chunk.
-        after_first = [shapes[microbatch] for microbatch, chunk in table if chunk > 0]
-        all_shapes = [shapes[microbatch] for microbatch, _ in table]
-        self._from_previous = deque(after_first if group.rank() == 0 else all_shapes)
-        self._from_next = deque(after_first if group.rank() == group.size() - 1 else all_shapes)
+        # receives nothing for its first chunk; backward, the last stage receives nothing for its last chunk. The table
+        # counts chunks in the order of the forward pass. In the backward pass the last chunk comes first.
+        self._from_previous = deque(
+            _stacked(shapes[microbatch], carried[chunk].num_received)
+            for microbatch, chunk in table
+            if chunk > 0 or group.rank() > 0
+        )
+        self._from_next = deque(
+            _stacked(shapes[microbatch], carried[-1 - chunk].num_sent)
+            for microbatch, chunk in table
+            if chunk > 0 or group.rank() < group.size() - 1
+        )
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -45,6 +63,11 @@ class StageCommunicator(P2PCommunicator):
         """
         from_previous = self._from_previous.popleft() if recv_prev else None
         return from_previous, self._from_next.popleft() if recv_next else None
+
+
+def _stacked(shape: Shape, num_carried: int) -> tuple[int, ...]:
+    """Return the shape of hidden states with this number of further states stacked on them."""
+    return (1 + num_carried, *shape) if num_carried else shape
 
 
 def stage_groups() -> ProcessGroupCollection:

@@ -97,7 +97,7 @@ class TrainingEngine(ModelShard):
             dtype=self.dtype,
             distributed=trainer.distributed_optimizer,
             host_fraction=trainer.optimizer_offload_fraction,
-            rule=select_update_rule(self, self.role.optimizer),
+            rule=select_update_rule(self, self.role.optimizer, self.engine_parts),
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.pending_reduction: Callable[[], None] | None = None

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.checkpoint import peft, safetensors
-from megarl.checkpoint.drafter_files import drafter_layout, export_drafter
+from megarl.checkpoint.drafter_files import drafter_layouts, export_drafter
 from megarl.files.atomic import disk_full_named
 from megarl.files.model_folder import find_folder
-from megarl.models.drafter import PREFIX
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.training.parts.drafter import DrafterPart
 from megarl.training.parts.lora import LoraPart
@@ -52,7 +51,7 @@ def export_model(
                     folder.with_name("drafter" + folder.name.removeprefix("hf")),
                     find_folder(recipe.drafter),
                     drafter.shape,
-                    [drafter_layout(drafter.shape, PREFIX)] * builder.parallel.world_size,
+                    drafter_layouts(drafter.shape, builder.parallel),
                     builder.rank,
                     trained.parameters,
                     dtype=trained.dtype,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from megarl.checkpoint.drafter_files import drafter_layouts
+from megarl.families.draft_layers import DRAFTER
+from megarl.reshard.boxes import with_prefix
 from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.tracking.model_outputs import CanaryReport
 from megarl.training.canary import compute_canary
+from megarl.training.parts.drafter import DrafterPart
 from megarl.training.state import checkpoint
 from megarl.training.state.fingerprints import state_fingerprints
 from megarl.worker.model_builder import ModelBuilder
@@ -29,7 +33,11 @@ class WeightChecks(TrainerPart):
     def ledger(self) -> Ledger:
         """Checksums of the policy's weights, as exported. It is made only for runs with weights.check_every."""
         policy, rank = self._state.policy, self._state.rank
-        return Ledger(f"trainer rank {rank}", self._builder.layouts(policy.shape)[rank], policy.weights)
+        layout = self._builder.layouts(policy.shape)[rank]
+        if (part := policy.find_part(DrafterPart)) is not None:
+            # Both models have tensors of the same names, such as lm_head.weight.
+            layout += with_prefix(drafter_layouts(part.shape, self._builder.parallel)[rank], box=DRAFTER)
+        return Ledger(f"trainer rank {rank}", layout, policy.weights)
 
     def take_checksums(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of the policy's weights, which are of this version."""

@@ -15,7 +15,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from tests.checkpoint.model_folders import tensors_of
 from tests.distributed.weight_updates import update
+from tests.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -233,6 +235,76 @@ def drafting_recipe_of(model: Path, parallel: ParallelConfig, is_drafting: bool 
     recipe = recipe_of(model, parallel, **(drafter if is_drafting else {}))
     trainer = recipe.trainer.model_dump() | {"mtp_loss_coefficient": 0.1}
     return Recipe.model_validate(recipe.model_dump() | {"trainer": trainer})
+
+
+def train_reshard_and_compare_drafts(recipe: Recipe, parallel: ParallelConfig, exported: str) -> dict[str, Any]:
+    """Update the policy with its drafter, then reshard and export both. Returns what the checks of this rank say."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.engine.parts.drafts import TrainedDrafts
+    from megarl.reshard.checks.version_checksums import engine_differences, merge
+    from megarl.worker.colocated import Worker
+
+    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
+    assert worker.engine and worker.rank_reshard
+    part = worker.engine.find_part(TrainedDrafts)
+    assert part is not None and part.written is not None
+    live = dict(part.written.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in live.items()}
+    update(worker, parallel)
+    trainer = worker.weight_checks.take_checksums(2)
+    engine = worker.reshard(True, 2).ledger
+    written = {name: parameter.detach().clone() for name, parameter in live.items()}
+    worker.export(Path(exported))
+    with torch.no_grad():
+        for parameter in live.values():
+            parameter.fill_(float("nan"))
+    part.written.load_weights([item for item in tensors_of(Path(exported).with_name("drafter")).items()])
+    loaded = {name: parameter.detach().clone() for name, parameter in live.items()}
+    assert engine is not None
+    ranks: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(ranks, (trainer, engine))
+    boxes, differences = merge([trainer for trainer, _ in ranks])
+    assert differences == [] and list(engine_differences(boxes, [engine for _, engine in ranks])) == []
+    # A changed element of the engine's drafter is noticed.
+    with torch.no_grad():
+        live["lm_head.weight"][0, 0] = 0.0
+    changes = worker.rank_reshard.checks.compare_weights()
+    assert changes is not None
+    worker.close()
+    return {
+        "unchanged": [name for name in live if torch.equal(before[name], written[name])],
+        "different": [name for name in live if not torch.equal(loaded[name], written[name])],
+        "checked": {box.name for box in engine.boxes if box.name.startswith("drafter.")},
+        "noticed": {box.name for box in changes.boxes},
+    }
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2),
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), marks=pytest.mark.long),
+    ],
+)
+def test_an_engine_gets_the_trained_drafter(
+    parallel: ParallelConfig, ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """From the last pipeline stage. What vLLM's loader makes of the export is equal bit for bit, and checksums agree."""
+    model = tiny_model(num_layers=8, family="qwen3", num_kv_heads=2, tie_word_embeddings=False)
+    drafter = make_eagle3(tmp_path / "files", model)
+    config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
+    recipe = recipe_of(model, parallel, speculative_config=config)
+    changed = {"trainer": recipe.trainer.model_dump() | {"drafter_learning_rate": 1e-2, "drafter_steps": 2}}
+    changed["weights"] = recipe.weights.model_dump() | {"check_every": 1}
+    recipe = Recipe.model_validate(recipe.model_dump() | changed)
+    for outcome in ranks.run(
+        train_reshard_and_compare_drafts, recipe, parallel, str(tmp_path / "hf"), world_size=parallel.world_size
+    ):
+        assert outcome["unchanged"] == outcome["different"] == []
+        assert len(outcome["checked"]) == len(tensors_of(drafter)) - 2
+        assert outcome["noticed"] == {"drafter.lm_head.weight"}
 
 
 def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:

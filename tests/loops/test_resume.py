@@ -217,6 +217,11 @@ def test_a_drafter_that_a_checkpoint_lacks_is_refused(recipe: Recipe, home: Path
     _write_checkpoint(home / "step_000008", training, 8)
     with RunFolder(training, resume=True) as folder:
         assert find_origin(training, folder, "if-any").checkpoint == home / "step_000008"
+    # Its trained weights would be lost the other way round.
+    with RunFolder(recipe, resume=True) as folder, pytest.raises(ConfigError) as caught:
+        find_origin(recipe, folder, "if-any")
+    assert str(caught.value).startswith("trainer.drafter_learning_rate is left out: the checkpoint has a drafter")
+    assert "set trainer.drafter_learning_rate=0.0001, or" in str(caught.value)
 
 
 def test_a_model_with_a_text_section_is_the_same_in_another_dtype(recipe: Recipe, tmp_path: Path) -> None:

@@ -233,13 +233,13 @@ def training_faults(policy: Path, recipe: Callable[..., Recipe]) -> Callable[...
 def test_a_drafter_can_be_trained_as_published(
     training_faults: Callable[..., list[str]], policy: Path, tmp_path: Path
 ) -> None:
-    assert training_faults(make_eagle3(tmp_path / "drafter", policy)) == []
+    drafter = make_eagle3(tmp_path / "drafter", policy)
+    assert training_faults(drafter) == training_faults(drafter, {"pp": 2, "vpp": 2}) == []
 
 
 @pytest.mark.parametrize(
     ("sections", "fact"),
     [
-        ({"trainer": {"pp": 2}}, "set trainer.pp=1"),
         ({"lora": {"rank": 4}}, "with lora.rank = 4 only adapters are trained"),
         ({"optimizer": {"name": "muon"}}, "set optimizer.name=adam"),
         ({"trainer": {"optimizer_offload_fraction": 0.5}}, "trainer.optimizer_offload_fraction = 0.5"),

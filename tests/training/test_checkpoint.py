@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.convert import to_hf
+from megarl.checkpoint.drafter_files import convert_drafter
 from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -278,29 +279,39 @@ def test_a_checkpoint_is_read_at_any_layout(
             assert found == pytest.approx(expected[step], rel=1e-5), other
 
 
+@pytest.mark.parametrize(("sizes", "other"), [((1, 1, 2), (1, 2, 1)), ((1, 2, 1), (2, 1, 1))])
 def test_a_trained_drafter_goes_on_at_any_layout(
-    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path, sizes: Sizes, other: Sizes
 ) -> None:
-    """Bit-equal at the same layout, with its weights, main weights and moments."""
+    """Bit-equal at the same layout, with its weights, main weights and moments. Only the last pipeline stage has it."""
     sizes = {"hidden_size": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
     model = tiny_model(head_dim=16, **sizes)
     (tmp_path / "saved").mkdir()
     plain = recipe_of(model, drafter_learning_rate=1e-2, drafter_steps=2).model_dump(exclude_unset=True)
-    drafter = {"method": "eagle3", "model": str(make_eagle3(tmp_path / "drafter", model)), "num_speculative_tokens": 2}
+    files = make_eagle3(tmp_path / "drafter", model)
+    drafter = {"method": "eagle3", "model": str(files), "num_speculative_tokens": 2}
     plain["data"]["validation"] = {"held_out": "unused"}
     recipe = Recipe.model_validate(plain | {"rollout": {"vllm": {"speculative_config": drafter}}})
-    saved = ranks.run(save_and_go_on, recipe, (1, 1, 2), tmp_path / "saved", True, world_size=2)
-    loaded = ranks.run(load_and_go_on, recipe, (1, 1, 2), tmp_path / "saved", world_size=2)
-    for mine, other in zip(loaded, saved, strict=True):
-        assert any(name.startswith("drafter.") for name in mine["state"])
-        assert_equal(mine["state"], other["state"])
-        assert mine["metrics"] == other["metrics"]
-        assert_equal(mine["end"], other["end"])
-    resized = ranks.run(load_and_go_on, recipe, (2, 1, 1), tmp_path / "saved", world_size=2)
+    saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path / "saved", True, world_size=2)
+    loaded = ranks.run(load_and_go_on, recipe, sizes, tmp_path / "saved", world_size=2)
+    for rank, (mine, unbroken) in enumerate(zip(loaded, saved, strict=True)):
+        has_drafter = any(name.startswith("drafter.") for name in mine["state"])
+        assert has_drafter == (parallel_of(sizes).coordinates(rank).pp == sizes[1] - 1)
+        assert_equal(mine["state"], unbroken["state"])
+        assert mine["metrics"] == unbroken["metrics"]
+        assert_equal(mine["end"], unbroken["end"])
+    resized = ranks.run(load_and_go_on, recipe, other, tmp_path / "saved", world_size=2)
     for step in range(2):
         expected, found = (values(merge(rank["metrics"][step] for rank in part)) for part in (saved, resized))
         assert "drafter/loss" in expected
         assert found == pytest.approx(expected, rel=1e-5)
+    convert_drafter(tmp_path / "saved", tmp_path / "converted", str(files), read_model_shape(model))
+    before, converted = tensors_of(files), tensors_of(tmp_path / "converted")
+    assert converted.keys() == before.keys()
+    for name, tensor in converted.items():
+        # The maps of the vocabulary are copied. The last rank is on the last stage.
+        expected_tensor = before[name] if name in ("d2t", "t2d") else saved[-1]["state"][f"drafter.{name}"]
+        assert torch.equal(tensor, expected_tensor), name
 
 
 def build_frozen(recipe: Recipe, parallel: ParallelConfig, scale: float) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from megarl.data.token_batch import TokenBatch
 from megarl.training.rows.choice import make_microbatch
-from megarl.training.rows.microbatch import Microbatch, padded_lengths, unpack_row
+from megarl.training.rows.microbatch import Microbatch, padded_lengths, tokens_ahead, unpack_row
 from megarl.types import RetainedSets, TrainingSequence
 
 CPU = torch.device("cpu")
@@ -102,3 +102,11 @@ def test_padding_makes_every_ranks_tokens_divide() -> None:
     assert padded_lengths([7, 3], cp=2, multiple=1).tolist() == [8, 4]
     assert padded_lengths([7, 3], cp=2, multiple=4).tolist() == [8, 8]
     assert padded_lengths([5], cp=2, multiple=3).tolist() == [12]
+
+
+def test_tokens_ahead_are_those_of_the_same_sequence() -> None:
+    lengths, padded = np.array([4, 1, 3]), np.array([4, 2, 6])
+    values = np.array([11, 12, 13, 14, 21, 31, 32, 33])
+    assert tokens_ahead(values, lengths, padded, distance=2).tolist() == [13, 14, 0, 0, 0, 0, 33, 0, 0, 0, 0, 0]
+    assert tokens_ahead(values, lengths, padded, distance=0).tolist() == [11, 12, 13, 14, 21, 0, 31, 32, 33, 0, 0, 0]
+    assert not tokens_ahead(values > 0, lengths, padded, distance=4).any()

@@ -154,7 +154,7 @@ class TrainerConfig(Section):
     drafter_learning_rate: Annotated[PositiveFloat | None, OnlyIf(*ENGINE), UntriedOnGpu("all values")] = None
     """Train the engines' EAGLE-3 drafter (arXiv 2503.01840) from the policy's detached hidden states, with this peak
     learning rate and optimizer.schedule. It is sent to the engines with the policy, and exported next to it. The
-    policy's gradient stays the same. Default: it is frozen. Needs pp 1."""
+    policy's gradient stays the same. Default: it is frozen."""
     drafter_steps: Annotated[PositiveInt, OnlyIf(non_empty("trainer.drafter_learning_rate", "1e-4"))] = 3
     """Steps of the drafter in an update (training-time test of EAGLE-3, section 3.2): step k sees the drafter's own
     states of the k - 1 steps before. Take num_speculative_tokens of rollout.vllm.speculative_config. Each step costs

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.convert import Conversion, to_hf
+from megarl.checkpoint.drafter_files import convert_drafter
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.recipe import load_of_run
 from megarl.data.templates.turn_ends import own_files
+from megarl.families.shape import read_model_shape
 from megarl.files import hub
-from megarl.files.model_folder import CARD, check_model_folder
+from megarl.files.model_folder import CARD, check_model_folder, find_folder
 from megarl.loops.saving.best_model import BEST, BestRecord
 from megarl.report.model_card import write_card
 from megarl.tracking.run_record import RunRecord, checkpoint_step
@@ -23,11 +25,15 @@ from megarl.types import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A complete model folder of a run, with the step of its weights. `conversion`: it was made from a checkpoint."""
+    """A complete model folder of a run, with the step of its weights. `conversion`: it was made from a checkpoint.
+
+    `drafter` is the folder of the drafter that the run trained with the model. None: it trained none.
+    """
 
     folder: Path
     step: int
     conversion: Conversion | None = None
+    drafter: Path | None = None
 
 
 def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Path | None = None) -> Exported:
@@ -35,7 +41,8 @@ def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Pa
 
     By default it is the model of the run's end (`hf/`); with `is_best` that of the best evaluation (`hf_best/`). With
     `step`, the checkpoint of this step is converted to `out`; default: `hf_step_NNNNNN/` in the run's folder, and an
-    existing folder there is used. Raises ConfigError or DataError if there is no such model, or if it is incomplete.
+    existing folder there is used. A trained drafter has a folder next to it, `drafter_step_NNNNNN/` or `OUT_drafter/`.
+    Raises ConfigError or DataError if there is no such model, or if it is incomplete.
     """
     earlier = RunRecord.open_of_this_version(run)
     exported = _find_exported(earlier, is_best=is_best) if step is None else _export_step(earlier, step, out)
@@ -57,7 +64,7 @@ def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
     """Return the model that a run exported itself. Raises ConfigError if there is none."""
     folder = earlier.path / ("hf_best" if is_best else "hf")
     if is_best and (best := BestRecord.read(folder)) is not None:
-        return Exported(folder, best.step)
+        return Exported(folder, best.step, drafter=_exported_drafter(folder))
     if not is_best and (folder / "config.json").is_file():
         # A resumed run leaves the earlier model in place until it ends again.
         if (state := earlier.status.get("state")) != "done":
@@ -65,7 +72,7 @@ def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
                 f"{earlier.path}: the run is {state} and went on after it exported hf/; let it end, or export a "
                 "checkpoint with --step N"
             )
-        return Exported(folder, earlier.step)
+        return Exported(folder, earlier.step, drafter=_exported_drafter(folder))
     steps = ", ".join(str(checkpoint_step(checkpoint)) for checkpoint in reversed(earlier.checkpoints))
     remedy = f"export a checkpoint with --step N; it has the steps {steps}" if steps else "let the run end first"
     reason = "has no model of a best evaluation (hf_best)" if is_best else "has no exported model (hf)"
@@ -77,10 +84,15 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     folder = out or earlier.path / f"hf_step_{step:06d}"
     # First: the run may have exported this step itself and removed its checkpoint.
     if out is None and (folder / "config.json").is_file():
-        return Exported(folder, step)
+        return Exported(folder, step, drafter=_exported_drafter(folder))
     checkpoint = earlier.checkpoint(step)
     recipe = load_of_run(earlier.path)
     _refuse_unconvertible(earlier.path, recipe)
+    drafter = _drafter_folder(folder) if recipe.trains_drafter else None
+    # The model's folder comes last: if it exists, both are complete.
+    if drafter is not None and recipe.drafter is not None and not (out is None and drafter.is_dir()):
+        policy = read_model_shape(recipe.model.folder, recipe.model.override_config)
+        convert_drafter(checkpoint, drafter, find_folder(recipe.drafter), policy)
     done = to_hf(
         checkpoint,
         folder,
@@ -89,7 +101,19 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
         # The base model's card describes another model; `write_card` writes this model's.
         other_texts={CARD: None, **own_files(recipe.model)},
     )
-    return Exported(folder, step, done)
+    return Exported(folder, step, done, drafter)
+
+
+def _drafter_folder(folder: Path) -> Path:
+    """Return the folder of the drafter trained with the model in `folder`. Ranks export it by the same rule."""
+    name = "drafter" + folder.name.removeprefix("hf") if folder.name.startswith("hf") else f"{folder.name}_drafter"
+    return folder.with_name(name)
+
+
+def _exported_drafter(folder: Path) -> Path | None:
+    """Return the folder of the drafter that was exported with the model in `folder`; None if there is none."""
+    drafter = _drafter_folder(folder)
+    return drafter if drafter.is_dir() else None
 
 
 def _refuse_unconvertible(run: Path, recipe: Recipe) -> None:

@@ -125,7 +125,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
-        _refuse_new_drafter(earlier, recipe)
+        _refuse_other_drafter(earlier, recipe)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
         position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
@@ -266,13 +266,21 @@ def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None
             )
 
 
-def _refuse_new_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe trains a drafter whose state the checkpoint lacks."""
+def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if the recipe trains a drafter and the checkpoint has none, or the other way round."""
     field = "trainer.drafter_learning_rate"
-    if recipe.trains_drafter and _value_at(earlier["recipe"], field) is None:
+    before = _value_at(earlier["recipe"], field)
+    if recipe.trains_drafter and before is None:
         raise ConfigError(
             f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave it out, "
             "or begin a new run with model.path set to an export of this one"
+        )
+    if before is not None and not recipe.trains_drafter:
+        # A frozen drafter would begin again with the weights of its own files.
+        raise ConfigError(
+            f"{field} is left out: the checkpoint has a drafter trained until then, and its weights would be lost; set "
+            f"{field}={before:g}, or begin a new run with model.path and rollout.vllm.speculative_config.model set to "
+            "exports of this one"
         )
 
 

@@ -8,7 +8,9 @@ tensor-parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
@@ -139,6 +141,20 @@ def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, sett
     if parallel.pp == 1:
         return 0.0
     return rows_in_flight(parallel, stage) * parallel.vpp * _layer_input(shape, parallel, settings)
+
+
+def carried_bytes(
+    shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings, layers: Collection[int]
+) -> float:
+    """Return the bytes of the inputs of `layers` that a stage receives from the chunks before its own.
+
+    A drafter on the last stage reads them. They stay for all rows in flight, like the hidden states on which they are
+    stacked. Layers are numbered from 0.
+    """
+    sizes = parallel.layers_by_chunk(shape.num_layers)
+    firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    num_received = sum(number < first for first in firsts[stage :: parallel.pp] for number in layers)
+    return rows_in_flight(parallel, stage) * num_received * _layer_input(shape, parallel, settings)
 
 
 def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:

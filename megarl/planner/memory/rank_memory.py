@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_toke
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import find_folder
 from megarl.planner.memory import activations, engine_bytes, trainer_bytes
-from megarl.planner.memory.activations import PassSettings
+from megarl.planner.memory.activations import PassSettings, carried_bytes
 from megarl.planner.memory.communicators import Communicator, communicators_of
 from megarl.planner.memory.deep_ep import NUM_SMS, deep_ep_bytes
 from megarl.planner.memory.devices import CONTEXT_BYTES, Platform
@@ -247,7 +248,7 @@ class RankMemory:
         """Return whether the first and the last pipeline stage copy one embedding, and this rank is on one of them."""
         shape, last = self.models.policy.shape, self.parallel.pp - 1
         trained_shape = shape.with_draft_layers(self.recipe.trainer.trains_draft_layers)
-        has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0
+        has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0 or self.recipe.trains_drafter
         return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
 
     def _trainer_states(self, built: Built, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
@@ -261,7 +262,7 @@ class RankMemory:
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
             # A tuple, so that equal sizes are computed once.
-            whole=tuple(self.drafter.tensors.values()) if self.drafter and built is self.models.policy else (),
+            whole=tuple(self._drafter_shapes) if built is self.models.policy else (),
             host_fraction=self.recipe.trainer.optimizer_offload_fraction,
         )
 
@@ -277,16 +278,30 @@ class RankMemory:
             return None
 
     @property
+    def _drafter_shapes(self) -> Collection[tuple[int, ...]]:
+        """The shapes of the trained drafter's tensors on this rank: only the last pipeline stage has it."""
+        is_last = self.parallel.coordinates(self.rank).pp == self.parallel.pp - 1
+        return self.drafter.tensors.values() if self.drafter and is_last else ()
+
+    @property
     def drafter_weights(self) -> int:
-        return 0 if self.drafter is None else sum(map(math.prod, self.drafter.tensors.values())) * self.itemsize
+        """Return the bytes of the trained drafter's weights on this rank; 0 without one."""
+        return sum(map(math.prod, self._drafter_shapes)) * self.itemsize
 
     def drafter_pass(self) -> int:
         """Return the bytes of a row's drafts in an update of the policy; 0 without a trained drafter."""
         if self.drafter is None:
             return 0
-        settings = self.pass_settings(self.models.policy)
-        num_parts = self.parallel.cp * (self.parallel.tp if settings.sequence_parallel else 1)
-        return drafter_bytes(self.drafter, settings, num_steps=self.recipe.trainer.drafter_steps, num_parts=num_parts)
+        shape, parallel = self.models.policy.shape, self.parallel
+        settings, stage = self.pass_settings(self.models.policy), parallel.coordinates(self.rank).pp
+        carried = int(carried_bytes(shape, parallel, stage, settings, self.drafter.aux_layers))
+        if stage < parallel.pp - 1:
+            return carried
+        # The last stage has a copy of the first stage's embedding.
+        copied = shape.vocab_size * shape.hidden_size * self.itemsize // parallel.tp if parallel.pp > 1 else 0
+        num_parts = parallel.cp * (parallel.tp if settings.sequence_parallel else 1)
+        num_steps = self.recipe.trainer.drafter_steps
+        return carried + copied + drafter_bytes(self.drafter, settings, num_steps=num_steps, num_parts=num_parts)
 
     def pass_settings(self, built: Built) -> PassSettings:
         """Return the settings of an update's passes through a model."""

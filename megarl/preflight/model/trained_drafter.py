@@ -25,8 +25,6 @@ def drafter_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "model, or leave it out"
         )
         return
-    if trainer.pp > 1:
-        yield f"{field}: with trainer.pp = {trainer.pp} no stage has all states that it reads; set trainer.pp=1"
     if recipe.lora.rank:
         yield f"{field}: with lora.rank = {recipe.lora.rank} only adapters are trained; leave one of both out"
     if recipe.optimizer.name == "muon":

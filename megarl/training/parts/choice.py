@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.config import OptimizerConfig, Recipe
-from megarl.models.drafter import PREFIX
 from megarl.models.experts.balance import ExpertBalance
 from megarl.training.model import ModelShard
 from megarl.training.model_parts import ModelParts
@@ -47,9 +46,14 @@ def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[Engine
         yield DrafterPart(shard)
 
 
-def select_update_rule(shard: ModelShard, config: OptimizerConfig) -> UpdateRule | None:
-    """Return the rule for parameters with another optimizer or learning rate; None if all are updated alike."""
+def select_update_rule(
+    shard: ModelShard, config: OptimizerConfig, engine_parts: Sequence[EnginePart]
+) -> UpdateRule | None:
+    """Return the rule for parameters with another optimizer or learning rate; None if all are updated alike.
+
+    It is the same on all ranks of a model, also on those without such parameters. `engine_parts` are the model's parts.
+    """
     if config.name == "muon":
         return MuonRule(shard, config)
-    has_drafter = any(name.startswith(PREFIX) for name in shard.parameters)
+    has_drafter = any(isinstance(part, DrafterPart) for part in engine_parts)
     return DrafterRate(shard, config) if has_drafter else None

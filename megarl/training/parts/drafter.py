@@ -15,16 +15,19 @@ from torch import Tensor
 from megarl.checkpoint.drafter_files import load_drafter, target_token_ids
 from megarl.config import OptimizerConfig, Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.families.eagle3 import read_drafter_shape
+from megarl.families.eagle3 import PARAMETERS, read_drafter_shape
 from megarl.files.model_folder import find_folder
-from megarl.models.drafter import PREFIX, DrafterHead, DrafterRow, attach_drafter
+from megarl.models.aux_states import AuxStates
+from megarl.models.drafter import DrafterHead, DrafterRow, attach_drafter
+from megarl.models.embeddings import copy_embedding_to_last_stage
+from megarl.models.policy import PolicyModel
 from megarl.tracking.metric_rows import MetricRow
 from megarl.training.model import ModelShard
 from megarl.training.objective import Objective, RowLoss, StepNumbers
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.metrics import Signal, mean_of
-from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_row
+from megarl.training.rows.microbatch import Microbatch, places_in_row, tokens_ahead
 
 METRICS = (
     MetricRow(
@@ -47,7 +50,8 @@ class DrafterFeed(RowFeed):
     where this token is not trained, and `drafter_weights`, zero there: [tokens, steps] each.
     """
 
-    def __init__(self, head: DrafterHead, num_steps: int, step_decay: float, device: torch.device) -> None:
+    def __init__(self, head: DrafterHead | None, num_steps: int, step_decay: float, device: torch.device) -> None:
+        """Make the feed of a rank. `head` is the drafter's; None on ranks of other stages than the last."""
         self._head, self._num_steps, self._step_decay, self._device = head, num_steps, step_decay, device
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow]:
@@ -57,34 +61,32 @@ class DrafterFeed(RowFeed):
     def _add_weights(self, row: TokenBatch, batch: Microbatch) -> DrafterRow:
         """Give a microbatch its mask and weights. Returns its row."""
         assert batch.row.host_local is not None
-        num_places = int(batch.padded.sum())
-        places = places_in_row(batch.lengths, batch.padded)
-        tokens, weights = np.zeros(num_places, np.int64), np.zeros(num_places, np.float32)
-        is_trained = np.zeros(num_places, np.bool_)
-        tokens[places] = row.token_ids
-        is_trained[places] = row.loss_mask & is_predicted(row.cu_seqlens)
-        weights[places] = row.per_token["token_weights"]
-        starts = np.repeat(batch.padded.cumsum() - batch.padded, batch.padded)
-        mask = np.zeros((num_places, self._num_steps), np.bool_)
-        for step in range(self._num_steps):
-            predicted = np.arange(num_places) + 2 + step
-            inside = np.minimum(predicted, num_places - 1)
-            # The last positions of a sequence would predict tokens of the next one.
-            mask[:, step] = (predicted < num_places) & (starts[inside] == starts) & is_trained[inside]
+        lengths, padded, local = batch.lengths, batch.padded, batch.row.host_local
+        masks, weights = (
+            np.stack(
+                [tokens_ahead(values, lengths, padded, distance=2 + step) for step in range(self._num_steps)], axis=1
+            )
+            for values in (row.loss_mask, row.per_token["token_weights"])
+        )
         decays = self._step_decay ** np.arange(self._num_steps, dtype=np.float32)
-        ahead = np.minimum(np.arange(num_places)[:, None] + 2 + np.arange(self._num_steps), num_places - 1)
-        step_weights = np.where(mask, weights[ahead] * decays, 0.0).astype(np.float32)
-        local = batch.row.host_local
-        batch.per_token["drafter_mask"] = torch.from_numpy(mask[local]).to(self._device)
+        step_weights = np.where(masks, weights * decays, 0.0).astype(np.float32)
+        batch.per_token["drafter_mask"] = torch.from_numpy(masks[local]).to(self._device)
         batch.per_token["drafter_weights"] = torch.from_numpy(step_weights[local]).to(self._device)
+        tokens = np.zeros(padded.sum(), np.int64)
+        tokens[places_in_row(lengths, padded)] = row.token_ids
+        starts = np.repeat(padded.cumsum() - padded, padded)
         return DrafterRow(torch.from_numpy(tokens).to(self._device), starts)
 
     def apply(self, chunk: torch.nn.Module, values: DrafterRow) -> None:
-        self._head.row = values
+        assert isinstance(chunk, PolicyModel) and isinstance(chunk.carrier, AuxStates)
+        chunk.carrier.is_collecting = True
+        if chunk.post_process:
+            assert self._head is not None
+            self._head.row = values
 
 
 class DrafterPart(EnginePart):
-    """The drafter of the engines, in the policy's only pipeline stage. It must be the last part with a loss.
+    """The drafter of the engines, in the last chunk of the policy's last stage. It must be the last part with a loss.
 
     It begins with the weights in its folder. Its gradient does not change how the policy's is clipped, and is scaled by
     the policy's clipping.
@@ -95,12 +97,24 @@ class DrafterPart(EnginePart):
         assert recipe.drafter is not None
         folder = find_folder(recipe.drafter)
         self.shape = read_drafter_shape(folder, shard.shape)
-        chunk: Any = shard.chunks[-1]
-        target_ids = target_token_ids(folder, self.shape).to(shard.device)
-        head = attach_drafter(chunk, self.shape, target_ids, num_steps=trainer.drafter_steps)
-        load_drafter(folder, self.shape, dict(chunk.drafter.named_parameters()))
-        self._num_steps = trainer.drafter_steps
-        shard.update_feeds.append(DrafterFeed(head, self._num_steps, trainer.drafter_step_decay, shard.device))
+        self._shard, self._num_steps = shard, trainer.drafter_steps
+        self._head: DrafterHead | None = None
+        for chunk in shard.chunks:
+            assert isinstance(chunk, PolicyModel)
+            chunk.carrier = aux_states = AuxStates(chunk, self.shape.aux_layers)
+            if chunk.post_process:
+                target_ids = target_token_ids(folder, self.shape).to(shard.device)
+                self._head = attach_drafter(chunk, self.shape, target_ids, aux_states, num_steps=self._num_steps)
+                drafter: Any = chunk.drafter
+                load_drafter(folder, self.shape, dict(drafter.named_parameters()))
+        shard.update_feeds.append(DrafterFeed(self._head, self._num_steps, trainer.drafter_step_decay, shard.device))
+
+    def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
+        if self._shard.parallel.pp == 1:
+            return
+        table = copy_embedding_to_last_stage(self._shard.chunks)
+        if self._head is not None:
+            self._head.table = table
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
         """Return the objective with the drafter's loss added: the sum of its KL, by the token weights of the policy's
@@ -125,7 +139,8 @@ class DrafterRate:
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
         rate = shard.recipe.trainer.drafter_learning_rate
         assert rate is not None
-        self._parameters = {id(value) for name, value in shard.parameters.items() if name.startswith(PREFIX)}
+        # The names of a stage with several chunks begin with the chunk's. Other stages have no such parameters.
+        self._parameters = {id(value) for name, value in shard.parameters.items() if PARAMETERS in name}
         # The schedule decays the drafter's rate by the same factor as the policy's.
         self._rates = {"max_lr": rate, "min_lr": rate * config.min_learning_rate / config.learning_rate}
 

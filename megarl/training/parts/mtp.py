@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.models.mtp import copy_embedding_to_last_stage, mtp_head
+from megarl.models.embeddings import copy_embedding_to_last_stage
+from megarl.models.mtp import mtp_head
 from megarl.tracking.metric_rows import MetricRow
 from megarl.training.model import ModelShard
 from megarl.training.objective import Objective, RowLoss, StepNumbers
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.metrics import Signal, mean_of
-from megarl.training.rows.microbatch import Microbatch, is_predicted, own_part, places_in_row
+from megarl.training.rows.microbatch import Microbatch, tokens_ahead
 
 METRICS = (
     MetricRow(
@@ -50,18 +50,9 @@ class MtpFeed(RowFeed):
     def _add_targets(self, row: TokenBatch, batch: Microbatch) -> Tensor:
         """Give a microbatch its mask and weights. Returns the labels [tokens], this rank's part of the row's."""
         assert batch.row.host_local is not None
-        predicted = is_predicted(row.cu_seqlens)
-        # All but the first two tokens of each sequence are the token t + 2 of some position t.
-        has_position = predicted & np.roll(predicted, 1)
-        places = places_in_row(batch.lengths, batch.padded)[has_position] - 2
+        local = batch.row.host_local
         labels, batch.per_token["mtp_mask"], batch.per_token["mtp_weights"] = (
-            own_part(
-                values[has_position],
-                places=places,
-                padded=batch.padded,
-                local=batch.row.host_local,
-                device=self._device,
-            )
+            torch.from_numpy(tokens_ahead(values, batch.lengths, batch.padded, distance=2)[local]).to(self._device)
             for values in (row.token_ids, row.loss_mask, row.per_token["token_weights"])
         )
         return labels
@@ -104,5 +95,10 @@ class MtpPart(EnginePart):
         return objective_and_mtp
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        if self._shard.parallel.pp > 1:
-            copy_embedding_to_last_stage(self._shard.chunks)
+        if self._shard.parallel.pp == 1:
+            return
+        table = copy_embedding_to_last_stage(self._shard.chunks)
+        if table is not None:
+            head = mtp_head(self._shard.chunks[-1])
+            assert head is not None
+            head.table = table

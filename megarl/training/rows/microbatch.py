@@ -87,6 +87,20 @@ def own_part(
     return torch.from_numpy(row[local]).to(device)
 
 
+def tokens_ahead(
+    values: np.ndarray, lengths: NDArray[np.int64], padded: NDArray[np.int64], *, distance: int
+) -> np.ndarray:
+    """Return a padded row [places] that has, at each token, the value of the token `distance` later in its sequence.
+
+    `values` [tokens] are those of the sequences' tokens. A place is zero (False) if its sequence has no such token.
+    """
+    row = np.zeros(padded.sum(), values.dtype)
+    # No token of another sequence is ahead: the first `distance` tokens of a sequence are ahead of none.
+    is_ahead = ranges(np.zeros_like(lengths), lengths) >= distance
+    row[places_in_row(lengths, padded)[is_ahead] - distance] = values[is_ahead]
+    return row
+
+
 def support_on(device: torch.device, retained: RetainedSets) -> Support:
     """Return the sets of tokens left to sample from, as tensors on a device."""
     return Support(torch.from_numpy(retained.token_ids).to(device), torch.from_numpy(retained.counts).to(device))

@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 
 from megarl.checkpoint.mapped import MappedFolder
 from megarl.data.token_batch import TokenBatch
+from megarl.engine.parts.drafts import TrainedDrafts
 from megarl.engine.parts.trained_adapter import TrainedAdapter
+from megarl.families.draft_layers import DRAFTER
 from megarl.groups.peer_errors import engine_collectives_marked
+from megarl.reshard.boxes import with_prefix
 from megarl.reshard.checks.file_rows import check_rows, sampled_names
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
@@ -118,9 +121,13 @@ class ReshardChecks:
             return None
         first_rank = 0 if ends.group is None else ends.parallel.leaders()[ends.replica]
         holder = f"engine rank {first_rank + dist.get_rank()}"
-        live = live_parameters(engine.model)
+        drafts = engine.find_part(TrainedDrafts)
+        drafter = {} if drafts is None or drafts.written is None else live_parameters(drafts.written)
+        # Both models have tensors and parameters of the same names, such as lm_head.weight.
+        live = live_parameters(engine.model) | {DRAFTER + name: parameter for name, parameter in drafter.items()}
         if not self._plan.live_reshard.converts:
-            return Ledger(holder, self._plan.recorded, live)
+            recorded_drafter = with_prefix(self._plan.recorded_drafter, box=DRAFTER, storage=DRAFTER)
+            return Ledger(holder, self._plan.recorded + recorded_drafter, live)
         adapter = engine.find_part(TrainedAdapter)
         slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}
         return Ledger.of_parameters(holder, {**live, **slots})

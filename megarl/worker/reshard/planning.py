@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.checkpoint.drafter_files import drafter_layout
+from megarl.checkpoint.drafter_files import drafter_layouts
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.parts.drafts import TrainedDrafts
@@ -20,7 +20,6 @@ from megarl.families.eagle3 import read_drafter_shape
 from megarl.families.lora_rules import adapter_shapes
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import find_folder
-from megarl.models.drafter import PREFIX
 from megarl.reshard.adapters import AdapterReshard, record_slots
 from megarl.reshard.boxes import Layout
 from megarl.reshard.drafters import ReshardWithDrafter, record_drafter
@@ -77,12 +76,13 @@ class ReshardPlan(NamedTuple):
     """The copies of one rank. `engine_shape` is the shape of the engines' model.
 
     `recorded` is the layout of this rank's engine as vLLM's loader fills it; empty if it cannot be written in place.
-    `notices` are texts for the user.
+    `recorded_drafter` is that of a trained drafter with files of its own. `notices` are texts for the user.
     """
 
     live_reshard: LiveReshard
     engine_shape: ModelShape
     recorded: Layout
+    recorded_drafter: Layout = ()
     notices: tuple[str, ...] = ()
 
 
@@ -143,7 +143,7 @@ class _Planner:
             "each reshard sends full tensors to the engine, which is slow, because the engine's weights cannot "
             f"be written in place ({refusal})"
         )
-        return ReshardPlan(gathering, self._engine_shape, (), (notice,))
+        return ReshardPlan(gathering, self._engine_shape, (), notices=(notice,))
 
     def plan_adapter(self) -> ReshardPlan:
         """Plan the one copy of the base weights, and the copies of the LoRA adapter into the engines' slots.
@@ -199,7 +199,7 @@ class _Planner:
                 "out, so that the drafter is frozen"
             )
         num_trainers, num_ranks = ends.parallel.world_size, len(ends.topology)
-        sources: list[Layout] = [drafter_layout(shape, PREFIX)] * num_trainers
+        sources = drafter_layouts(shape, ends.parallel)
         source = ends.policy or ends.snapshot
         drafter = DirectReshard(
             [*sources, *[()] * (num_ranks - num_trainers)],
@@ -212,7 +212,8 @@ class _Planner:
             topology=ends.topology,
             group=ends.group,
         )
-        return plan._replace(live_reshard=ReshardWithDrafter(plan.live_reshard, drafter))
+        live_reshard = ReshardWithDrafter(plan.live_reshard, drafter)
+        return plan._replace(live_reshard=live_reshard, recorded_drafter=recorded)
 
     def _plan_direct(
         self,

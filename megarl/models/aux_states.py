@@ -1,0 +1,61 @@
+"""Hidden states between a policy's layers, collected for the last pipeline stage (EAGLE-3, arXiv 2503.01840).
+
+Each chunk captures the inputs of some of its layers, adds those that the chunks before it captured, and sends all of
+them on with its hidden states. They are detached: no gradient flows back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megarl.models.policy import PolicyModel
+
+
+class AuxStates:
+    """The inputs of some layers of a policy, as one of its chunks has them. It is the chunk's `StateCarrier`.
+
+    A pass collects states only if `is_collecting` is set before it. `take` ends the collection.
+    """
+
+    def __init__(self, model: PolicyModel, aux_layers: Sequence[int]) -> None:
+        """Observe those layers that are in this chunk. `aux_layers` are numbers from 0, ascending."""
+        layers: Any = model.decoder.layers
+        # Megatron numbers layers from 1, over all stages.
+        first = layers[0].layer_number - 1
+        for number in aux_layers:
+            if first <= number < first + len(layers):
+                layers[number - first].register_forward_pre_hook(self._capture, with_kwargs=True)
+        self.num_received = sum(number < first for number in aux_layers)
+        self.num_sent = sum(number < first + len(layers) for number in aux_layers)
+        self.is_collecting = False
+        self._states: list[Tensor] = []
+
+    def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Recomputed layers run once more in the backward pass, when nothing is collected.
+        if self.is_collecting:
+            states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            self._states.append(states.detach())
+
+    def unpack(self, received: Tensor) -> Tensor:
+        # Megatron sets the input before the row is known, so `is_collecting` may still be False.
+        if received.dim() == 3:
+            return received
+        self._states = [*received[1:].detach()]
+        return received[0]
+
+    def pack(self, hidden_states: Tensor) -> Tensor:
+        states = self.take()
+        # A stack is no view: Megatron frees what it has sent.
+        return torch.stack([hidden_states, *states]) if states else hidden_states
+
+    def take(self) -> list[Tensor]:
+        """Return the collected states [own tokens, 1, hidden_size] in the order of their layers, and end the collection.
+
+        The list is empty if the pass collected none.
+        """
+        states, self._states, self.is_collecting = self._states, [], False
+        return states
