@@ -103,7 +103,7 @@ class CheckpointReader:
         return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
 
     def read_further(self, key: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor [*shape] outside of the model, such as a trained drafter's, by its key in the checkpoint.
+        """Return a whole tensor [*shape] outside of the model, by its key in the checkpoint, such as a drafter's.
 
         Raises DataError if it is missing, damaged, or has another shape.
         """

@@ -20,7 +20,8 @@ from megarl.files.model_folder import read_object, read_safetensors_header, stor
 from megarl.types import DataError
 
 PARAMETERS = "drafter."
-"""Prefix of a trained drafter's parameters among the policy's, in Megatron and in checkpoints. Published names follow."""
+"""Prefix of a trained drafter's parameters among the policy's, in Megatron and in checkpoints. Published names follow.
+"""
 METHOD = "eagle3"
 """vLLM's name of the speculative method."""
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -53,7 +53,7 @@ class AuxStates:
         return torch.stack([hidden_states, *states]) if states else hidden_states
 
     def take(self) -> list[Tensor]:
-        """Return the collected states [own tokens, 1, hidden_size] in the order of their layers, and end the collection.
+        """Return the states [own tokens, 1, hidden_size] in the order of their layers, and end the collection.
 
         The list is empty if the pass collected none.
         """

@@ -1,9 +1,9 @@
 """An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), on the policy's last stage.
 
-The drafter sees the detached inputs of three layers (`AuxStates`) and the policy's embedding, also detached. So its loss does not
-change the policy's gradient. At position t it predicts what the policy predicts at t + 1. Further steps of a training
-pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time test, section
-3.2 of the paper): step k predicts what the policy predicts at t + 1 + k.
+The drafter sees the detached inputs of three layers (`AuxStates`) and the policy's embedding, also detached. So its
+loss does not change the policy's gradient. At position t it predicts what the policy predicts at t + 1. Further steps
+of a training pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time
+test, section 3.2 of the paper): step k predicts what the policy predicts at t + 1 + k.
 
 All tensors are whole on every rank. The positions of a row are divided over the context-parallel ranks, and with
 sequence parallelism over the tensor-parallel ranks too. Only the policy's detached states are gathered, so that no

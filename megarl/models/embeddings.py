@@ -33,8 +33,8 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
 def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> Tensor | None:
     """Copy the embedding of the first pipeline stage to the last one. A collective of these two stages.
 
-    `chunks` are this rank's chunks of the model. Returns the copy [local vocabulary, hidden_size] on the last stage, and
-    None on the others.
+    `chunks` are this rank's chunks of the model. Returns the copy [local vocabulary, hidden_size] on the last stage,
+    and None on the others.
     """
     if not parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
         return None

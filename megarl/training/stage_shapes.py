@@ -32,8 +32,8 @@ class StageCommunicator(P2PCommunicator):
     Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read it
     from the device. Each rank knows the lengths of all rows, so this class sends no shapes.
 
-    `shapes` [microbatches] has one shape for each row, `carried` [chunks] the further states of this stage's chunks. Use
-    a new object for each call of a Megatron schedule.
+    `shapes` [microbatches] has one shape for each row, `carried` [chunks] the further states of this stage's chunks.
+    Use a new object for each call of a Megatron schedule.
     """
 
     def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape], carried: Sequence[CarriedStates]) -> None:

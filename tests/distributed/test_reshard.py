@@ -260,7 +260,7 @@ def train_reshard_and_compare_drafts(recipe: Recipe, parallel: ParallelConfig, e
     with torch.no_grad():
         for parameter in live.values():
             parameter.fill_(float("nan"))
-    part.written.load_weights([item for item in tensors_of(Path(exported).with_name("drafter")).items()])
+    part.written.load_weights(tensors_of(Path(exported).with_name("drafter")).items())
     loaded = {name: parameter.detach().clone() for name, parameter in live.items()}
     assert engine is not None
     ranks: list[Any] = [None] * parallel.world_size
@@ -291,7 +291,7 @@ def train_reshard_and_compare_drafts(recipe: Recipe, parallel: ParallelConfig, e
 def test_an_engine_gets_the_trained_drafter(
     parallel: ParallelConfig, ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """From the last pipeline stage. What vLLM's loader makes of the export is equal bit for bit, and checksums agree."""
+    """From the last pipeline stage. What vLLM's loader makes of the export is equal bit by bit; checksums agree."""
     model = tiny_model(num_layers=8, family="qwen3", num_kv_heads=2, tie_word_embeddings=False)
     drafter = make_eagle3(tmp_path / "files", model)
     config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}

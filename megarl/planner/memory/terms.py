@@ -51,8 +51,8 @@ TERMS = {
         _OWN,
     ),
     "drafts": Term(
-        "a trained drafter's pass: states of the whole row, its layer once a step, scores of 128 queries, head rows; with "
-        "trainer.pp above 1 also states from earlier stages, and a copy of the embedding",
+        "a trained drafter's pass: states of the whole row, its layer once a step, scores of 128 queries, head rows; "
+        "with trainer.pp above 1 also states from earlier stages, and a copy of the embedding",
         _OWN,
     ),
     "critic": Term(
