@@ -208,6 +208,19 @@ def test_maxrl_of_groups_in_any_order() -> None:
     assert alone == pytest.approx([*expected[:6], 0.5, 0.0, 0.0])
 
 
+def test_maxrl_is_its_definition_in_random_groups() -> None:
+    for case in range(50):
+        random = torch.Generator().manual_seed(case)
+        rewards = torch.rand(12, generator=random, dtype=torch.float64) - 0.2 * (case % 3)
+        groups = torch.randint(0, 4, (12,), generator=random)
+        expected = []
+        for reward, group in zip(rewards.tolist(), groups.tolist(), strict=True):
+            members = rewards[groups == group].tolist()
+            mean = sum(members) / len(members)
+            expected.append((reward - mean) / mean if mean > 0 else 0.0)
+        assert maxrl(rewards, groups).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize("num_samples", [2, 3, 5])
 def test_maxrl_is_the_log_of_the_pass_rate_truncated_at_one_less_than_the_samples(num_samples: int) -> None:
     """By enumeration: one token of six, of which two are right. The mean of rewards / mean alone has one order more."""

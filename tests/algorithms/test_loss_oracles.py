@@ -93,6 +93,13 @@ def vespo(p: Tensor, advantage: float, product: float, settings: dict[str, float
     return -math.exp(decay) * product**power * math.exp(-decay * product) * advantage * p
 
 
+def luspo(logprobs: Tensor, old: Tensor, advantage: float, settings: dict[str, float]) -> Tensor:
+    """Return the loss of each token from those of its sequence, [tokens] each, without an average over tokens."""
+    product = (logprobs - old).mean().exp()
+    bounded = product.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    return -torch.minimum(product * advantage, bounded * advantage).expand(len(logprobs))
+
+
 def written_out(name: str, logprobs: Tensor, tokens: Tokens, settings: dict[str, float]) -> Tensor:
     """Return the weighted sum over trained tokens, one at a time."""
     total = logprobs.new_zeros(())
@@ -100,6 +107,11 @@ def written_out(name: str, logprobs: Tensor, tokens: Tokens, settings: dict[str,
         trained = [token for token in range(start, end) if tokens.mask[token]]
         summed = sum((logprobs[token] - tokens.old[token]).item() for token in trained)
         product = math.exp(min(max(summed, math.log(1e-8)), 20.0))
+        if name == "gspo" and trained:
+            advantage = tokens.advantages[start].item()
+            losses = luspo(logprobs[trained], tokens.old[trained], advantage, settings)
+            total = total + (tokens.weights[trained] * losses).sum()
+            continue
         for token in trained:
             advantage, old = tokens.advantages[token].item(), tokens.old[token].item()
             loss = (
@@ -126,6 +138,7 @@ TOKEN_LOSSES: dict[str, Callable[..., Tensor]] = {
         ("dppo_kl", {"clip_low": 0.05, "clip_high": 0.01, "log_ratio_penalty": 0.3}),
         ("dro", {"beta": 0.4}),
         ("vespo", {}),
+        ("gspo", {"clip_low": 2e-3, "clip_high": 2.5e-3}),
     ],
 )
 def test_a_loss_and_its_gradient_are_those_of_its_definition(name: str, settings: dict[str, Any]) -> None:
@@ -143,7 +156,7 @@ def test_a_loss_and_its_gradient_are_those_of_its_definition(name: str, settings
             torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
             assert all(value.shape == ours.shape and not value.requires_grad for value in metrics.values())
             num_masked += int(metrics["clip_fraction"].sum()) if "clip_fraction" in metrics else 0
-    assert (num_masked > 100) == name.startswith("dppo")
+    assert (num_masked > 100) == name.startswith(("dppo", "gspo"))
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,8 @@ def train_reshard_and_compare_drafts(recipe: Recipe, parallel: ParallelConfig, e
     from megarl.reshard.checks.version_checksums import engine_differences, merge
     from megarl.worker.colocated import Worker
 
-    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
+    # Parts of the trainer are attributes that the class does not declare.
+    worker: Any = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.rank_reshard
     part = worker.engine.find_part(TrainedDrafts)
     assert part is not None and part.written is not None

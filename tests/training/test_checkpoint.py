@@ -284,8 +284,8 @@ def test_a_trained_drafter_goes_on_at_any_layout(
     ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path, sizes: Sizes, other: Sizes
 ) -> None:
     """Bit-equal at the same layout, with its weights, main weights and moments. Only the last pipeline stage has it."""
-    sizes = {"hidden_size": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
-    model = tiny_model(head_dim=16, **sizes)
+    shape = {"hidden_size": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
+    model = tiny_model(head_dim=16, **shape)
     (tmp_path / "saved").mkdir()
     plain = recipe_of(model, drafter_learning_rate=1e-2, drafter_steps=2).model_dump(exclude_unset=True)
     files = make_eagle3(tmp_path / "drafter", model)

@@ -187,6 +187,64 @@ def test_the_share_lost_in_a_merge_is_exact_in_every_layout(ranks: RankPool, fol
     assert reshard_metrics([ReshardReport(rounding=MergeRounding(0.0, 0.0))]) == {}
 
 
+def shares_in_engine(recipe: Recipe, parallel: ParallelConfig, num_updates: int) -> dict[str, tuple[float, float]]:
+    """Train, then compare the update with what an engine would have of it, merged or as an adapter.
+
+    Returns the part of the update that is kept along itself, and the norm of the error relative to that of the update.
+    """
+    from megarl.training.parts.lora import LoraPart
+
+    engine, _, _ = build(recipe, parallel, filled=False)
+    for sequences in make_updates(recipe, 431) * num_updates:
+        update(engine, recipe, parallel, sequences)
+        num_updates -= 1
+        if not num_updates:
+            break
+    part = engine.find_part(LoraPart)
+    sums: dict[str, list[float]] = {"merged": [0.0] * 3, "adapter": [0.0] * 3}
+    with engine.merging(), part.scaled_adapters.valid():
+        sent = part.scaled_adapters.weights
+        for name, merged in engine.weights.items():
+            if (base := engine.tensors[name]) is merged:
+                continue
+            adapter = name.removesuffix("weight") + "adapter."
+            a, b = (engine.tensors[adapter + matrix].double() for matrix in "ab")
+            whole = recipe.lora.scale * b.flatten(0, -2) @ a
+            in_engine = {
+                "merged": merged.double() - base.double(),
+                "adapter": sent[adapter + "b"].double().flatten(0, -2) @ sent[adapter + "a"].double(),
+            }
+            for way, value in in_engine.items():
+                parts = (value * whole, (value - whole) ** 2, whole**2)
+                sums[way] = [total + float(part.sum()) for total, part in zip(sums[way], parts, strict=True)]
+    return {way: (along / norm, (error / norm) ** 0.5) for way, (along, error, norm) in sums.items()}
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "least", "most"),
+    [
+        pytest.param(1e-6, 0.0, 0.1, id="1e-6"),
+        pytest.param(1e-5, 0.0, 0.4, id="1e-5"),
+        pytest.param(1e-4, 0.1, 1.0, id="1e-4", marks=pytest.mark.long),
+    ],
+)
+def test_an_adapter_takes_the_whole_update_to_the_engine_and_a_merged_copy_a_part_of_it(
+    ranks: RankPool, tiny_model: Callable[..., Path], learning_rate: float, least: float, most: float
+) -> None:
+    """In bfloat16, with weights of deviation 0.02. Prints the shares."""
+    recipe = lora_recipe(tiny_model(**(SETTINGS | DENSE | {"initializer_range": 0.02})))
+    optimizer = recipe.optimizer.model_copy(update={"learning_rate": learning_rate, "name": "adam"})
+    model = recipe.model.model_copy(update={"dtype": "bfloat16"})
+    recipe = recipe.model_copy(update={"model": model, "optimizer": optimizer})
+    for num_updates in (1, 10):
+        [shares] = ranks.run(shares_in_engine, recipe, parallel_of({}), num_updates, world_size=1)
+        print(learning_rate, num_updates, shares)
+        kept, lost = shares["merged"]
+        assert least <= kept <= most and lost > 0.3
+        kept, lost = shares["adapter"]
+        assert kept == pytest.approx(1, abs=1e-3) and lost < 5e-3
+
+
 def replaying(recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence]) -> list[np.ndarray]:
     """Log-probs of the frozen model before and after a pass whose tokens went to the first experts."""
     from megarl.training.routed_experts import StoredExperts, make_route_feed

@@ -211,27 +211,42 @@ def test_a_trajectory_that_the_policy_left_is_dropped_as_a_whole(ranks: RankPool
     assert slopes[:2] == [(-1.0, 0.0)] * 2 and all(slope < 0 for _, slope in slopes[2:])
 
 
-def test_an_unbiased_kl_has_the_ratio_in_value_and_gradient() -> None:
-    """Against autograd of the formula in float64."""
-    random = np.random.default_rng(8)
-    config = AlgorithmConfig(kl_coefficient=0.3, kl_unbiased=True)
-    names = ("policy", "old_logprobs", "reference_logprobs")
-    values = {name: random.normal(-2, 0.4, 6).astype(np.float32) for name in names}
-    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(6), np.arange(6) > 1)])
-    batch.per_token |= values | {"advantages": np.zeros(6, np.float32)}
-    assign_token_weights(batch, config)
-    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
-    output = torch.stack([row.per_token["policy"], torch.zeros(6)]).requires_grad_()
-    loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
-    loss.backward()
-    policy, old, reference = (torch.from_numpy(values[name][2:]).double().requires_grad_() for name in names)
-    difference = reference - policy
-    expected = 0.3 * ((policy - old).exp() * (difference.exp() - difference - 1)).mean()
-    [slopes] = torch.autograd.grad(expected, policy)
-    assert output.grad is not None
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    # Position t of a row predicts token t + 1.
-    assert output.grad[0, 1:5].tolist() == pytest.approx(slopes.tolist(), rel=1e-5)
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_kl_with_the_ratio_and_a_penalty_on_drift_are_those_of_their_definitions(estimator: str) -> None:
+    """In float64, over 50 cases of several minibatches with samples of several segments; gradients by autograd."""
+    config = AlgorithmConfig.model_validate(
+        {"kl_coefficient": 0.3, "kl_unbiased": True, "kl_estimator": estimator, "policy_loss": "unclipped"}
+    )
+    names = ("policy", "old_logprobs", "reference_logprobs", "advantages")
+    for case in range(50):
+        random = np.random.default_rng(case)
+        for _ in range(1 + case % 3):
+            lengths = random.integers(2, 9, size=4)
+            batch = TokenBatch.from_sequences(
+                [TrainingSequence(np.arange(length), random.random(length) < 0.8) for length in lengths]
+            )
+            batch.samples, total = np.array([0, 0, 1, 2]), int(lengths.sum())
+            batch.per_token |= {name: random.normal(-2, 0.4, total).astype(np.float32) for name in names}
+            penalties = np.where(random.random(total) < 0.3, 0.5, 0.0)
+            batch.per_token["log_ratio_penalties"] = penalties.astype(np.float32)
+            assign_token_weights(batch, config)
+            row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+            row.per_token.update({name: values.double() for name, values in row.per_token.items()})
+            ours = torch.stack([row.per_token["policy"], torch.zeros(total)]).requires_grad_()
+            loss, _, _ = policy_objective(config)(ours, row, StepNumbers(config.kl_coefficient))
+            theirs = row.per_token["policy"].clone().requires_grad_()
+            expected = theirs.new_zeros(())
+            for place in row.mask.nonzero()[:, 0].tolist():
+                values = {name: row.per_token[name][place].item() for name in row.per_token}
+                ratio = (theirs[place] - values["old_logprobs"]).exp()
+                distance = values["reference_logprobs"] - theirs[place]
+                divergence = -distance if estimator == "k1" else distance.exp() - distance - 1
+                of_token = -ratio * values["advantages"] + 0.3 * ratio * divergence
+                of_token = of_token + values["log_ratio_penalties"] * (theirs[place] - values["old_logprobs"]).abs()
+                expected = expected + values["token_weights"] * of_token
+            gradients = [torch.autograd.grad(value, leaf)[0] for value, leaf in ((loss, ours), (expected, theirs))]
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(gradients[0][0], gradients[1], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
