@@ -121,7 +121,7 @@ async def on_policy_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
         if journal is not None:
             for source in sources:
                 if source.sampler.expect_programs is not None:
-                    source.sampler.expect_programs(journal.expected_keys)
+                    source.sampler.expect_programs(journal.expected_keys, journal.orphans)
         state, policy = RLState(recipe.algorithm), BufferPolicy.from_recipe(recipe)
         buffer = GroupBuffer(recipe, sources, state, policy, journal)
         async with aclosing(buffer):

@@ -14,6 +14,7 @@ from megarl.data.sources.harbor import TASK_FILE, task_image
 from megarl.datasets.reading import harbor_tasks
 from megarl.preflight.registry import Cost, checks
 from megarl.sandbox.containers.container import ContainerSettings, start_fault
+from megarl.sandbox.containers.outliving import socket_folder
 from megarl.sandbox.layers import REMEDIES
 
 # Endings of script files. An argument with one of them must be a file that exists.
@@ -24,6 +25,15 @@ _START_REMEDIES = {
     "apptainer": f"`apptainer exec --containall --overlay FOLDER IMAGE true` must work; {REMEDIES['namespaces']}",
 }
 """Remedies for containers that do not start, by `rollout.agent.sandbox`."""
+
+
+_ENDING_LAUNCHERS = {
+    # With linuxproc or cgroups alike: the steps end with the batch script, and that ends with the driver.
+    "slurm": "a Slurm job ends all its processes with its driver, so attempts begin again after a restart of the job",
+    # An actor dies with its driver (Ray 2, lifetimes of actors), and the agent of a node is one.
+    "ray": "Ray ends the agents of the nodes with their driver, and a later driver has other ones",
+}
+"""Launchers that let no program outlive the driver, and why."""
 
 
 def command_faults(agent: AgentConfig) -> Iterator[str]:
@@ -79,6 +89,8 @@ def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
     where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
     if rollout.agent.outlive_seconds is None:
         return
+    if (reason := _ENDING_LAUNCHERS.get(recipe.cluster.launcher)) is not None:
+        yield f"{where}: cluster.launcher = {recipe.cluster.launcher}: {reason}; leave out outlive_seconds"
     if rollout.endpoint.port == 0:
         yield f"{where}: programs look for the next driver at the same port; set rollout.endpoint.port to a free one"
     if rollout.agent.sandbox != "process" and rollout.agent.reach == "host":
@@ -112,6 +124,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
         for place, folder in enumerate(agent.folders)
         if not (os.path.isabs(folder) and os.path.exists(folder))
     ]
+    faults += [fault for place, folder in enumerate(agent.folders) if (fault := _socket_fault(place, folder))]
     own_images = [task_image(task, agent.image, is_file=agent.images_are_files) for task in tasks]
     images = dict.fromkeys(own_images or [agent.image])
     faults += [fault for task in tasks for fault in _task_faults(task, agent)]
@@ -134,6 +147,18 @@ def containers(recipe: Recipe) -> Iterator[str]:
         if (fault := start_fault(settings)) is not None:
             remedy = _START_REMEDIES.get(agent.sandbox, f"{agent.sandbox} run must work; pull or build the image")
             yield f"rollout.agent.sandbox = {agent.sandbox}, image {image}: no container starts ({fault}); {remedy}"
+
+
+def _socket_fault(place: int, folder: str) -> str | None:
+    """Return the error of a folder that would show the sockets of containers to a program; None: there is none."""
+    shown, sockets = Path(folder).resolve(), socket_folder().resolve()
+    if not (sockets.is_relative_to(shown) or shown.is_relative_to(sockets)):
+        return None
+    # A program that reached the socket of another attempt could run commands in its container.
+    return (
+        f"rollout.agent.folders.{place} = {folder}: has {sockets}, where containers that outlive a driver listen; "
+        "give the folder of the program alone"
+    )
 
 
 def _image_fault(image: str | None, agent: AgentConfig) -> str | None:

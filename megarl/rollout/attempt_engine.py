@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +67,14 @@ class AttemptEngine:
         self._to_repeat = [call for call in self._calls if call.is_done]
         self._calls[:] = self._to_repeat
 
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+    async def generate(
+        self,
+        request: Request,
+        *,
+        affinity: str | None = None,
+        is_last: bool = False,
+        on_abort: Callable[[int], None] | None = None,
+    ) -> Completion:
         """Return a recorded completion of this prompt, or sample one; see `EnginePool.generate`."""
         if self._is_closed:
             raise asyncio.CancelledError
@@ -78,7 +86,8 @@ class AttemptEngine:
             self._calls.append(call)
         is_repeated = call.is_done
         if not is_repeated:
-            completion = await self._sample(request, call, affinity, is_last=is_last and not self.is_followed)
+            is_last = is_last and not self.is_followed
+            completion = await self._sample(request, call, affinity, on_abort, is_last=is_last)
             # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
             call.parts[:] = [completion]
             call.is_done = True
@@ -89,13 +98,23 @@ class AttemptEngine:
     def forget(self, affinity: str) -> None:
         self._pool.forget(affinity)
 
-    async def _sample(self, request: Request, call: RecordedCall, affinity: str | None, *, is_last: bool) -> Completion:
+    async def _sample(
+        self,
+        request: Request,
+        call: RecordedCall,
+        affinity: str | None,
+        on_abort: Callable[[int], None] | None,
+        *,
+        is_last: bool,
+    ) -> Completion:
         """Sample the rest of a call, and add the time to the seconds waited."""
         if not self._num_awaited:
             self._began, self._paused_before = time.monotonic(), self.seconds_paused
         self._num_awaited += 1
         try:
-            return await self._pool.generate(request, affinity=affinity, is_last=is_last, parts=call.parts)
+            return await self._pool.generate(
+                request, affinity=affinity, is_last=is_last, parts=call.parts, on_abort=on_abort
+            )
         finally:
             self._num_awaited -= 1
             if not self._num_awaited:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,7 +24,14 @@ Queue = OrderedDict[str, Request]
 class Generates(Protocol):
     """Source of completions: `EnginePool`, or `AttemptEngine` for one attempt."""
 
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+    async def generate(
+        self,
+        request: Request,
+        *,
+        affinity: str | None = None,
+        is_last: bool = False,
+        on_abort: Callable[[int], None] | None = None,
+    ) -> Completion:
         """Sample one completion; see `EnginePool.generate`."""
         ...
 

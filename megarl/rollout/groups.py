@@ -36,7 +36,8 @@ class GroupSampler:
     """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
     An attempt runs in a new object from `make_environment`, in a process of `environment_pool`, or by an external
-    `agent` program. `expect_programs(keys)` announces programs that may have outlived the last driver.
+    `agent` program. `expect_programs(keys, orphans)` announces programs that may have outlived
+    the last driver, and ends the containers of those that cannot go on.
     `notify_once(kind, text)` shows the first failure of each kind to the user.
     """
 
@@ -53,7 +54,7 @@ class GroupSampler:
     is_abandoned: Callable[[], bool] = lambda: False
     notify_once: Callable[[str, str], object] = lambda kind, text: None
     agent: Callable[[Task, Budget, AttemptEngine], Awaitable[Trajectory]] | None = None
-    expect_programs: Callable[[Sequence[str]], object] | None = None
+    expect_programs: Callable[[Sequence[str], Sequence[tuple[str, str]]], object] | None = None
     environment_pool: EnvironmentPool | None = None
     answers: Answers = field(default_factory=Answers)
 

@@ -94,6 +94,8 @@ class EnginePool:
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
         """Trajectories (their `affinity`, else the request id) with possibly another request after the current one."""
+        self._withdrawn: dict[str, Callable[[int], None]] = {}
+        """Callbacks for the tokens of cancelled requests that their engines have not ended yet."""
         self._failure: Exception | None = None
         self._advanced = asyncio.Event()
         self._meter = PoolMeter()
@@ -105,12 +107,14 @@ class EnginePool:
         affinity: str | None = None,
         is_last: bool = False,
         parts: list[Completion] | None = None,
+        on_abort: Callable[[int], None] | None = None,
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
         Requests of one trajectory (`affinity`) go to the replica with its prefix cached, unless that has much more load
         than another. `is_last` promises that no request follows this completion, which may then arrive up to
-        `budget_seconds` late. `parts` were sampled earlier; each pause appends one.
+        `budget_seconds` late. `parts` were sampled earlier; each pause appends one. After a cancellation, `on_abort` is
+        called with the number of tokens sampled so far, as soon as it is known.
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
@@ -135,6 +139,8 @@ class EnginePool:
             # The future is pending only if this coroutine was cancelled, and then it is cancelled too.
             if future.cancelled() or future.exception():
                 self._withdraw(request)
+                if on_abort is not None:
+                    self._report_abort(request.request_id, num_sampled(pending.parts), on_abort)
         if affinity is not None and replica is not None:
             self._homes[affinity] = replica
         return completion
@@ -253,6 +259,8 @@ class EnginePool:
             return
         replica.pace.num_tokens += self._count_parts(aborted.values())
         for name in reversed(running):
+            if (report := self._withdrawn.pop(name, None)) is not None and name in aborted:
+                report(len(aborted[name].token_ids))
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 # A request aborted in the engine's queue has no tokens: it adds no part.
@@ -297,6 +305,13 @@ class EnginePool:
                 replica.aborts.append(request.request_id)
         if self._failure is None:
             self._start_pumps()
+
+    def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
+        """Report the tokens of a withdrawn request: now, or when its engine has ended it."""
+        if any(request_id in replica.running for replica in self._replicas):
+            self._withdrawn[request_id] = lambda num_tokens: on_abort(num_before + num_tokens)
+        else:
+            on_abort(num_before)
 
     def _start_pumps(self) -> None:
         if self.is_paused:
@@ -354,6 +369,8 @@ class EnginePool:
         for completion in completions:
             replica.running.pop(completion.request_id, None)
             self._meter.num_cached += completion.num_cached
+            if (report := self._withdrawn.pop(completion.request_id, None)) is not None:
+                report(len(completion.token_ids))
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
@@ -419,6 +436,8 @@ class EnginePool:
         # Each request goes to the front, so the reverse order keeps the oldest first.
         for name in reversed(names):
             self._meter.forget(name)
+            # Nobody knows the tokens of a request that was cancelled in a lost engine.
+            self._withdrawn.pop(name, None)
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1

@@ -29,7 +29,9 @@ from megarl.serving.codec import Codec
 from megarl.serving.containers import AttemptContainer, Containers
 from megarl.serving.credit import read_turn_rewards, trained_answers
 from megarl.serving.harbor import HarborTask, VerifierError
-from megarl.serving.sessions import Limits, Session, Sessions
+from megarl.serving.session import Session
+from megarl.serving.session_sampler import Limits
+from megarl.serving.sessions import Sessions
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 
@@ -138,9 +140,13 @@ class AgentProgram:
     places: asyncio.Semaphore
     make_agent: Callable[[], Agent] | None = None
 
-    def expect(self, keys: Sequence[str]) -> None:
-        """Let requests wait whose programs may have outlived the last driver, until their attempts go on."""
+    def expect(self, keys: Sequence[str], orphans: Sequence[tuple[str, str]] = ()) -> None:
+        """Let requests wait whose programs may have outlived the last driver, until their attempts go on.
+
+        `orphans` are node and name of containers whose programs cannot go on. They are ended.
+        """
         self.sessions.expect(keys)
+        self.containers.end_earlier(orphans)
         self.endpoint.accept()
 
     async def attempt(self, task: Task, budget: Budget, engine: AttemptEngine) -> Trajectory:
@@ -154,6 +160,7 @@ class AgentProgram:
         if earlier is not None and (self.config.outlive_seconds is None or self.make_agent is not None):
             # The recipe has changed since the last start: programs end with the driver now.
             self.sessions.cease_to_expect(earlier.key)
+            self.containers.end_earlier([(earlier.node, earlier.container)])
             engine.begin_again()
         began = time.monotonic()
         for is_last in (*(False,) * _MAX_LOSSES, True):

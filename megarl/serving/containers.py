@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
@@ -46,14 +46,25 @@ class Node:
     request: Request
     address: tuple[str, int]
     free_bytes: int = field(default_factory=free_memory_bytes)
-    names: set[str] = field(default_factory=set)
-    """Living containers of this driver."""
+    capacity_bytes: int | None = None
+    """Memory for containers: what was free before the first one. None: not known yet."""
+    reserved_bytes: dict[str, int] = field(default_factory=dict)
+    """Limits of memory of the living containers of this driver by name; 0: no limit."""
     start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
 
     @property
     def bytes_per_container(self) -> float:
         """Free memory for each living container and one more. Young ones have not taken theirs yet."""
-        return self.free_bytes / (len(self.names) + 1)
+        return self.free_bytes / (len(self.reserved_bytes) + 1)
+
+    def has_room(self, memory_bytes: int) -> bool:
+        """Return whether one container more with this limit of memory fits, besides what the others may still take."""
+        # A limit above the node's memory must not stop the run.
+        if not self.reserved_bytes or self.capacity_bytes is None:
+            return True
+        is_free = sum(self.reserved_bytes.values()) + memory_bytes <= self.capacity_bytes
+        # Other programs of the node may have grown.
+        return is_free and memory_bytes <= self.free_bytes
 
     async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
         """Make a request of the node's host. Raises ContainerError."""
@@ -151,6 +162,10 @@ class Containers:
         # Two limits: one for containers, and `AgentProgram.places` for the programs in them.
         self._startable = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
         self._numbers = count(1)
+        self._changed = asyncio.Condition()
+        """Notified when memory of a node may have become free."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Ends of containers of an earlier driver."""
         self.renewing: asyncio.Task[None] | None = None
         """Task renewing all leases."""
         self._slow: set[str] = set()
@@ -165,6 +180,7 @@ class Containers:
         if self.renewing is not None:
             self.renewing.cancel()
             await asyncio.wait({self.renewing})
+        await asyncio.gather(*self._ending)
         await self._host.close()
 
     @property
@@ -179,7 +195,7 @@ class Containers:
 
     @property
     def num_living(self) -> int:
-        return sum(len(node.names) for node in (self._driver, *self._nodes.values()))
+        return sum(len(node.reserved_bytes) for node in (self._driver, *self._nodes.values()))
 
     @asynccontextmanager
     async def container(
@@ -203,22 +219,21 @@ class Containers:
         """Start a container on the node with the most free memory. Returns node, name and answer."""
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
         tried: set[Node] = set()
+        memory_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
         for _ in range(_TRIES):
-            # A node that failed comes last.
-            candidates = sorted(self.nodes, key=lambda node: (node in tried, -node.bytes_per_container))
-            if not candidates:
+            node = await self._choose_node(tried, memory_bytes)
+            if node is None:
                 break
-            node = candidates[0]
             tried.add(node)
             # Unique on every node of the run, also after a restart of the driver. podman and docker refuse blanks.
             name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(self._numbers)}"
             # Counted before it lives, so that attempts starting together choose different nodes.
-            node.names.add(name)
+            node.reserved_bytes[name] = memory_bytes
             began = time.monotonic()
             try:
                 answer = await node.ask("start", settings=self._settings(name, node, image, limits))
             except ContainerError as error:
-                node.names.discard(name)
+                await self._release(node, name)
                 failure = error
                 continue
             # A cancelled request may have started the container, which would then be renewed until the run ends.
@@ -229,6 +244,42 @@ class Containers:
             self._name_slow_node(node)
             return node, name, answer
         raise failure
+
+    async def _choose_node(self, tried: Collection[Node], memory_bytes: int) -> Node | None:
+        """Return the node with the most free memory, once one has room. None: no node is left.
+
+        Nodes in `tried` have failed, and come last.
+        """
+        while True:
+            nodes = self.nodes
+            if memory_bytes:
+                await asyncio.gather(*(self._renew_on(node) for node in nodes if node.capacity_bytes is None))
+            candidates = [node for node in nodes if node.has_room(memory_bytes)]
+            if candidates or not nodes:
+                break
+            async with self._changed:
+                await self._changed.wait()
+        return min(candidates, key=lambda node: (node in tried, -node.bytes_per_container), default=None)
+
+    async def _release(self, node: Node, name: str) -> None:
+        """Forget a container of a node, and let starts look at its memory again."""
+        node.reserved_bytes.pop(name, None)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def end_earlier(self, places: Sequence[tuple[str, str]]) -> None:
+        """Begin to end containers of an earlier driver, by node and name. Those on nodes that are gone have ended."""
+        nodes = {node.name: node for node in self.nodes}
+        for node_name, name in places:
+            if node_name in nodes:
+                task = asyncio.create_task(self._end_earlier(nodes[node_name], name))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    async def _end_earlier(self, node: Node, name: str) -> None:
+        # On a lost node it ends with its lease.
+        with suppress(ContainerError):
+            await node.ask("end_earlier", name=name)
 
     @asynccontextmanager
     async def adopt(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
@@ -245,7 +296,7 @@ class Containers:
             except BaseException:
                 await self._stop(node, name)
                 raise
-            node.names.add(name)
+            node.reserved_bytes[name] = _gib(self._config.memory_gib) or 0
             container = AttemptContainer(node, name, answer["url"], 0.0, answer["seconds_running"])
             try:
                 yield container
@@ -275,11 +326,12 @@ class Containers:
 
     async def _stop(self, node: Node, name: str) -> bool:
         """End a container. Returns whether it has ended. On a lost node it ends with the node's agent."""
-        node.names.discard(name)
         try:
             await node.ask("stop", name=name)
         except ContainerError:
             return False
+        finally:
+            await self._release(node, name)
         return True
 
     async def _renew(self) -> None:
@@ -293,6 +345,10 @@ class Containers:
         with suppress(ContainerError):
             answer = await node.ask("renew")
             node.free_bytes = answer["free_bytes"]
+            if node.capacity_bytes is None:
+                node.capacity_bytes = node.free_bytes + sum(node.reserved_bytes.values())
+            async with self._changed:
+                self._changed.notify_all()
 
     def _node_of(self, agent: AgentLink) -> Node:
         """Return the node of an agent. It reaches the endpoint at the driver's address."""

@@ -23,7 +23,8 @@ from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
 from megarl.serving.monitor import EndpointMetrics, add_pages
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Session, Sessions
+from megarl.serving.session import Session
+from megarl.serving.sessions import Sessions
 from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError
 

@@ -16,6 +16,7 @@ import pytest
 from megarl.config.sections.rollout import AgentConfig
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
+from megarl.sandbox.containers.outliving import connect_to
 from megarl.serving.containers import AttemptContainer, Containers
 from tests.child_processes import is_alive
 from tests.cluster.containers_on_nodes import CALL, serve
@@ -79,3 +80,49 @@ async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path
             with pytest.raises(ContainerError, match="ContainerLost"):
                 await asyncio.wait_for(task, 60)
         await wait_for_end(started[agents[1]])
+
+
+async def test_a_container_waits_for_memory_of_a_node() -> None:
+    """The kernel would end programs that together need more memory than a node has."""
+    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01)
+    containers = Containers(config, ("127.0.0.1", 9))
+    await containers.start()
+    try:
+        [node] = containers.nodes
+        # Room for two limits of memory.
+        node.capacity_bytes = int(0.025 * 2**30)
+        async with AsyncExitStack() as first, AsyncExitStack() as others:
+            await first.enter_async_context(containers.container("0.0"))
+            await others.enter_async_context(containers.container("0.1"))
+            third = asyncio.create_task(others.enter_async_context(containers.container("0.2")))
+            assert not (await asyncio.wait({third}, timeout=1.0))[0] and containers.num_living == 2
+            await first.aclose()
+            await third
+            assert containers.num_living == 2
+        # One that needs more than the node has would wait for ever.
+        async with containers.container("0.3", limits={"memory_bytes": 2**50}):
+            assert containers.num_living == 1
+    finally:
+        await containers.close()
+
+
+async def test_a_container_whose_program_cannot_go_on_is_ended_by_the_next_driver() -> None:
+    config = AgentConfig(command=("true",), sandbox="sandbox", outlive_seconds=600.0)
+    earlier, later = Containers(config, ("127.0.0.1", 9)), Containers(config, ("127.0.0.1", 9))
+    await earlier.start()
+    async with AsyncExitStack() as stack:
+        container = await stack.enter_async_context(earlier.container("0.0"))
+        program = asyncio.create_task(container.execute(["sleep", "600"], {"PATH": "/usr/bin:/bin"}))
+        [held] = earlier._host._containers.values()
+        # The host ends, and the container lives on.
+        await earlier.close()
+        with pytest.raises(ContainerError, match="ContainerLost"):
+            await program
+        connect_to(container.name).close()
+        later.end_earlier([("driver", container.name), ("driver", "never-started"), ("lost-node", "unknown")])
+        # `close` waits for the ends.
+        await later.close()
+        with pytest.raises(OSError):
+            connect_to(container.name)
+        assert held._launched is not None
+        await held._launched.wait_for_end()

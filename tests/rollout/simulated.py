@@ -51,7 +51,7 @@ class Engines:
         pass
 
     async def generate(
-        self, request: Request, *, affinity: str | None = None, is_last: bool, parts: list[Completion]
+        self, request: Request, *, affinity: str | None = None, is_last: bool, parts: list[Completion], **_: Any
     ) -> Completion:
         """As `EnginePool.generate`: a pause adds a part, of the weights that sampled it."""
         loop = asyncio.get_running_loop()

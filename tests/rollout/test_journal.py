@@ -106,6 +106,23 @@ async def test_answers_of_later_weights_and_undone_steps_are_lost(tmp_path: Path
     assert account is not None and (account.trained, account.lost, account.waiting) == ({1: 2}, 2, 2)
 
 
+async def test_a_container_whose_answers_are_of_lost_weights_is_an_orphan(tmp_path: Path) -> None:
+    """Its program has read answers that a resumed run samples anew. One without such answers goes on."""
+    journal = opened(tmp_path, 1)
+    for attempt, version in (("goes on", 1), ("too new", 3), ("ended", 3)):
+        log = journal.begin(attempt, "s")
+        log.open_session(attempt, f"key of {attempt}", "node", f"container of {attempt}")
+        log.note_request("r0", {"number": 1, "messages": []})
+        calls = await play(log, Pool(version), FIRST)
+        if attempt == "ended":
+            await log.end(ended(calls))
+    journal.close()
+    journal = opened(tmp_path, 2)
+    assert journal.orphans == [("node", "container of too new")]
+    assert journal.expected_keys == ["key of goes on"]
+    journal.close()
+
+
 async def test_answers_with_other_settings_are_not_used(tmp_path: Path) -> None:
     journal = opened(tmp_path, 1)
     log = journal.begin("a", "hot")

@@ -97,10 +97,9 @@ class RecordingPool(EnginePool):
         request: Request,
         *,
         affinity: str | None = None,
-        is_last: bool = False,
-        parts: list[Completion] | None = None,
+        **more: Any,
     ) -> Completion:
-        completion = await super().generate(request, affinity=affinity, is_last=is_last, parts=parts)
+        completion = await super().generate(request, affinity=affinity, **more)
         self.calls.setdefault(affinity, []).append(ModelCall(request.prompt_token_ids, completion))
         return completion
 

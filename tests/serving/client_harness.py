@@ -53,6 +53,49 @@ def run_claude_code(task: str, folder: Path) -> bool:
     return done.returncode == 0
 
 
+CODEX_SETTINGS = """
+model = "policy"
+model_provider = "megarl"
+check_for_update_on_startup = false
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+
+[model_providers.megarl]
+name = "megarl"
+base_url = {base_url}
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+
+[agents]
+enabled = false
+
+[analytics]
+enabled = false
+
+[otel]
+metrics_exporter = "none"
+
+[features]
+plugins = false
+apps = false
+"""
+"""Settings of Codex: the endpoint, no sandbox of its own, no other hosts, and no sub-agents."""
+
+
+def run_codex(task: str, folder: Path) -> bool:
+    """Run Codex. Returns whether it ended by itself. It has no limit of turns: the endpoint refuses the call after."""
+    settings = CODEX_SETTINGS.format(base_url=json.dumps(os.environ["OPENAI_BASE_URL"]))
+    (folder / "config.toml").write_text(settings)
+    done = subprocess.run(
+        ["codex", "exec", "--skip-git-repo-check", task],
+        env={**os.environ, "CODEX_HOME": str(folder), "HOME": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        cwd=folder,
+    )
+    return done.returncode == 0
+
+
 def run_pydantic_ai(task: str, model: str, *, streams: bool) -> bool:
     """Run an agent of pydantic-ai. Returns whether it ended with a text."""
     from pydantic_ai import Agent
@@ -89,7 +132,7 @@ def main() -> None:
     task, client = problem["messages"][-1]["content"], clients[problem["number"] % len(clients)]
     own = Path(folder, f"{problem['index']}-{problem['number']}-{os.getpid()}")
     own.mkdir()
-    commands = {"mini-swe-agent": run_mini, "claude": run_claude_code}
+    commands = {"mini-swe-agent": run_mini, "claude": run_claude_code, "codex": run_codex}
     if client in commands:
         succeeded = commands[client](task, own)
     else:

@@ -14,7 +14,9 @@ import numpy as np
 from megarl.config.sections.rollout import EndpointConfig
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
-from megarl.serving.sessions import Limits, Session, Sessions
+from megarl.serving.session import Session
+from megarl.serving.session_sampler import Limits
+from megarl.serving.sessions import Sessions
 from megarl.types import Completion, Request, SamplingSettings
 from tests.serving.tool_model import TEMPLATE
 from tools.make_tiny_model import make_tokenizer

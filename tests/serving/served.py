@@ -12,7 +12,9 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.pool import EnginePool
 from megarl.serving.endpoint import Endpoint
-from megarl.serving.sessions import Limits, Session, Sessions
+from megarl.serving.session import Session
+from megarl.serving.session_sampler import Limits
+from megarl.serving.sessions import Sessions
 from megarl.types import SamplingSettings
 from tests.rollout.engines import CONTEXT_TOKENS
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from megarl.serving.sessions import Session
+from megarl.serving.session import Session
 from tests.serving.scripted_pool import Scripted, ScriptedPool, scripted_endpoint
 
 pytestmark = pytest.mark.anyio

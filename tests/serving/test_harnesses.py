@@ -26,6 +26,11 @@ COMMANDS = (
         "@anthropic-ai/claude-code",
         '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo 5", "description": "Print 5"}}\n</tool_call>',
     ),
+    (
+        "codex",
+        "@openai/codex",
+        '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo 5"}}\n</tool_call>',
+    ),
 )
 """Command-line agents: program, npm package, and a call of their tool."""
 RECIPE = """

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from megarl.config.sections.rollout import EndpointConfig
 from megarl.serving.endpoint import Endpoint
-from megarl.serving.sessions import Session
+from megarl.serving.session import Session
 from tests.serving.served import Served
 from tests.serving.tool_model import LOOP
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from megarl.serving.sessions import Session
+from megarl.serving.session import Session
 from tests.serving.served import Served
 from tests.serving.test_endpoint import ADD
 from tests.serving.tool_model import LOOP

@@ -12,7 +12,7 @@ from megarl.rollout.journal.journal import ReopenedSession
 from megarl.rollout.recording import RecordedCall
 from megarl.serving.conversation import Conversation
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Limits
+from megarl.serving.session_sampler import Limits
 from megarl.types import SamplingSettings
 from tests.serving.scripted_pool import CONTEXT_TOKENS, scripted_endpoint
 

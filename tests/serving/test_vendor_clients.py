@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from megarl.rollout.stitch import stitch
-from megarl.serving.sessions import Session
+from megarl.serving.session import Session
 from tests.rollout.engines import CONTEXT_TOKENS
 from tests.serving.scripted_pool import ScriptedPool, scripted_endpoint
 from tests.serving.served import Served

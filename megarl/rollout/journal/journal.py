@@ -104,6 +104,14 @@ class AttemptJournal:
         """Keys of the programs that may have outlived the last driver."""
         return [t.opened["key"] for t in self._state.tries.values() if t.opened is not None and t.can_go_on]
 
+    @property
+    def orphans(self) -> list[tuple[str, str]]:
+        """Node and name of containers that may have outlived the last driver, and whose programs cannot go on."""
+        tries = self._state.tries
+        return [
+            place for name, place in self._state.containers.items() if name not in tries or not tries[name].can_go_on
+        ]
+
     def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
         """Write the attempts of a step with their trained tokens, and those no longer used.
 

@@ -199,6 +199,8 @@ class JournalState:
     def __init__(self, used_from: int | None) -> None:
         """Create an empty state. `used_from`: tokens of attempts trained before this step are freed; None: all are."""
         self.tries: dict[str, JournaledTry] = {}
+        self.containers: dict[str, tuple[str, str]] = {}
+        """Node and container of programs that outlive the driver, by the names of their tries, until these end."""
         self._used_from = used_from
         self._settled = TokenAccount()
 
@@ -339,7 +341,9 @@ class JournalState:
         if not all(isinstance(values[name], str) for name in ("session", "key", "node", "container")):
             raise TypeError("the facts of a session are not texts")
         # An account needs numbers only.
-        attempt.opened = None if self._used_from is None else values
+        if self._used_from is not None:
+            attempt.opened = values
+            self.containers[attempt.name] = values["node"], values["container"]
 
     def _apply_asked(self, values: Mapping[str, Any]) -> None:
         attempt = self.tries[values["try"]]
@@ -369,6 +373,8 @@ class JournalState:
             raise ValueError("a try ended twice, or after a later one began")
         # Read only if it is used: most attempts of a file are settled.
         attempt.ended, attempt.is_open = values, False
+        # Its container ended before it.
+        self.containers.pop(attempt.name, None)
         if self._used_from is None:
             # An account needs numbers only, and a long run has billions of tokens.
             attempt.forget_tokens()

@@ -48,6 +48,18 @@ class ContainerHost:
         await self._hold(container, container.adopt())
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
 
+    async def _end_earlier(self, name: str) -> dict[str, Any]:
+        """End a container started by an earlier host process, unless it has ended."""
+        # Its other settings are known to its keeper.
+        settings = ContainerSettings(kind="process", name=name, address=("", 0), outlives_host=True)
+        container = Container(settings)
+        try:
+            await container.adopt()
+        except ContainerError:
+            return {}
+        await container.stop()
+        return {}
+
     async def _hold(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
         """Hold a container once it has started. A stop meanwhile cancels the start."""
         task = asyncio.current_task()

@@ -80,9 +80,14 @@ def remove_socket(name: str) -> None:
         (_folder() / _file_name(name)).unlink(missing_ok=True)
 
 
+def socket_folder() -> Path:
+    """Return the path of the folder with the sockets of this user's containers. It may not exist."""
+    return Path(_FOLDER.format(user=os.geteuid()))
+
+
 def _folder() -> Path:
     """Return the folder of the sockets, readable for this user only. Raises OSError."""
-    folder = Path(_FOLDER.format(user=os.geteuid()))
+    folder = socket_folder()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     facts = folder.lstat()

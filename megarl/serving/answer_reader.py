@@ -1,0 +1,78 @@
+"""Answers read from the sampled tokens of a model call, as the agent gets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from megarl.data.tools.calls import ParsedTurn
+from megarl.rollout.stitch import ModelCall
+from megarl.serving.answers import Answer
+from megarl.serving.codec import Codec
+from megarl.serving.conversation import Conversation
+from megarl.types import Caller, Completion
+
+
+async def read_chat(
+    codec: Codec,
+    number: int,
+    call: ModelCall,
+    conversation: Conversation,
+    stops: Sequence[str],
+    caller: Caller,
+    continued: int | None,
+) -> Answer:
+    """Return the answer to a conversation, read from its tokens. `stops` are the stop strings of the request."""
+    # Parsed from tokens, because special tokens mark reasoning and calls.
+    decoded = await codec.parse_completion(call, conversation.tools, number)
+    turn = decoded.turn
+    return Answer(
+        number,
+        call,
+        text=_until_stop(turn.text, call.completion, stops),
+        completion_text=decoded.full_text,
+        is_in_thoughts=decoded.is_in_thoughts,
+        prompt_messages=conversation.messages,
+        reasoning=turn.reasoning,
+        calls=_sent_calls(turn),
+        caller=caller,
+        continued=continued,
+    )
+
+
+async def read_text(codec: Codec, number: int, call: ModelCall, stops: Sequence[str], caller: Caller) -> Answer:
+    """Return the completion of a text, read from its tokens. `stops` are the stop strings of the request."""
+    decoded = await codec.parse_completion(call, (), number)
+    return Answer(
+        number,
+        call,
+        text=_until_stop(decoded.full_text, call.completion, stops),
+        completion_text=decoded.full_text,
+        is_in_thoughts=decoded.is_in_thoughts,
+        caller=caller,
+    )
+
+
+def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
+    """Return a turn's tool calls in the form sent to clients.
+
+    An invalid call has the error in place of its arguments, which is not valid JSON.
+    """
+    return tuple(
+        (
+            call.id,
+            call.name or "invalid_call",
+            f"error: {call.error}" if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False),
+        )
+        for call in turn.calls
+    )
+
+
+def _until_stop(text: str, completion: Completion, stops: Sequence[str]) -> str:
+    """Return the text up to the stop string that ended it, as OpenAI does."""
+    if completion.finish_reason != "stop":
+        return text
+    places = [text.find(stop) for stop in stops]
+    # The end-of-sequence token ends a text as well, without any stop string in it.
+    stops_at = [place for place in places if place >= 0]
+    return text[: min(stops_at)] if stops_at else text

@@ -1,0 +1,394 @@
+"""One agent's attempt: its model calls, sampled and recorded as tokens until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.rollout.engine_requests import Generates
+from megarl.rollout.recording import RecordedCall
+from megarl.rollout.stitch import ModelCall
+from megarl.serving.answer_reader import read_chat, read_text
+from megarl.serving.answers import MAIN, Answer, ModelCallUnderWay
+from megarl.serving.codec import Codec
+from megarl.serving.conversation import Conversation
+from megarl.serving.history import Answered, AnsweredText, History
+from megarl.serving.refusal import RequestError
+from megarl.serving.session_journal import SessionJournal, request_facts
+from megarl.serving.session_sampler import Limits, SessionSampler
+from megarl.types import Caller, SamplingSettings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Session:
+    """Record of one agent's attempt.
+
+    `answers` are the answers delivered to the agent, in the order of their calls' starts. `counts` has numbers of
+    dropped calls, joined retries, overridden fields and others, by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seed: str,
+        sampling: SamplingSettings,
+        limits: Limits,
+        pool: Generates,
+        codec: Codec,
+        journal: SessionJournal | None = None,
+    ) -> None:
+        self.name = name
+        # 192 random bits: the secret is the only protection of a session.
+        self.secret = secrets.token_urlsafe(24)
+        self.sampling = sampling
+        self.limits = limits
+        self.reward: float | None = None
+        # As the agent sent them: they are read at the end, when all answers are known.
+        self.turn_rewards: Any = None
+        self.counts: Counter[str] = Counter()
+        self.fork_texts: list[str] = []
+        self.ended = asyncio.Event()
+        self.outcome: str | None = None
+        """Exceeded limit, which ends the attempt, as `KIND: text`; None: there is none."""
+        self._pool, self._codec, self._journal = pool, codec, journal
+        self._sampler = SessionSampler(seed, limits, pool, self.counts)
+        self._history = History()
+        self._by_body: dict[bytes, ModelCallUnderWay] = {}
+        self._calls: dict[int, ModelCallUnderWay] = {}
+        self._num_started = 0
+        self._num_lost = 0
+        """Calls that were under way when a driver was killed. They do not count, because clients repeat them."""
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Answers delivered to the agent, in the order of their calls' starts."""
+        # Calls may overlap and answers arrive in any order; training needs a fixed one.
+        return [call.task.result() for call in self._calls.values() if call.is_delivered]
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of model calls without an answer so far."""
+        return sum(not call.task.done() for call in self._calls.values())
+
+    def chat(
+        self,
+        conversation: Conversation,
+        sampling: SamplingSettings,
+        identity: bytes,
+        caller: Caller = MAIN,
+        *,
+        is_retry: bool,
+    ) -> ModelCallUnderWay:
+        """Start a model call answering a conversation, or join the one that a request repeats (see `_begin`).
+
+        Raises RequestError if no call is allowed.
+        """
+
+        request_digest = _identify(identity, caller)
+
+        def sample(number: int) -> Coroutine[Any, Any, Answer]:
+            return self._chat(number, conversation, sampling, caller, request_digest)
+
+        return self._begin(request_digest, is_retry, sample, partial(self._remember_chat, conversation))
+
+    def complete(
+        self,
+        prompt: str | NDArray[np.int32],
+        sampling: SamplingSettings,
+        identity: bytes,
+        caller: Caller = MAIN,
+        *,
+        is_retry: bool,
+    ) -> ModelCallUnderWay:
+        """Start a model call that completes a text or token ids [prompt], or join the one that a request repeats (see
+        `_begin`).
+
+        Raises RequestError if no call is allowed.
+        """
+
+        request_digest = _identify(identity, caller)
+
+        def sample(number: int) -> Coroutine[Any, Any, Answer]:
+            return self._complete(number, prompt, sampling, caller, request_digest)
+
+        return self._begin(request_digest, is_retry, sample, partial(self._remember_text, prompt))
+
+    def _remember_chat(self, conversation: Conversation, answer: Answer) -> None:
+        answered_conversation = conversation.followed_by([answer.message])
+        token_ids = answer.call.token_ids.astype(np.int32)
+        self._history.add(Answered(answered_conversation, token_ids, answer.number))
+
+    def _remember_text(self, prompt: str | NDArray[np.int32], answer: Answer) -> None:
+        if isinstance(prompt, str):
+            token_ids = answer.call.token_ids.astype(np.int32)
+            self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
+
+    async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], num_started: int) -> None:
+        """Take over the answers of a session whose driver was killed, in their order.
+
+        A call has its tokens, the facts given to `SessionJournal.note_request`, and whether a client has read its
+        answer. `num_started` calls had begun.
+        """
+        conversations: dict[int, Conversation] = {}
+        for recorded, asked, is_received in calls:
+            call = ModelCall(recorded.prompt_token_ids, recorded.parts[0])
+            number, continued, prompt = asked["number"], asked["continued"], asked["text"]
+            caller, stops = Caller(*asked["caller"]), tuple(asked["stop"])
+            conversation = Conversation((), tuple(asked["tools"]), (), ()).followed_by(asked["messages"])
+            if continued is not None:
+                self._continue(continued)
+                if prompt is None:
+                    conversation = conversations[continued].followed_by(asked["messages"])
+            if asked["messages"]:
+                answer = await read_chat(self._codec, number, call, conversation, stops, caller, continued)
+                remember: Callable[[Answer], None] = partial(self._remember_chat, conversation)
+                conversations[number] = conversation.followed_by([answer.message])
+            else:
+                answer = await read_text(self._codec, number, call, stops, caller)
+                remember = partial(self._remember_text, call.prompt_token_ids if prompt is None else prompt)
+            task = asyncio.create_task(_hand_over(answer))
+            await task
+            restored = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
+            self._calls[number] = self._by_body[bytes.fromhex(asked["digest"])] = restored
+            # Its client may have read it, even if that was not recorded in time.
+            self.remember(restored)
+            self._sampler.restore(call)
+        # The answers' order is that of their ends, and `answers` is in the order of their starts.
+        self._calls = dict(sorted(self._calls.items()))
+        self._num_started, self._num_lost = num_started, num_started - len(self._calls)
+
+    @contextmanager
+    def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
+        """Count an HTTP request as waiting for a model call. If the last waiting client disconnects, the call is
+        aborted.
+        """
+        call.num_waiting += 1
+        try:
+            yield
+        except (asyncio.CancelledError, ConnectionError):
+            if call.num_waiting == 1 and not call.task.done():
+                self.counts["abandoned_calls"] += 1
+                call.task.cancel()
+            raise
+        finally:
+            call.num_waiting -= 1
+
+    async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
+        """Wait up to `seconds` for the answer of a model call. None: it is not ready, and the call continues.
+
+        Raises RequestError if the call was refused or the session has ended.
+        """
+        # asyncio.wait does not cancel the task on timeout, unlike wait_for.
+        await asyncio.wait({call.task}, timeout=seconds)
+        if not call.task.done():
+            return None
+        if call.task.cancelled():
+            raise ended_error()
+        return call.task.result()
+
+    def remember(self, call: ModelCallUnderWay) -> None:
+        """Let later calls continue the conversation of an answer. Done before the answer is sent.
+
+        A client may continue before the endpoint knows that it received the last byte.
+        """
+        if call.is_remembered or self.ended.is_set():
+            return
+        call.remember(call.task.result())
+        call.is_remembered = True
+
+    def deliver(self, call: ModelCallUnderWay) -> None:
+        """Record that the answer of a model call was written to a client. Only such answers are trained."""
+        # An answer after the end would add tokens to a finished trajectory.
+        if not self.ended.is_set():
+            call.num_received += 1
+            self._note_received(call, 1)
+
+    def withdraw(self, call: ModelCallUnderWay) -> None:
+        """Undo one `deliver`: the client's connection ended before it had read the answer.
+
+        If no client has the answer, a repeat of the request gets it. An answer continued by a later call was read.
+        """
+        if not self.ended.is_set():
+            call.num_received -= 1
+            self._note_received(call, -1)
+
+    def _note_received(self, call: ModelCallUnderWay, clients: int) -> None:
+        if self._journal is not None:
+            self._journal.note_received(f"{self.name}.{call.number}", clients)
+
+    async def close_journal(self) -> None:
+        """Record that the program has its reward: nobody may go on with the session after a kill."""
+        if self._journal is not None:
+            await self._journal.close_session()
+
+    def _continue(self, number: int) -> None:
+        """Record that a call holds the answer of the earlier call `number`, so its client has received it."""
+        self._calls[number].is_continued = True
+
+    async def end(self, reward: float | None = None) -> None:
+        """End the session and abort running model calls. Only the first call has an effect, including its reward."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self.reward = reward
+        # Cancelling a call aborts its request in the engine.
+        tasks = [call.task for call in self._calls.values() if not call.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.counts["untrained_tokens"] = sum(
+            len(call.task.result().call.completion.token_ids)
+            for call in self._calls.values()
+            if not call.is_delivered and not call.task.cancelled() and call.task.exception() is None
+        )
+        # Removes the pool's record of the engine with this session's prefix cached.
+        self._pool.forget(self.name)
+
+    def _begin(
+        self,
+        identity: bytes,
+        is_retry: bool,
+        sample: Callable[[int], Coroutine[Any, Any, Answer]],
+        remember: Callable[[Answer], None],
+    ) -> ModelCallUnderWay:
+        """Start a model call, or join the call with the same `identity` if no client has received its answer.
+
+        A request marked as a retry (`is_retry`) also gets an answer that was written before. `sample` is called with
+        the call's number. Raises RequestError if no call is allowed.
+        """
+        if self.ended.is_set():
+            raise ended_error()
+        earlier = self._by_body.get(identity)
+        # Not all clients mark their retries. Two trained answers of one turn would be the price of a repeat not joined.
+        if earlier is not None and earlier.is_joinable and (is_retry or earlier.lacks_delivery):
+            self.counts["joined_retries"] += 1
+            return earlier
+        if self._num_started - self._num_lost >= self.limits.max_calls:
+            self.counts["refused_calls"] += 1
+            text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
+            raise RequestError(text, code="max_turns")
+        if self._sampler.num_tokens_left == 0:
+            self.counts["refused_calls"] += 1
+            text = (
+                f"this session has sampled {self._sampler.num_sampled} tokens; "
+                f"{self.limits.sampled_tokens} are allowed (rollout.agent.sampled_tokens)"
+            )
+            # The program may go on without the model, so its attempt is ended too (`AgentProgram`).
+            self.outcome = f"TokenLimit: {text}"
+            raise RequestError(text, code="sampled_tokens")
+        self._num_started += 1
+        # Taken here: parallel calls read the count only when their tasks first run.
+        number = self._num_started
+        call = ModelCallUnderWay(number, asyncio.create_task(sample(number)), remember)
+        self._by_body[identity] = call
+        self._calls[number] = call
+        return call
+
+    async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
+        """Return the tokens of a conversation's prompt [prompt]. If possible, they repeat those of an earlier answer.
+
+        Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
+        """
+        self._codec.check_tools(conversation.tools)
+        return await self._encode(conversation, self._history.find(conversation))
+
+    async def _encode(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
+        """Return the tokens of a conversation's prompt [prompt]; they begin with those of the part `answered`."""
+        # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
+        if answered is None:
+            return await self._codec.opening(conversation)
+        added = conversation.messages[len(answered.conversation.messages) :]
+        return await self._codec.extend(answered.token_ids, added, conversation.tools)
+
+    async def _chat(
+        self,
+        number: int,
+        conversation: Conversation,
+        sampling: SamplingSettings,
+        caller: Caller,
+        request_digest: bytes,
+    ) -> Answer:
+        """Sample an answer to a conversation."""
+        self._codec.check_tools(conversation.tools)
+        answered = self._history.find(conversation)
+        if answered is not None:
+            self._continue(answered.number)
+        if fork := self._history.fork(conversation, answered):
+            self.counts["forks"] += 1
+            self.counts[f"forks/{fork.reason}"] += 1
+            self.fork_texts.append(fork.text)
+        token_ids = await self._encode(conversation, answered)
+        continued = None if answered is None else answered.number
+        num_known = 0 if answered is None else len(answered.conversation.messages)
+        self._note_request(
+            number,
+            digest=request_digest,
+            caller=caller,
+            continued=continued,
+            sampling=sampling,
+            messages=conversation.messages[num_known:],
+            # A conversation that is continued has the same tools.
+            tools=conversation.tools if answered is None else (),
+        )
+        call = await self._sampler.sample(self.name, number, token_ids, sampling)
+        return await read_chat(self._codec, number, call, conversation, sampling.stop, caller, continued)
+
+    async def _complete(
+        self,
+        number: int,
+        prompt: str | NDArray[np.int32],
+        sampling: SamplingSettings,
+        caller: Caller,
+        request_digest: bytes,
+    ) -> Answer:
+        """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
+        continued = None
+        if not isinstance(prompt, str):
+            token_ids = prompt
+        elif (earlier := self._history.find_text(prompt)) is not None:
+            continued = earlier.number
+            self._continue(continued)
+            added_ids = await self._codec.encode_text(prompt[len(earlier.text) :])
+            token_ids = np.concatenate([earlier.token_ids, added_ids])
+        else:
+            token_ids = await self._codec.encode_text(prompt)
+        self._note_request(
+            number,
+            digest=request_digest,
+            caller=caller,
+            continued=continued,
+            sampling=sampling,
+            text=prompt if isinstance(prompt, str) else None,
+        )
+        call = await self._sampler.sample(self.name, number, token_ids, sampling)
+        return await read_text(self._codec, number, call, sampling.stop, caller)
+
+    def _note_request(self, number: int, **facts: Any) -> None:
+        """Record request `number` in the journal. `facts` are those of `request_facts`."""
+        if self._journal is not None:
+            self._journal.note_request(f"{self.name}.{number}", request_facts(number, **facts))
+
+
+def _identify(body: bytes, caller: Caller) -> bytes:
+    """Return the identity of a request: two agents with equal bodies want an answer each."""
+    # Parallel sub-agents often begin with the same task.
+    return hashlib.sha256(body + caller.agent.encode()).digest()
+
+
+async def _hand_over(answer: Answer) -> Answer:
+    return answer
+
+
+def ended_error() -> RequestError:
+    """Return the error for a call arriving after the end of its session."""
+    return RequestError("this session has ended; its agent's attempt is over", status=410, code="session_ended")

@@ -1,0 +1,52 @@
+"""Journal of a session: what a later driver needs to go on with its program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from megarl.environments import Message
+from megarl.types import Caller, SamplingSettings
+
+
+class SessionJournal(Protocol):
+    """Journal of a session: facts needed by a later driver, besides the answers, to go on with it."""
+
+    def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
+        """Record a request, before its answer."""
+        ...
+
+    def note_received(self, request_id: str, clients: int) -> None:
+        """Record that one client more, or one less (-1), has read an answer."""
+        ...
+
+    async def close_session(self) -> None:
+        """Record that nobody can go on with the session."""
+        ...
+
+
+def request_facts(
+    number: int,
+    *,
+    digest: bytes,
+    caller: Caller,
+    continued: int | None,
+    sampling: SamplingSettings,
+    messages: Sequence[Message] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    text: str | None = None,
+) -> dict[str, Any]:
+    """Return the facts of call `number` for `SessionJournal.note_request`: a chat, or a `text` to complete.
+
+    A chat has only its new `messages`, after the messages of the earlier call `continued`.
+    """
+    return {
+        "number": number,
+        "digest": digest.hex(),
+        "caller": list(caller),
+        "continued": continued,
+        "stop": list(sampling.stop),
+        "messages": [dict(message) for message in messages],
+        "tools": list(tools),
+        "text": text,
+    }

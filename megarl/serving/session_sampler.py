@@ -1,0 +1,98 @@
+"""Sampling of a session: completions within its limits, with seeds that depend on no order of calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.rollout.engine_requests import Generates
+from megarl.rollout.stitch import ModelCall
+from megarl.serving.codec import too_long
+from megarl.serving.refusal import RequestError
+from megarl.types import Request, SamplingSettings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a session: tokens of prompt plus completion, number of model calls, seconds without a call, and sampled
+    tokens of all calls together (None: no limit).
+    """
+
+    context_tokens: int
+    max_calls: int
+    idle_seconds: float
+    sampled_tokens: int | None = None
+
+
+class SessionSampler:
+    """Samples the completions of one session, and counts their tokens.
+
+    `counts["refused_calls"]` has the calls refused by it.
+    """
+
+    def __init__(self, seed: str, limits: Limits, pool: Generates, counts: Counter[str]) -> None:
+        self.num_sampled = 0
+        """Tokens of all completions, and those of aborted calls as soon as the engine reports them."""
+        self._seed, self._limits, self._pool, self._counts = seed, limits, pool, counts
+        self._times_seen: Counter[bytes] = Counter()
+
+    async def sample(
+        self, session: str, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings
+    ) -> ModelCall:
+        """Sample a completion of `token_ids` [prompt] for call `number` of the session with this name.
+
+        Raises RequestError if the prompt leaves no room, or if the engine refuses it.
+        """
+        tokens_left = self._limits.context_tokens - len(token_ids)
+        if tokens_left <= 0:
+            self._counts["refused_calls"] += 1
+            raise too_long(self._limits.context_tokens)
+        if (allowed := self.num_tokens_left) is not None:
+            # At least one: a parallel call may have reached the limit after this one began.
+            tokens_left = min(tokens_left, max(allowed, 1))
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, tokens_left))
+        # `affinity` sends all calls of a session to the engine with its prefix cached.
+        request = Request(f"{session}.{number}", token_ids, sampling, self.seed_of(token_ids))
+        completion = await self._pool.generate(request, affinity=session, on_abort=self._count_aborted)
+        if completion.finish_reason == "error":
+            self._counts["refused_calls"] += 1
+            raise RequestError(completion.error or "the engine refuses this request")
+        self.num_sampled += len(completion.token_ids)
+        return ModelCall(token_ids, completion)
+
+    def restore(self, call: ModelCall) -> None:
+        """Count the completion of a call that an earlier driver sampled."""
+        self.num_sampled += len(call.completion.token_ids)
+        self._times_seen[_prompt_hash(call.prompt_token_ids)] += 1
+
+    @property
+    def num_tokens_left(self) -> int | None:
+        """Number of tokens left to sample; None: there is no limit."""
+        limit = self._limits.sampled_tokens
+        return None if limit is None else max(0, limit - self.num_sampled)
+
+    def seed_of(self, token_ids: NDArray[np.int32]) -> int:
+        """Return a 31-bit sampling seed for a prompt [prompt].
+
+        The seed depends on the session, the prompt and how often it was repeated, but not on the order of calls.
+        """
+        prompt = _prompt_hash(token_ids)
+        # An agent with parallel calls starts them in any order, and a repeated run must sample the same.
+        drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"
+        self._times_seen[prompt] += 1
+        return int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:4], "big") >> 1
+
+    def _count_aborted(self, num_tokens: int) -> None:
+        # Else a program could sample without end by leaving before its answers.
+        self.num_sampled += num_tokens
+
+
+def _prompt_hash(token_ids: NDArray[np.int32]) -> bytes:
+    return hashlib.sha256(token_ids.tobytes()).digest()
