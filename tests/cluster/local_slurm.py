@@ -113,11 +113,17 @@ class Cluster:
         self.patience = max(self.patience, 10 * (time.monotonic() - started))
 
     def submit(
-        self, *arguments: str, nodes: int = 2, per_node: int = 1, script: str = "train", options: tuple[str, ...] = ()
+        self,
+        *arguments: str,
+        nodes: int = 2,
+        per_node: int = 1,
+        script: str = "train",
+        options: tuple[str, ...] = (),
+        recipe: str = "recipe.yaml",
     ) -> str:
         sizes = (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}")
         path = str(ROOT / f"launch/slurm/{script}.sbatch")
-        command = ("sbatch", "--parsable", *sizes, "--output=job_%j.log", *options, path, "recipe.yaml", *arguments)
+        command = ("sbatch", "--parsable", *sizes, "--output=job_%j.log", *options, path, recipe, *arguments)
         return self.run(*command).strip()
 
     def pace(self, seconds: float) -> None:

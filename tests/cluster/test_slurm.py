@@ -23,11 +23,13 @@ from megarl.cluster.launchers.sbatch import check_options, render
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.files.private_folder import PrivateFolder
+from megarl.rollout.journal.state import account_tokens
 from megarl.types import ConfigError
 from tests.child_processes import processes_writing_to
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import scenes
 from tests.logged_steps import logged_steps
+from tests.serving.tool_model import make_tool_model
 from tests.test_leftovers import end_pytest
 
 _skip_without_slurm = pytest.mark.skipif(
@@ -370,6 +372,62 @@ def test_containers_of_attempts_start_on_all_nodes_of_a_job(cluster: Cluster, nu
     print(report)
     assert len(report["nodes"]) == 2 and report["num_living"] == number
     assert report["answers"] == {"got hello": number} and report["left"] == 0
+
+
+AGENT_RECIPE = """
+name: agents
+loop: rl
+model: {{path: {model}, dtype: float32}}
+data: {{train: problems.jsonl, max_prompt_tokens: 200}}
+cluster: {{nodes: 2, ranks_per_node: 1}}
+trainer: {{max_tokens_per_microbatch: 512}}
+optimizer: {{learning_rate: 1e-3}}
+rollout:
+  kv_cache_gib: 0.05
+  sampling: {{max_new_tokens: 24}}
+  environment: command
+  max_turns: 4
+  agent: {{command: {command}, timeout_seconds: 3000, sandbox: sandbox, memory_gib: 0.05}}
+train: {{steps: 2, prompts_per_step: 8, samples_per_prompt: 8}}
+"""
+AGENT = """
+import json, os, sys, urllib.request
+problem = json.loads(sys.stdin.readline())
+body = json.dumps({"model": "policy", "messages": problem["messages"]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] or ""
+print(float(len(set(text))))
+"""
+
+
+@pytest.mark.long
+@needs_slurm
+def test_attempts_in_containers_on_two_nodes_of_a_job_train(cluster: Cluster, tiny_model: Callable[..., Path]) -> None:
+    """The batch command of the guide: 64 attempts a step, spread over both nodes, and two steps."""
+    folder = cluster.folder
+    model = make_tool_model(tiny_model(num_layers=1, tie_word_embeddings=False, vocab_size=512), folder / "tool_model")
+    problems = [{"messages": [{"role": "user", "content": f"Add {n}."}], "gt_answer": f"{n}"} for n in range(16)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    (folder / "harness").mkdir()
+    (folder / "harness/run.py").write_text(AGENT)
+    command = json.dumps([sys.executable, str(folder / "harness/run.py")])
+    (folder / "agents.yaml").write_text(AGENT_RECIPE.format(model=model, command=command))
+    cluster.environment["AGENT_TOKEN"] = "0123456789abcdef" * 2
+    job = cluster.submit(
+        "cluster.nodes=2", "rollout.agent.nodes=all", "rollout.agent.max_processes=64",
+        "rollout.endpoint.host=0.0.0.0", "rollout.endpoint.token=${oc.env:AGENT_TOKEN}",
+        f"rollout.agent.folders=[{folder}/harness]", recipe="agents.yaml",
+    )  # fmt: skip
+    cluster.patience = max(cluster.patience, 3000.0)
+    assert cluster.until_over(job) == "COMPLETED", cluster.log(job)
+    steps = [step for step in logged_steps(folder / "runs/agents") if "rollout/turns/mean" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/ended/error"] == 0 and step["environment/leaked_containers"] == 0
+        assert step["logprob_gap/max"] < 1e-4 and step["environment/live_containers"] > 1
+    account = account_tokens(folder / "runs/agents")
+    assert account is not None and account.faults == [] and account.num_trained > 0
+    assert account.sampled == account.num_trained + account.num_untrained and not account.lost + account.waiting
 
 
 @pytest.mark.long

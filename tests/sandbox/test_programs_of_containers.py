@@ -10,7 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -43,40 +47,88 @@ runroot = "{folder}/running"
 """
 
 
-def run_podman(*arguments: str) -> str:
-    return subprocess.run(["podman", *arguments], capture_output=True, text=True, check=True).stdout
+def run(program: str, *arguments: str) -> str:
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """podman with settings and images of its own."""
-    if shutil.which("podman") is None:
-        pytest.skip("podman is not installed: launch/test.sh --install-slurm installs it (as root, by apt-get)")
-    folder = tmp_path_factory.mktemp("podman")
+@contextmanager
+def podman_settings(folder: Path) -> Iterator[dict[str, str]]:
+    """Settings and images of its own for podman, as environment variables."""
     # crun refuses machines that mount both versions of cgroups.
     runtime = 'runtime = "runc"' if shutil.which("runc") else ""
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     limits = {"files": resource.getrlimit(resource.RLIMIT_NOFILE)[1], "processes": min(processes, 4096)}
     (folder / "containers.conf").write_text(PODMAN_SETTINGS.format(runtime=runtime, **limits))
     (folder / "storage.conf").write_text(STORAGE_SETTINGS.format(folder=folder))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
-        patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
-        root = folder / "root"
+    yield {
+        "CONTAINERS_CONF": str(folder / "containers.conf"),
+        "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
+    }
+
+
+@contextmanager
+def docker_daemon(folder: Path) -> Iterator[dict[str, str]]:
+    """A daemon of docker of its own, without networks and with its files in `folder`, as environment variables."""
+    if shutil.which("dockerd") is None or os.geteuid() != 0:
+        pytest.skip("needs root and dockerd: apt-get install --no-install-recommends docker.io")
+    places = ("--data-root", folder / "data", "--exec-root", folder / "exec", "--pidfile", folder / "pid")
+    command = ["dockerd", "--bridge=none", "--iptables=false", "--storage-driver=vfs", *places]
+    host = f"unix://{folder}/socket"
+    with (folder / "log").open("w") as log, subprocess.Popen([*command, "-H", host], stdout=log, stderr=log) as daemon:
+        try:
+            asking = ["docker", "--host", host, "version"]
+            wait_until(
+                lambda: daemon.poll() is not None or subprocess.run(asking, capture_output=True).returncode == 0,
+                seconds=120,
+            )
+            if daemon.poll() is not None:
+                pytest.skip(f"dockerd does not run on this machine: {(folder / 'log').read_text()[-400:]}")
+            yield {"DOCKER_HOST": host}
+        finally:
+            daemon.terminate()
+
+
+@pytest.fixture(scope="module", params=["podman", "docker"])
+def program(request: pytest.FixtureRequest) -> Iterator[str]:
+    """podman or docker, with an image."""
+    name: str = request.param
+    if shutil.which(name) is None:
+        package = {"podman": "podman", "docker": "docker.io"}[name]
+        pytest.skip(f"{name} is not installed: apt-get install --no-install-recommends {package}")
+    start = {"podman": podman_settings, "docker": docker_daemon}[name]
+    # Short: a path of a Unix socket has at most 107 bytes.
+    with (
+        tempfile.TemporaryDirectory(prefix="megarl-") as folder,
+        start(Path(folder)) as variables,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+        root = Path(folder, "root")
         make_image(root, PROGRAMS)
         packed = subprocess.run(["tar", "-c", "-C", root, "."], capture_output=True, check=True).stdout
-        subprocess.run(["podman", "import", "-", IMAGE], input=packed, capture_output=True, check=True)
-        yield
-        left = run_podman("ps", "--all", "--quiet")
+        subprocess.run([name, "import", "-", IMAGE], input=packed, capture_output=True, check=True)
+        yield name
+        left = containers_left(name)
         # A container of a failed test would keep its mounts in the tests' folder.
-        run_podman("rm", "--all", "--force")
-        run_podman("rmi", "--all", "--force")
-        assert left == ""
+        if left:
+            run(name, "rm", "--force", *left)
+        run(name, "rmi", "--force", IMAGE)
+        assert not left
+
+
+def containers_left(program: str) -> list[str]:
+    """Ids of all containers. docker removes one a moment after its end."""
+    for _ in range(100):
+        if not (left := run(program, "ps", "--all", "--quiet").split()):
+            break
+        time.sleep(0.1)
+    return left
 
 
 @pytest.fixture
-def settings(podman: None, endpoint: tuple[str, int]) -> ContainerSettings:
-    return ContainerSettings(kind="podman", name="megarl-test", address=endpoint, image=IMAGE, limits=LIMITS)
+def settings(program: str, endpoint: tuple[str, int]) -> ContainerSettings:
+    return ContainerSettings(kind=program, name="megarl-test", address=endpoint, image=IMAGE, limits=LIMITS)
 
 
 def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: ContainerSettings) -> None:
@@ -110,7 +162,7 @@ def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: Cont
         await container.stop()
 
     asyncio.run(drive())
-    assert run_podman("ps", "--all", "--quiet") == ""
+    assert not containers_left(settings.kind)
 
 
 def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -> None:
@@ -139,7 +191,7 @@ def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -
 def test_an_image_that_does_not_exist_is_a_fault(settings: ContainerSettings) -> None:
     assert start_fault(settings) is None
     absent = ContainerSettings(
-        kind="podman", name="megarl-absent", address=settings.address, image="localhost/absent:1"
+        kind=settings.kind, name="megarl-absent", address=settings.address, image="localhost/absent:1"
     )
     fault = start_fault(absent)
     assert fault is not None and "absent" in fault
@@ -149,7 +201,7 @@ HOLDER = """
 import asyncio, sys
 from megarl.sandbox.containers.container import Container, ContainerSettings
 async def hold():
-    settings = {"kind": "podman", "name": "megarl-held", "address": ("127.0.0.1", 9), "image": sys.argv[1]}
+    settings = {"kind": sys.argv[2], "name": "megarl-held", "address": ("127.0.0.1", 9), "image": sys.argv[1]}
     container = Container(ContainerSettings(**settings))
     await container.start()
     print("held", flush=True)
@@ -159,13 +211,15 @@ asyncio.run(hold())
 
 
 def test_nothing_runs_after_a_killed_holder_and_the_next_start_removes_its_entry(settings: ContainerSettings) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, IMAGE], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, IMAGE, settings.kind], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        first = int(run_podman("inspect", "--format", "{{.State.Pid}}", "megarl-held"))
-        wait_until(lambda: "sleep" in run_podman("top", "megarl-held", "comm"), seconds=60)
+        first = int(run(settings.kind, "inspect", "--format", "{{.State.Pid}}", "megarl-held"))
+        wait_until(lambda: "sleep" in run(settings.kind, "top", "megarl-held"), seconds=60)
         started = [first, *descendants(holder.pid), *descendants(first)]
         os.kill(holder.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, started)), seconds=60)
     # Removal at the next start of any container.
     assert start_fault(settings) is None
-    assert run_podman("ps", "--all", "--quiet") == ""
+    assert not containers_left(settings.kind)

@@ -83,7 +83,7 @@ apps = false
 
 
 def run_codex(task: str, folder: Path) -> bool:
-    """Run Codex. Returns whether it ended by itself. It has no limit of turns: the endpoint refuses the call after."""
+    """Run Codex. Returns whether it ended with a whole answer: its exit code is 1 after one cut at a limit."""
     settings = CODEX_SETTINGS.format(base_url=json.dumps(os.environ["OPENAI_BASE_URL"]))
     (folder / "config.toml").write_text(settings)
     done = subprocess.run(

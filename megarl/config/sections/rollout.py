@@ -101,7 +101,7 @@ class AgentConfig(Section):
     each node, required; with apptainer: a file or folder. Nothing is downloaded."""
     folders: Annotated[tuple[str, ...], OnlyIf(COMMAND, CONTAINER)] = ()
     """Folders of the machine shown read-only at the same place in the container, for example that of the program.
-    Absolute paths."""
+    Absolute paths; not /tmp as a whole, which has the sockets of other containers."""
     network: Annotated[Literal["endpoint", "host"] | None, OnlyIf(COMMAND, CONTAINER)] = None
     """Network of the program. endpoint (default in a container): only the endpoint can be reached. host: the machine's
     network. Programs with sandbox process always have it."""
@@ -110,14 +110,14 @@ class AgentConfig(Section):
     rollout.endpoint.host must be an address that they reach, 0.0.0.0 for example."""
     outlive_seconds: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
     """Seconds for which programs live on after a driver that was killed. A run that is resumed within them goes on with
-    the living ones. It needs a fixed rollout.endpoint.port. Default: programs end with the driver. See
-    megarl/sandbox/containers/README.md."""
+    the living ones. It needs a fixed rollout.endpoint.port and cluster.launcher local. Default: programs end with the
+    driver. See megarl/sandbox/containers/README.md."""
     processes: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
     """Maximum number of processes and threads of an attempt. A program with more ends with ProcessLimit. Default:
     none."""
     memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
     """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
-    MemoryLimit. Default: none."""
+    MemoryLimit. An attempt waits for a node with so much memory left. Default: none."""
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled for all calls of an attempt together. The call after it is refused, and the
     attempt ends with TokenLimit. Parallel calls may exceed it by their own lengths. Default: limited only by
