@@ -119,10 +119,11 @@ def program(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def containers_left(program: str) -> list[str]:
     """Ids of all containers. docker removes one a moment after its end."""
-    for _ in range(100):
-        if not (left := run(program, "ps", "--all", "--quiet").split()):
-            break
+    left = run(program, "ps", "--all", "--quiet").split()
+    deadline = time.monotonic() + 30
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
+        left = run(program, "ps", "--all", "--quiet").split()
     return left
 
 
