@@ -152,12 +152,12 @@ def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Plac
     return f"{place} = {shorten_value(value)}"
 
 
-def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of fields set in the file or by overrides. Values of a preset do not count."""
+def fields_set_by_user(section: Section, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of fields that the file or an override sets. Values of a preset do not count."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             if section_of(field) is not None:
-                yield from given_fields(getattr(section, name), f"{prefix}{name}.")
+                yield from fields_set_by_user(getattr(section, name), f"{prefix}{name}.")
             else:
                 yield prefix + name
 
@@ -175,7 +175,7 @@ class Idle(NamedTuple):
 
 def idle_fields(recipe: Recipe) -> Iterator[Idle]:
     """Yield each field that the user set without effect, including fields in a mixture's sources."""
-    for field in given_fields(recipe):
+    for field in fields_set_by_user(recipe):
         if (need := unmet(recipe, field)) is not None:
             yield Idle(field, field, recipe, need)
     for source in recipe.sources if unmet(recipe, "mixture") is None else ():

@@ -94,9 +94,9 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
     field's description above it.
     """
     from megarl.config.effects import may_be_idle, unmet
-    from megarl.config.idle import given_fields
+    from megarl.config.idle import fields_set_by_user
 
-    set_fields = set(given_fields(recipe))
+    set_fields = set(fields_set_by_user(recipe))
 
     def has_effect(place: Place) -> bool:
         field = ".".join(map(str, place))

@@ -23,7 +23,7 @@ def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
     return float(gib_text(needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
 
 
-def is_cache_given(recipe: Recipe) -> bool:
+def sets_cache_size(recipe: Recipe) -> bool:
     """Return whether the recipe sets the size of the KV cache, in GiB or as a share of the GPU."""
     rollout = recipe.rollout
     return "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
@@ -71,7 +71,7 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
 def gib_text(size: int) -> str:
     """Format bytes as GiB, rounded up to three decimals (below 0.1: to three significant digits).
 
-    Rounding up: a KV cache of the printed size must hold the bytes.
+    A KV cache of the printed size holds at least these bytes.
     """
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:

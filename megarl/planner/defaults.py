@@ -16,7 +16,7 @@ from megarl.config.schema import value_at
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.planner import model_sizes, sizes
 from megarl.planner.adapter_sync import explain_sync, with_chosen_sync
-from megarl.planner.cache import default_cache_gib, is_cache_given
+from megarl.planner.cache import default_cache_gib, sets_cache_size
 from megarl.planner.gpus_of_run import gpu_memory, ranks_on_cpu
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.memory.devices import MARGIN_GIB
@@ -49,7 +49,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     """
     recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
-    wants_cache = recipe.has_engine and not is_cache_given(recipe)
+    wants_cache = recipe.has_engine and not sets_cache_size(recipe)
     wants_rows = is_trained and trainer.max_tokens_per_forward is None
     wants_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
     wants_logits = is_trained and trainer.keep_logits is None
@@ -164,7 +164,7 @@ class _Prediction:
 
     @property
     def gib_within_margin(self) -> float:
-        """Return `free_gib`, at most the margin: memory above the margin is no reason for a choice."""
+        """Return `free_gib`, but at most the margin: more free memory must not decide between choices."""
         return min(self.free_gib, MARGIN_GIB)
 
 
@@ -252,7 +252,7 @@ class _Savings:
         return next(iter(refusals), None) is None
 
     def _predict(self, recipe: Recipe) -> _Prediction:
-        is_cache_chosen = recipe.has_engine and not is_cache_given(self.recipe)
+        is_cache_chosen = recipe.has_engine and not sets_cache_size(self.recipe)
         if is_cache_chosen:
             recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, self.judge)})
         table = self.judge.predict(recipe)

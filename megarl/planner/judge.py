@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.config import Recipe
 from megarl.planner.memory.devices import GPU, GpuMemory
@@ -12,6 +13,13 @@ from megarl.planner.memory.models import Models
 from megarl.planner.memory.phases import memory_table
 
 _GIB = 2**30
+
+
+class PassBytes(NamedTuple):
+    """Bytes of a GPU in the fullest phase with gradients, and in the fullest one without (0: there is none)."""
+
+    training: int
+    scoring: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +50,9 @@ class MemoryJudge:
         table = self.predict(recipe)
         return None if self.overfull_phases(table) else table
 
-    def pass_bytes(self, recipe: Recipe) -> tuple[int, int]:
+    def pass_bytes(self, recipe: Recipe) -> PassBytes:
         """Return the bytes of a GPU in the fullest phase with gradients, and in the fullest one without (0: none)."""
         phases = self.predict(recipe).phases
         training = (phase.device_bytes for phase in phases if phase.metric == "train")
         scoring = (phase.device_bytes for phase in phases if phase.metric == "logprobs")
-        return max(training), max(scoring, default=0)
+        return PassBytes(training=max(training), scoring=max(scoring, default=0))

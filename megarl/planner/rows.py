@@ -47,7 +47,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
     def fits(count: int) -> bool:
         longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": count * multiple})
-        return judge.pass_bytes(longer)[1] <= training
+        return judge.pass_bytes(longer).scoring <= training
 
     count = greatest(fits, low=-(-shortest // multiple), high=_LONGEST_FORWARD * shortest // multiple)
     return count * multiple if count is not None and count * multiple > shortest else None

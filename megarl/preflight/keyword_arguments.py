@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.effects import unmet
 from megarl.config.formulas import Keyword, Keywords, formula_fields, formulas, keyword_fields, kwargs_field
-from megarl.config.idle import given_fields
+from megarl.config.idle import fields_set_by_user
 from megarl.config.schema import value_at
 from megarl.files.import_path import import_object, is_import_path
 from megarl.files.nearest import nearest
@@ -156,7 +156,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 def _idle_fields(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each recipe field without a keyword in the user's function."""
-    recipe_fields = set(given_fields(recipe))
+    recipe_fields = set(fields_set_by_user(recipe))
     for keyword, own_field in keyword_fields(field).items():
         if own_field in recipe_fields and keyword not in keywords:
             yield (

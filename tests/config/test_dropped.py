@@ -12,7 +12,7 @@ import yaml
 from megarl.cli.checking import check_completely
 from megarl.config import Recipe
 from megarl.config.effects import conditions, may_be_idle, unmet
-from megarl.config.idle import given_fields
+from megarl.config.idle import fields_set_by_user
 from megarl.config.recipe import load, read, to_yaml, written_value
 from megarl.config.schema import all_fields, section_of
 from megarl.preflight.learning import algorithm
@@ -517,7 +517,7 @@ def test_every_conditional_field_of_a_file_is_dropped_where_an_override_leaves_i
             assert left, f"{override} switches nothing off"
             notices = "\n".join(draft.recipe.notices)
             assert {field for field in left if f"{field} = " not in notices} == set(), (name, override)
-            assert not left & set(given_fields(draft.recipe)), (name, override)
+            assert not left & set(fields_set_by_user(draft.recipe)), (name, override)
             # checkpoint.best is valid once dropped, so only its notice shows that it was.
             seen |= left | {field for field in effective if f"{field} = " in notices}
     assert set(leaves()) - seen == set()

@@ -106,7 +106,7 @@ class Candidates:
                 yield placement
 
     def engines(self, placed: Recipe) -> list[EngineSizes]:
-        """Return the sizes of engines that `placed`, a recipe with a placement, allows."""
+        """Return the possible engine sizes for `placed`, a recipe with a placement."""
         engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         has_whole = has_whole_experts(placed)
@@ -123,7 +123,7 @@ class Candidates:
         return engine_sizes
 
     def trainers(self, placed: Recipe) -> list[TrainerSizes]:
-        """Return the parallel sizes of trainers that `placed`, a recipe with a placement, allows."""
+        """Return the possible parallel sizes of the trainer for `placed`, a recipe with a placement."""
         trainer_sizes = []
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})

@@ -31,7 +31,10 @@ class Row(NamedTuple):
 
 @dataclass(kw_only=True)
 class Combinations:
-    """All combinations of one placement. Arrays have axes over `rows`, `engines` and `offloads`."""
+    """All combinations of trainers, engines and offloads for one placement of the engines.
+
+    Arrays have axes over `rows`, `engines` and `offloads`.
+    """
 
     placement: Placement
     placement_values: Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.corrections import lacks_correction
 from megarl.config.effects import unmet
-from megarl.config.idle import given_fields
+from megarl.config.idle import fields_set_by_user
 from megarl.config.reading.override_text import short_override
 from megarl.config.schema import all_fields, value_at
 from megarl.planner.layouts.candidates import Placement
@@ -43,7 +43,7 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
     """
     changed_recipe = with_field_values(recipe, values)
     idle = _idle(recipe, changed_recipe)
-    recipe_fields = set(given_fields(recipe))
+    recipe_fields = set(fields_set_by_user(recipe))
     # Without its own line a value equal to the field's default would become the planned value of the start.
     changed = {
         field: value
@@ -61,5 +61,7 @@ def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
     """Return the fields set in `recipe` without effect in `changed_recipe`. Sources of a mixture are left out."""
     # A field of a section inside a section does not depend on the layout.
     return [
-        field for field in given_fields(recipe) if field.count(".") == 1 and unmet(changed_recipe, field) is not None
+        field
+        for field in fields_set_by_user(recipe)
+        if field.count(".") == 1 and unmet(changed_recipe, field) is not None
     ]

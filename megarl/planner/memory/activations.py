@@ -27,6 +27,9 @@ trained without load balancing."""
 _NUMBERS = 64
 """Bytes per token of log-probs, labels and the loss."""
 
+_FORWARD_TENSORS = 4
+"""Tensors of a gated feed-forward layer that a forward pass holds at once: gate, up, activated gate, their product."""
+
 Spec = Literal["local", "transformer_engine"]
 
 
@@ -208,10 +211,10 @@ def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     layer_sizes = []
     if any(kind.has_experts for kind in shape.layers):
         routed = _routed_tokens(shape, parallel, settings)
-        channels = 4 * shape.moe_intermediate_size // parallel.etp
+        channels = _FORWARD_TENSORS * shape.moe_intermediate_size // parallel.etp
         layer_sizes.append(routed * (channels + 2 * shape.hidden_size) * size)
     if not all(kind.has_experts for kind in shape.layers):
-        layer_sizes.append(tokens * 4 * widths(shape, parallel).feed_forward * size)
+        layer_sizes.append(tokens * _FORWARD_TENSORS * widths(shape, parallel).feed_forward * size)
     return residual + hidden_states + max(layer_sizes)
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megarl.config.parallel import FP8_BLOCK
 from megarl.families.tensors.matrices import has_matrices, matrix_templates
@@ -113,14 +113,15 @@ def trainer_states(
     parallel, coordinates = layouts.parallel, layouts.parallel.coordinates(rank)
     num_moments = 0 if optimizer == "sgd" else 2
     further = [Parameter(math.prod(shape), is_vector=len(shape) == 1, num_moments=num_moments) for shape in whole]
-    further_buffers = (
-        [(further, parallel.dp * parallel.cp, coordinates.dp * parallel.cp + coordinates.cp)] if further else []
-    )
-    for parameters, num_shards, shard in (*buffers_of(trained, rank, optimizer), *further_buffers):
+    buffers = [*buffers_of(trained, rank, optimizer)]
+    if further:
+        dense_shard = coordinates.dp * parallel.cp + coordinates.cp
+        buffers.append(GradientBuffer(further, num_shards=parallel.dp * parallel.cp, shard=dense_shard))
+    for buffer in buffers:
         states += _buffer_states(
-            parameters,
-            num_shards=num_shards,
-            shard=shard,
+            buffer.parameters,
+            num_shards=buffer.num_shards,
+            shard=buffer.shard,
             itemsize=itemsize,
             is_distributed=is_distributed,
             is_pinned=is_pinned,
@@ -158,10 +159,16 @@ def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
     return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
 
 
-def buffers_of(
-    layouts: MegatronLayouts, rank: int, optimizer: OptimizerName
-) -> Iterator[tuple[Sequence[Parameter], int, int]]:
-    """Yield the gradient buffers of a rank: parameters, number of data-parallel shards, the rank's own shard."""
+class GradientBuffer(NamedTuple):
+    """A gradient buffer of a rank: its parameters, its number of data-parallel shards, and the rank's shard, from 0."""
+
+    parameters: Sequence[Parameter]
+    num_shards: int
+    shard: int
+
+
+def buffers_of(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) -> Iterator[GradientBuffer]:
+    """Yield the gradient buffers of a rank, for each model chunk: dense parameters, then experts."""
     parallel = layouts.parallel
     coordinates = parallel.coordinates(rank)
     dense_shards = parallel.dp * parallel.cp
@@ -193,10 +200,10 @@ def buffers_of(
             if ".experts." in name
         ]
         if dense:
-            yield dense, dense_shards, coordinates.dp * parallel.cp + coordinates.cp
+            yield GradientBuffer(dense, dense_shards, coordinates.dp * parallel.cp + coordinates.cp)
         if experts:
             # Experts have their own data-parallel groups, so Megatron-Core puts them into a buffer of their own.
-            yield experts, expert_shards, coordinates.edp
+            yield GradientBuffer(experts, expert_shards, coordinates.edp)
 
 
 def _buffer_states(
@@ -268,8 +275,9 @@ def _numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: 
     total = sum(max(numel, 0) for numel in numels)
     chosen_numels: list[int] = []
     for wants_vectors in (False, True):
-        for numel, of_vector in zip(numels, is_vector, strict=True):
-            if of_vector is wants_vectors and numel > 0 and sum(chosen_numels) < fraction * total:
+        for numel, is_numel_of_vector in zip(numels, is_vector, strict=True):
+            is_wanted = is_numel_of_vector is wants_vectors and numel > 0
+            if is_wanted and sum(chosen_numels) < fraction * total:
                 chosen_numels.append(numel)
     return chosen_numels
 

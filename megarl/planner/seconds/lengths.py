@@ -126,7 +126,8 @@ def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths
     logged = [row[_PROMPT_METRIC] for _, row in run.rows if math.isfinite(row.get(_PROMPT_METRIC, math.nan))]
     prompt_tokens = logged[-1] if logged else prompt_tokens
     # Records of validation sets name their set.
-    tokens = [float(r["tokens"]) for r in records if "set" not in r and isinstance(r.get("tokens"), int | float)]
+    training_records = [record for record in records if "set" not in record]
+    tokens = [float(record["tokens"]) for record in training_records if isinstance(record.get("tokens"), int | float)]
     if not tokens:
         raise DataError(f"{folder}: has no samples with lengths in samples/; give a run with samples_every_steps")
     source = f"{len(tokens):,} samples of {folder}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,24 +89,47 @@ class Parts:
     optimizer: Any = 0.0
 
     def __add__(self, addend: Parts) -> Parts:
-        return Parts(**{f.name: getattr(self, f.name) + getattr(addend, f.name) for f in fields(self)})
+        return Parts(**{cause: getattr(self, cause) + getattr(addend, cause) for cause in self._causes()})
 
     def __mul__(self, factor: Any) -> Parts:
-        return Parts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+        return Parts(**{cause: getattr(self, cause) * factor for cause in self._causes()})
 
     @property
     def seconds(self) -> Any:
         """Return the sum over all causes [layouts]."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(getattr(self, cause) for cause in self._causes())
 
     def at(self, index: int) -> dict[str, float]:
         """Return the seconds of one layout by cause, without zeros."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        seconds = {
-            name: float(np.broadcast_to(value, (index + 1,) if np.ndim(value) == 0 else np.shape(value))[index])
-            for name, value in values.items()
-        }
-        return {name: value for name, value in seconds.items() if value}
+        seconds_by_cause = {}
+        for cause in self._causes():
+            seconds = getattr(self, cause)
+            # A number stands for all layouts.
+            seconds_by_cause[cause] = float(seconds if np.ndim(seconds) == 0 else seconds[index])
+        return {cause: seconds for cause, seconds in seconds_by_cause.items() if seconds}
+
+    @classmethod
+    def _causes(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+    def multiply(self, factors: Parts) -> Parts:
+        """Return each cause's seconds times the factor of the same cause."""
+        return Parts(**{cause: getattr(self, cause) * getattr(factors, cause) for cause in self._causes()})
+
+
+class LayerParts(NamedTuple):
+    """Seconds of a row's forward pass through the layers of a stage, of their two halves."""
+
+    attention: Parts
+    feed_forward: Parts
+
+
+class RankWeights(NamedTuple):
+    """Numbers of weights on a rank, each [layouts]."""
+
+    experts: Numbers
+    dense: Numbers
+    """All weights except experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +171,7 @@ class TrainerCost:
             context_exchange=2.0,
             expert_exchange=1.0,
         )
-        row = _multiply_parts(attention, backward) + _multiply_parts(feed_forward, backward) + head
+        row = attention.multiply(backward) + feed_forward.multiply(backward) + head
         row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
         passes = row * rows
         bubble = Parts(bubble=row.seconds * (layouts.pp - 1) / layouts.vpp)
@@ -173,7 +196,7 @@ class TrainerCost:
             rows = np.where(layouts.vpp > 1, np.ceil(rows / layouts.pp) * layouts.pp, rows)
         return rows, rank_tokens / rows
 
-    def _layer_parts(self, layouts: Layouts, tokens: Numbers) -> tuple[Parts, Parts]:
+    def _layer_parts(self, layouts: Layouts, tokens: Numbers) -> LayerParts:
         """Return the seconds of a row's forward pass through the layers of a stage: attention, feed-forward."""
         work, constants, gpu = self.work, self.constants, self.gpu
         stage = np.ceil(work.num_layers / layouts.pp)
@@ -211,17 +234,18 @@ class TrainerCost:
             tensor_exchange=exchange * (1 - work.num_expert_layers / work.num_layers),
         )
         if not work.num_expert_layers:
-            return attention, feed_forward
+            return LayerParts(attention, feed_forward)
         routed = rank_tokens / layouts.tp
         group = layouts.ep * layouts.etp
         of_expert = routed * group * work.shape.top_k / work.shape.num_experts
         rate = constants.gemm_efficiency * gpu.flops * of_expert / (of_expert + constants.expert_half_tokens)
         sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_stage
-        return attention, feed_forward + Parts(
+        expert_parts = Parts(
             compute=routed * work.expert_flops * share / rate,
             launches=constants.expert_layer_seconds * expert_stage,
             expert_exchange=sent * self._exchange_seconds(group),
         )
+        return LayerParts(attention, feed_forward + expert_parts)
 
     def _exchange_seconds(self, group: NDArray[np.int64]) -> Numbers:
         """Return the seconds per byte that a rank sends in an all-to-all over groups of these sizes."""
@@ -253,7 +277,7 @@ class TrainerCost:
         speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         return self.constants.link_efficiency * speed
 
-    def weights_on_rank(self, layouts: Layouts) -> tuple[Numbers, Numbers]:
+    def weights_on_rank(self, layouts: Layouts) -> RankWeights:
         """Return the numbers of weights on a rank, split into experts and all others, both [layouts]."""
         work = self.work
         experts = work.expert_weights / (layouts.etp * layouts.ep * layouts.pp)
@@ -261,7 +285,7 @@ class TrainerCost:
         dense = work.layer_weights / (layouts.tp * layouts.pp) + work.embedding_weights / (
             layouts.tp * np.minimum(layouts.pp, 2)
         )
-        return experts, dense
+        return RankWeights(experts, dense)
 
     def _end_of_update(self, layouts: Layouts) -> Parts:
         """Return the seconds of an update's gradient reduction and of its optimizer."""
@@ -279,7 +303,3 @@ class TrainerCost:
             gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * speed),
             optimizer=((1 - self.host_share) * on_gpu + self.host_share * on_host) * shard_weights,
         )
-
-
-def _multiply_parts(parts: Parts, factors: Parts) -> Parts:
-    return Parts(**{f.name: getattr(parts, f.name) * getattr(factors, f.name) for f in fields(parts)})

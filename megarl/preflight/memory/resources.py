@@ -14,7 +14,7 @@ from megarl.config.reading.override_text import short_override
 from megarl.config.schema import all_fields, annotated_with, value_at
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, planned_shape
-from megarl.planner.cache import default_cache_gib, is_cache_given
+from megarl.planner.cache import default_cache_gib, sets_cache_size
 from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_memory, ranks_on_cpu
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.memory.devices import CPU
@@ -154,7 +154,7 @@ def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) ->
         return
     # A Slurm job derives the default on its own node, where the GPUs are known.
     is_unknown = table.is_gpu and gpu_memory(recipe) is None and recipe.cluster.launcher != "slurm"
-    if is_unknown and not is_cache_given(recipe):
+    if is_unknown and not sets_cache_size(recipe):
         yield (
             f"rollout.kv_cache_gib = {recipe.rollout.kv_cache_gib:g}: the default for CPUs, because the memory of the "
             f"run's GPUs is unknown; {NAME_THE_GPU}, or set rollout.kv_cache_gib"
