@@ -43,17 +43,17 @@ _CALL = """
 import io, json, sys
 def _as_json(value):
     return value.tolist() if hasattr(value, "tolist") else list(value)
-_given = json.loads(sys.stdin.read())
+_call = json.loads(sys.stdin.read())
 _printed, sys.stdout, sys.stdin = sys.stdout, io.StringIO(), io.StringIO()
 _space = {"__name__": "solution", "__builtins__": __builtins__}
-exec(_given["prelude"], _space)
-exec(compile(_given["source"], "solution.py", "exec", dont_inherit=True), _space)
+exec(_call["prelude"], _space)
+exec(compile(_call["source"], "solution.py", "exec", dont_inherit=True), _space)
 _owner = _space.get("Solution")
-_function = getattr(_owner(), _given["function"], None) if isinstance(_owner, type) else None
+_function = getattr(_owner(), _call["function"], None) if isinstance(_owner, type) else None
 if _function is None:
-    _function = _space[_given["function"]]
-_found = _function(*_given["arguments"])
-_printed.write("\\n" + _given["mark"] + json.dumps(_found, default=_as_json) + "\\n")
+    _function = _space[_call["function"]]
+_result = _function(*_call["arguments"])
+_printed.write("\\n" + _call["mark"] + json.dumps(_result, default=_as_json) + "\\n")
 _printed.flush()
 """
 

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megarl.files.import_path import import_object
 from megarl.rewards import ANSWER_READERS, kind_of
@@ -44,7 +44,14 @@ _OPEN, _CLOSE = _TAGS[2:]
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
-def last_box(text: str) -> tuple[int, str] | None:
+class Marked(NamedTuple):
+    """A marked answer in a completion: the index at which its mark (or the answer itself) starts, and its text."""
+
+    start: int
+    text: str
+
+
+def last_box(text: str) -> Marked | None:
     r"""Return the start index and the contents of the last \boxed. None: there is none, or it is not closed.
 
     Accepted are \boxed{4}, \boxed {4}, \fbox{4} and \boxed 4. Without braces the contents are a formula up to the next
@@ -55,11 +62,11 @@ def last_box(text: str) -> tuple[int, str] | None:
         opening = _OPENING_BRACE.match(text, command.end())
         if opening is not None:
             contents = _until_brace(text, opening.end())
-            return None if contents is None else (command.start(), contents)
+            return None if contents is None else Marked(command.start(), contents)
         bare = _BARE.match(text, command.end())
         if bare is not None:
             contents = (bare["dollars"] or bare["formula"]).rstrip(".,;: ")
-            return (command.start(), contents) if contents else None
+            return Marked(command.start(), contents) if contents else None
     return None
 
 
@@ -96,7 +103,7 @@ def _until_brace(text: str, start: int) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""Return the contents of the last \boxed{}. None: there is none, or it is not closed."""
     box = last_box(text)
-    return None if box is None else box[1]
+    return None if box is None else box.text
 
 
 def read_marked_line(text: str, mark: re.Match[str]) -> str:
@@ -109,10 +116,10 @@ def read_marked_line(text: str, mark: re.Match[str]) -> str:
 def last_tagged(text: str) -> str | None:
     """Return the text in the last <answer>...</answer>. None: there is none."""
     tags = last_tags(text)
-    return None if tags is None else tags[1]
+    return None if tags is None else tags.text
 
 
-def last_tags(text: str) -> tuple[int, str] | None:
+def last_tags(text: str) -> Marked | None:
     """Return the start index of the last <answer>...</answer>, and the text in it. None: there is none."""
     end = text.rfind(_CLOSE)
     while end >= 0:
@@ -120,19 +127,19 @@ def last_tags(text: str) -> tuple[int, str] | None:
         # Take the first opening tag after the previous closing one, so that nested opening tags are contents.
         start = text.find(_OPEN, before + 1, end)
         if start >= 0:
-            return start, text[start + len(_OPEN) : end]
+            return Marked(start, text[start + len(_OPEN) : end])
         end = before
     return None
 
 
-def _last_answer_line(text: str) -> tuple[int, str] | None:
+def _last_answer_line(text: str) -> Marked | None:
     """Return the start index and the text of the answer in the last line `Answer: x`. None: there is none."""
     end = len(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
         label = _ANSWER_LABEL.search(text, start, end)
         if label and (answer := text[label.end() : end].strip()):
-            return label.end(), answer
+            return Marked(label.end(), answer)
         end = start - 1
     return None
 
@@ -147,12 +154,12 @@ def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerFo
     if "hashes" in forms and (marks := deque(MARKED_NUMBER.finditer(text), maxlen=1)):
         statements.append((marks[0].start(), "hashes", read_marked_line(text, marks[0])))
     if "boxed" in forms and (box := last_box(text)) is not None:
-        statements.append((box[0], "boxed", box[1]))
+        statements.append((box.start, "boxed", box.text))
     if "answer_line" in forms and (line := _last_answer_line(text)):
-        inside = last_boxed(line[1])
-        statements.append((line[0], "answer_line", line[1] if inside is None else inside))
+        inside = last_boxed(line.text)
+        statements.append((line.start, "answer_line", line.text if inside is None else inside))
     if "tags" in forms and (tags := last_tags(text)):
-        statements.append((tags[0], "tags", tags[1]))
+        statements.append((tags.start, "tags", tags.text))
     if not statements:
         return None
     _, form, answer = max(statements, key=lambda statement: statement[0])

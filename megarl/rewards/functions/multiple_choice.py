@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.rewards.functions.final_answers import answering_text, last_box, last_tags
-from megarl.rewards.maths.choice_letters import ALSO_RIGHT, read_choice
+from megarl.rewards.maths.choice_letters import ALSO_RIGHT, NamedChoice, read_choice
 from megarl.thoughts import without_thoughts
 from megarl.types import Reward
 
@@ -93,11 +93,13 @@ class Choices:
         # "B!" is a letter, but "5!" is a choice's text.
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
         reason = _WITH_REASON.match(plain)
-        choice = (reason[1], "") if reason else read_choice(plain.upper() if _SMALL_LETTER.fullmatch(plain) else plain)
-        if choice is None or choice[0] not in self.letters:
+        if reason:
+            choice = NamedChoice(reason[1])
+        else:
+            choice = read_choice(plain.upper() if _SMALL_LETTER.fullmatch(plain) else plain)
+        if choice is None or choice.letter not in self.letters:
             return None
-        letter, choice_text = choice
-        return letter if self.by_text(choice_text) in (None, letter) else None
+        return choice.letter if self.by_text(choice.text) in (None, choice.letter) else None
 
     def by_index(self, name: str) -> str | None:
         """Return the letter of the choice with an index from 0. None: there is none, or the labels are numbers."""
@@ -213,7 +215,7 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     text = without_thoughts(text)
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
     if marks:
-        return choices.letter(max(marks)[1])
+        return choices.letter(max(marks).text)
     lines = text.strip().splitlines()
     last_line = lines[-1].strip() if lines else ""
     if (called_right := _CALLED_RIGHT.fullmatch(last_line)) and called_right[1] in choices.letters:

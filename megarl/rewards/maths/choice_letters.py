@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from megarl.rewards.maths.spelling import plain_text
 
@@ -35,6 +36,13 @@ _HEDGE = re.compile(
 """Regular expression of a text naming a second choice after the first. It excludes lists of statements: `I, II`."""
 
 
+class NamedChoice(NamedTuple):
+    """A choice as an answer names it: its letter, and the choice's text ("" if the answer has none)."""
+
+    letter: str
+    text: str = ""
+
+
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
     """Return whether two answers name the same letter of a choice, and the same text if both give one.
 
@@ -43,11 +51,11 @@ def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, 
     gold, choice = read_choice(plain_text(answer)), read_choice(plain_text(prediction))
     if gold is None or choice is None:
         return None
-    is_same = gold[0] == choice[0]
-    return is_same and is_same_text(choice[1], gold[1]) if gold[1] and choice[1] else is_same
+    is_same = gold.letter == choice.letter
+    return is_same and is_same_text(choice.text, gold.text) if gold.text and choice.text else is_same
 
 
-def read_choice(text: str) -> tuple[str, str] | None:
+def read_choice(text: str) -> NamedChoice | None:
     """Return the letter of the choice that a text names, and the choice's text ("" if missing).
 
     The letter stands alone, in brackets, or before a mark and the choice's text. None: there is no letter, or several.
@@ -55,9 +63,9 @@ def read_choice(text: str) -> tuple[str, str] | None:
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)
     if alone:
-        return alone[1] or alone[2], ""
+        return NamedChoice(alone[1] or alone[2])
     match = _WITH_TEXT.fullmatch(text)
-    return None if match is None or is_hedged(match[3]) else (match[1] or match[2], match[3])
+    return None if match is None or is_hedged(match[3]) else NamedChoice(match[1] or match[2], match[3])
 
 
 def is_hedged(text: str) -> bool:

@@ -134,8 +134,12 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
             f"reward.functions: {name!r}: the names of its parameters cannot be read; wrap it in a Python function "
             f"such as: {example_definition(name)}"
         ) from None
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named_parameters = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named_parameters = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
     foreign = foreign_function(function, named_parameters, takes_any=takes_any)
     of_samples = PARAMETERS.keys() - set(_RECIPE_PARAMETERS) if foreign is None else foreign.reserved
     if reserved_keys := [key for key in kwargs if key in of_samples]:
@@ -152,8 +156,10 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     if foreign is not None:
         unknown = foreign.unknown(kwargs)
     else:
-        required_names = (p.name for p in named_parameters.values() if p.default is p.empty)
-        unknown = [parameter for parameter in required_names if parameter not in (*PARAMETERS, *kwargs)]
+        required_names = (
+            parameter.name for parameter in named_parameters.values() if parameter.default is parameter.empty
+        )
+        unknown = [required for required in required_names if required not in (*PARAMETERS, *kwargs)]
     if unknown:
         raise ConfigError(_unknown(name, unknown))
     if foreign is not None:
@@ -161,7 +167,11 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     # A function with **rest gets every value of the sample except the sandbox.
     wanted_names = named_parameters.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
     needs = frozenset(key for key in PARAMETERS if key in wanted_names and key not in kwargs)
-    positional = {p.name: p.default for p in named_parameters.values() if p.kind is p.POSITIONAL_ONLY}
+    positional = {
+        parameter.name: parameter.default
+        for parameter in named_parameters.values()
+        if parameter.kind is parameter.POSITIONAL_ONLY
+    }
     return BoundFunction(function, needs, positional, kwargs)
 
 

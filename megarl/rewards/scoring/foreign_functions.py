@@ -120,7 +120,7 @@ class TrlFunction:
             check_record_field(name, columns)
         available = {**columns, **batch_of_one}
         columns_and_sample = (
-            available if self.takes_any else {n: available[n] for n in self.parameters if n in available}
+            available if self.takes_any else {name: available[name] for name in self.parameters if name in available}
         )
         return _convert_trl_score(self.function(**{**columns_and_sample, **kwargs}))
 

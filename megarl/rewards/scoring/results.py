@@ -164,7 +164,8 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     score_tables = [reward.scores for reward in rewards if reward.scores]
     if not score_tables:
         return {}
-    metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in score_tables))}
+    num_unscored = sum(all(score is None for score in scores.values()) for scores in score_tables)
+    metrics = {"reward/unscored": float(num_unscored)}
     # Sources of a mixture may have different functions.
     for name in dict.fromkeys(name for scores in score_tables for name in scores):
         values = [scores[name] for scores in score_tables if name in scores]

@@ -23,7 +23,10 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     needs one. Raises RefusedError if a function cannot be used.
     """
     try:
-        functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
+        functions = {
+            setting["name"]: bind(setting["name"], resolve(setting["name"]), setting["kwargs"])
+            for setting in settings["functions"]
+        }
         needs = frozenset().union(*(function.needs for function in functions.values()))
         sandbox = _start_sandbox(settings["sandbox"]) if "sandbox" in needs else None
     except ConfigError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megarl.rewards.maths.equality.digit_groups import as_formula, compare_digit_groups
-from megarl.rewards.maths.equality.equations import determines, list_steps
+from megarl.rewards.maths.equality.equations import Step, determines, list_steps
 from megarl.rewards.maths.equality.exact import exact
 from megarl.rewards.maths.equality.kinds import (
     has_statements,
@@ -329,12 +329,12 @@ def _same_numeral(gold: Node, prediction: Node) -> bool:
     return prediction.kind == "number" and str(prediction.value) == gold.value
 
 
-def _is_same_step(gold: tuple[Node, str], prediction: tuple[Node, str]) -> bool:
-    if gold[1] != prediction[1]:
+def _is_same_step(gold: Step, prediction: Step) -> bool:
+    if gold.sign != prediction.sign:
         return False
-    factor_sign = is_proportional(gold[0], prediction[0])
+    factor_sign = is_proportional(gold.difference, prediction.difference)
     # An inequation != may also be multiplied by a negative number.
-    return factor_sign > 0 or (factor_sign < 0 and gold[1] == "!=")
+    return factor_sign > 0 or (factor_sign < 0 and gold.sign == "!=")
 
 
 def _with_label_first(equation: Node) -> tuple[Node, Node]:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megarl.rewards.maths.equality.values import same_value
 from megarl.rewards.maths.formulas.nodes import Node, join_operands, negative, number, replace_node
 
 _FLIPPED = {">": "<", ">=": "<="}
 
 
-def list_steps(node: Node) -> list[tuple[Node, str]]:
+class Step(NamedTuple):
+    """One comparison in a chain of inequalities: `difference` compared with zero by `sign`."""
+
+    difference: Node
+    sign: str
+
+
+def list_steps(node: Node) -> list[Step]:
     """Return a chain of inequalities as pairs (difference, sign). Each difference must be below, or at most, zero."""
     steps = []
     for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
         if sign in (">", ">="):
             left, right, sign = right, left, _FLIPPED[sign]
-        steps.append((join_operands("sum", [left, negative(right)]), sign))
+        steps.append(Step(join_operands("sum", [left, negative(right)]), sign))
     # A descending chain is reversed, so that equal chains have equal order.
     return steps if node.value[0] in ("<", "<=", "=", "!=") else steps[::-1]
 

@@ -58,7 +58,9 @@ def _pairs(node: Node) -> list[tuple[str, Node]] | None:
         is_pair = first.kind == last.kind == "tuple" and len(node.parts) == 2 and len(first.parts) == len(last.parts)
         if is_pair:
             names = [_name(part) for part in first.parts]
-            return [(n, v) for n, v in zip(names, last.parts, strict=True) if n] if all(names) else None
+            if not all(names):
+                return None
+            return [(name, value) for name, value in zip(names, last.parts, strict=True) if name]
         names = [_name(part) for part in node.parts[:-1]]
         if not all(names) or (len(names) > 1 and _name(last)):
             return None
