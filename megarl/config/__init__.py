@@ -226,8 +226,10 @@ class Recipe(Section):
             "reward.model": self.reward.model if self.loop == "rl" else None,
         }
         if self.loop == "distillation" and self.train.steps:
-            named = {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
-            paths |= {field: teacher for field, teacher in named.items() if teacher not in SELF_TEACHERS}
+            teachers = {
+                source.place("distillation.teacher"): source.recipe.distillation.teacher for source in self.sources
+            }
+            paths |= {field: teacher for field, teacher in teachers.items() if teacher not in SELF_TEACHERS}
         return {field: path for field, path in paths.items() if path}
 
     @property

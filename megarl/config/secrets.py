@@ -182,7 +182,7 @@ def _is_harmless(name: str, value: str) -> bool:
     return bool(_PLACEHOLDER.fullmatch(value)) or (_words(name).endswith("tokens") and value.isdecimal())
 
 
-def _is_given_secret(name: str, value: str) -> bool:
+def _is_clear_secret(name: str, value: str) -> bool:
     """Return whether an option or variable `name` means a secret, and its `value` is in clear text."""
     # A variable of the shell is no secret.
     return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
@@ -193,7 +193,7 @@ def _is_secret_option(option: str, value: str) -> bool:
     if _USER_OPTION.fullmatch(f"{option} {value}"):
         return True
     name = option.lstrip("-")
-    return option.startswith("-") and not value.startswith("-") and _is_given_secret(name, value)
+    return option.startswith("-") and not value.startswith("-") and _is_clear_secret(name, value)
 
 
 def _has_secret_argument(place: Place, text: str) -> bool:
@@ -210,4 +210,4 @@ def _has_secret_argument(place: Place, text: str) -> bool:
 
 
 def _has_assigned_secret(text: str, form: re.Pattern[str]) -> bool:
-    return any(_is_given_secret(name, value) for name, value in form.findall(text))
+    return any(_is_clear_secret(name, value) for name, value in form.findall(text))

@@ -116,11 +116,13 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any]
         f"tensors on each rank would take at least {reshard['gathered_seconds'] * 1e3:.1f} ms"
     )
     for name, order in orders.items():
-        links = ("same_node", "other_node")
-        more = [order["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
+        from_node, from_other_nodes = (
+            order["received_bytes"][link]["mean"] - reshard["received_bytes"][link]["mean"]
+            for link in ("same_node", "other_node")
+        )
         console.print(
-            f"with the rank order {name}: {size_text(sum(more), '+')} received from other ranks, "
-            f"{size_text(more[1], '+')} of it from other nodes, {order['seconds'] * 1e3:.1f} ms"
+            f"with the rank order {name}: {size_text(from_node + from_other_nodes, '+')} received from other ranks, "
+            f"{size_text(from_other_nodes, '+')} of it from other nodes, {order['seconds'] * 1e3:.1f} ms"
         )
 
 

@@ -175,7 +175,7 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
         variables = None  # `_check_template` reports the template's syntax error
     for name in defaults:
         if not name.isidentifier() or (variables is not None and name not in variables):
-            read = ", ".join(sorted((variables or set()) - _GIVEN_VARIABLES)) or "none of its own"
+            read = ", ".join(sorted((variables or set()) - _RESERVED_VARIABLES)) or "none of its own"
             raise ConfigError(
                 f"model.chat_template_kwargs.{name}: the chat template has no such variable; it has {read}. Use one of "
                 "these, or remove the field"
@@ -189,7 +189,7 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
 
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-_GIVEN_VARIABLES = frozenset(
+_RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
      "eos_token", "pad_token", "unk_token", "namespace"}
 )  # fmt: skip

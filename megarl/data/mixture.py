@@ -103,9 +103,12 @@ class Mixture:
                     f"data.curriculum: {_MAX_SKIPPED} consecutive problems of {name} were skipped, because their "
                     "solve rates are outside data.curriculum.band; widen the band, or raise data.curriculum.outside"
                 )
-        moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in current_positions.items()}
-        moved[name] = Position(number + 1, passed, credits[name], position.rates)
-        return stream.problems[stream.place(number)], {**positions, **moved}
+        new_positions = {
+            source: Position(current.taken, current.passed, credits[source], current.rates)
+            for source, current in current_positions.items()
+        }
+        new_positions[name] = Position(number + 1, passed, credits[name], position.rates)
+        return stream.problems[stream.place(number)], {**positions, **new_positions}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
         """Return the positions after a group of attempts at a problem. `solve_rate` is the solved share of the

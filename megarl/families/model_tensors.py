@@ -96,12 +96,12 @@ def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tu
 
 
 def list_model_tensors(model: ModelShape) -> tuple[TensorName, ...]:
-    """Return every tensor of the model's checkpoint, by layer, template and expert."""
+    """Return every tensor of the model's checkpoint, sorted by layer, template and expert."""
     return list_tensors(list_rules(model), model)
 
 
 def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
-    """Return the tensors of these rules in all their layers and experts, by layer, template and expert."""
+    """Return the tensors of these rules in all their layers and experts, sorted by layer, template and expert."""
     return in_order(
         TensorName(template, layer, expert)
         for template, layers in layers_by_template(rules, model).items()

@@ -244,7 +244,11 @@ def phase_times(rows: Rows) -> dict[str, Any]:
         name.removeprefix("time/").removesuffix("_seconds"): name for name in names if name != "time/step_seconds"
     }
     # reshard_wire is part of reshard; stacked together they would count twice.
-    phases = {phase: name for phase, name in phases.items() if not any(phase.startswith(f"{p}_") for p in phases)}
+    phases = {
+        phase: name
+        for phase, name in phases.items()
+        if not any(phase.startswith(f"{whole_phase}_") for whole_phase in phases)
+    }
     timed = [(step, row) for step, row in rows if "time/step_seconds" in row]
     if not timed:
         return {"x": [], "of": {}, "total": {}}
@@ -310,16 +314,16 @@ def round_for_page(value: float) -> float | int | None:
 
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
     """Return the values of a metric by bin, in the form used by `series`."""
-    parts = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
-    filled = [index for index, part in enumerate(parts) if part]
+    values_by_bin = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
+    filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
     # Evaluations happen every few steps; a list of bins is then shorter than many nulls.
-    is_sparse = len(filled) < len(parts) / 2
-    indices = filled if is_sparse else range(len(parts))
+    is_sparse = len(filled) < len(values_by_bin) / 2
+    shown_bins = [values_by_bin[index] for index in filled] if is_sparse else values_by_bin
     curve: dict[str, Any] = {"i": filled} if is_sparse else {}
-    curve["y"] = [round_for_page(sum(parts[i]) / len(parts[i])) if parts[i] else None for i in indices]
+    curve["y"] = [round_for_page(sum(shown) / len(shown)) if shown else None for shown in shown_bins]
     if with_range:
-        curve["low"] = [round_for_page(min(parts[i])) if parts[i] else None for i in indices]
-        curve["high"] = [round_for_page(max(parts[i])) if parts[i] else None for i in indices]
+        curve["low"] = [round_for_page(min(shown)) if shown else None for shown in shown_bins]
+        curve["high"] = [round_for_page(max(shown)) if shown else None for shown in shown_bins]
     # Logged but never finite: the page shows an empty curve, so that the metric is not overlooked.
     if any(map(math.isnan, values)) and not filled:
         curve["y"] = []

@@ -257,7 +257,8 @@ def _results_text(results: Sequence[Result], step: int) -> str:
 
 
 def _versions_text(run: RunRecord) -> str:
-    versions = next((s.facts["versions"] for s in reversed(run.starts) if s.facts.get("versions")), None)
+    recorded_versions = (start.facts.get("versions") for start in reversed(run.starts))
+    versions = next(filter(None, recorded_versions), None)
     if not isinstance(versions, Mapping):
         return "The run did not record them."
     return "\n".join(f"- {package} {version}" for package, version in versions.items())

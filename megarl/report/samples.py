@@ -103,7 +103,8 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
     With few distinct values, each has its own bin, and `values` replaces `edges`. Without numbers the result is {}.
     """
     numbers_by_step = [
-        (step, [float(r[name]) for r in records if is_finite_number(r.get(name))]) for step, records in by_step
+        (step, [float(record[name]) for record in records if is_finite_number(record.get(name))])
+        for step, records in by_step
     ]
     numbers_by_step = [(step, numbers) for step, numbers in numbers_by_step if numbers]
     distinct = sorted({number for _, numbers in numbers_by_step for number in numbers})

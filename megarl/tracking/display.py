@@ -219,7 +219,8 @@ class Display:
         assert self._first_logged is not None
         # The first two steps and the last always have lines: they show that a run works, and how it ends.
         is_end = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)
-        return is_end or step % math.ceil(self._steps / MOST_LINES) == 0 or any(n.startswith("val/") for n in row)
+        has_evaluation = any(name.startswith("val/") for name in row)
+        return is_end or has_evaluation or step % math.ceil(self._steps / MOST_LINES) == 0
 
     def _seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds left, from the mean step time. The first step does not count: it compiles

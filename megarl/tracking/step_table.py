@@ -87,7 +87,7 @@ class StepTable:
         """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new
         header.
         """
-        labels = tuple(c.label for c in _COLUMNS if c.label in self._labels or c.label in values)
+        labels = tuple(column.label for column in _COLUMNS if column.label in self._labels or column.label in values)
         if labels != self._labels:
             self._labels, self._lines_left = labels, 0
         widths = {column.label: column.width for column in _COLUMNS if column.label in labels}

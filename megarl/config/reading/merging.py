@@ -222,7 +222,7 @@ def _empty(tree: Any, key: str, value: Any) -> None:
 
 
 def _numbers(place: str, items: list[Any], remedy: str) -> str:
-    """Return a sentence with the valid item numbers of a list. `remedy` is its end if the list is empty."""
+    """Return the valid item numbers of a list as a sentence. `remedy` ends the sentence for an empty list."""
     return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
 
@@ -317,7 +317,7 @@ def _environment_references(tree: Any) -> dict[Place, str]:
     OmegaConf.register_resolver("oc.env", read, replace=True)
     try:
         references = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
-        return {tuple(p if isinstance(p, int) else str(p) for p in place): raw for place, raw in references}
+        return {tuple(key if isinstance(key, int) else str(key) for key in place): text for place, text in references}
     finally:
         OmegaConf.register_resolver("oc.env", oc.env, replace=True)
 

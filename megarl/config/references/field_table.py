@@ -35,16 +35,18 @@ def fields_markdown() -> str:
 def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
     """Yield title, description and fields of each section, with sections in lists and settings of HTTP rewards."""
     recipe_fields = all_fields()
-    yield "Top level", "Fields outside any section.", {n: f for n, f in recipe_fields.items() if "." not in n}
+    top_fields = {name: field for name, field in recipe_fields.items() if "." not in name}
+    yield "Top level", "Fields outside any section.", top_fields
     for name, field in recipe_fields.items():
         if section_of(field) is not None:
-            yield (
-                f"`{name}`",
-                description(field),
-                {n: f for n, f in recipe_fields.items() if n.rpartition(".")[0] == name},
-            )
+            inner_fields = {
+                inner_name: inner_field
+                for inner_name, inner_field in recipe_fields.items()
+                if inner_name.rpartition(".")[0] == name
+            }
+            yield f"`{name}`", description(field), inner_fields
         elif (section := section_at(name)) is not None:
-            fields = {f"{name}.{n}": f for n, f in section.model_fields.items()}
+            fields = {f"{name}.{inner_name}": inner_field for inner_name, inner_field in section.model_fields.items()}
             yield f"`{name}` as a section", _docstring(section), fields
         # The last part stands for the place of an item, or for a name in a mapping.
         elif (item := section_at(f"{name}.0")) is not None:

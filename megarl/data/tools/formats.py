@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.data.tools.schemas import ToolSchema, properties
 from megarl.files.strict_json import is_long_integer
@@ -139,16 +139,23 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return "".join([*texts, text[place:]]), calls
 
 
-def _split_tags(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return the text outside the tags, and the texts inside: (text, whether its closing tag exists)."""
-    texts, bodies, place = [], [], 0
-    while (opening_place := text.find(opening, place)) >= 0:
-        texts.append(text[place:opening_place])
-        start = opening_place + len(opening)
+class _TagBody(NamedTuple):
+    """The text after an opening tag, up to the closing tag or, without one, to the end."""
+
+    text: str
+    is_closed: bool
+
+
+def _split_tags(text: str, opening: str, closing: str) -> tuple[str, list[_TagBody]]:
+    """Return the text outside the tags, and the texts inside."""
+    outside, bodies, position = [], [], 0
+    while (opening_start := text.find(opening, position)) >= 0:
+        outside.append(text[position:opening_start])
+        start = opening_start + len(opening)
         end = text.find(closing, start)
-        bodies.append((text[start:] if end < 0 else text[start:end], end >= 0))
-        place = len(text) if end < 0 else end + len(closing)
-    return "".join([*texts, text[place:]]), bodies
+        bodies.append(_TagBody(text[start:], False) if end < 0 else _TagBody(text[start:end], True))
+        position = len(text) if end < 0 else end + len(closing)
+    return "".join([*outside, text[position:]]), bodies
 
 
 def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:

@@ -60,11 +60,14 @@ def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     if not windows:
         return ()
     types = config.get("layer_types")
-    first = config["max_window_layers"]
-    windowed = [kind == "sliding_attention" for kind in types] if types else [i >= first for i in range(num_layers)]
-    if not all(windowed):
+    first_layer = config["max_window_layers"]
+    if types:
+        has_window = [kind == "sliding_attention" for kind in types]
+    else:
+        has_window = [layer >= first_layer for layer in range(num_layers)]
+    if not all(has_window):
         raise DataError(
-            f"use_sliding_window: {sum(windowed)} of {num_layers} layers have a window; vLLM 0.30 needs it in all "
+            f"use_sliding_window: {sum(has_window)} of {num_layers} layers have a window; vLLM 0.30 needs it in all "
             "layers (max_window_layers 0) or in none (use_sliding_window false)."
         )
     return windows

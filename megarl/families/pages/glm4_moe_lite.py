@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return `first_k_dense_replace`. transformers 5 replaces it by a list of the layers' types."""
+    """Return the number of dense first layers as `first_k_dense_replace`. transformers 5 writes the layers' types
+    instead.
+    """
     if config.get("first_k_dense_replace") is not None:
         return {}
     # Without the list the class makes the first layer dense.
