@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megarl.config import Recipe
 from megarl.planner.memory.devices import GPU, GpuMemory
@@ -15,11 +14,16 @@ from megarl.planner.memory.phases import memory_table
 _GIB = 2**30
 
 
-class PassBytes(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassBytes:
     """Bytes of a GPU in the fullest phase with gradients, and in the fullest one without (0: there is none)."""
 
     training: int
     scoring: int
+
+    @property
+    def largest(self) -> int:
+        return max(self.training, self.scoring)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
     def fits(count: int) -> bool:
         shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
-        return max(judge.pass_bytes(shorter)) <= judge.gpus.trainer * _GIB
+        return judge.pass_bytes(shorter).largest <= judge.gpus.trainer * _GIB
 
     count = greatest(fits, low=shortest, high=(recipe.trainer.max_tokens_per_microbatch - 1) // multiple)
     return None if count is None else count * multiple
@@ -41,13 +41,13 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
         return None
     multiple = _row_step(recipe, judge.models)
     shortest = recipe.trainer.max_tokens_per_microbatch
-    training, scoring = judge.pass_bytes(recipe)
-    if not scoring:
+    pass_bytes = judge.pass_bytes(recipe)
+    if not pass_bytes.scoring:
         return None
 
     def fits(count: int) -> bool:
         longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": count * multiple})
-        return judge.pass_bytes(longer).scoring <= training
+        return judge.pass_bytes(longer).scoring <= pass_bytes.training
 
     count = greatest(fits, low=-(-shortest // multiple), high=_LONGEST_FORWARD * shortest // multiple)
     return count * multiple if count is not None and count * multiple > shortest else None

@@ -156,7 +156,8 @@ class LayoutCosts:
 
         Embedding and head count with their mean over the pipeline stages.
         """
-        expert_weights, dense_weights = self.trainer_cost.weights_on_rank(layouts)
+        rank_weights = self.trainer_cost.weights_on_rank(layouts)
+        expert_weights, dense_weights = rank_weights.experts, rank_weights.dense
         weights = expert_weights + dense_weights
         optimizer_share = expert_weights / (layouts.world / (layouts.etp * layouts.ep * layouts.pp)) + dense_weights / (
             layouts.dp * layouts.cp
@@ -177,7 +178,7 @@ class LayoutCosts:
     def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
         """Return the seconds for copying each scoring model from host memory once [layouts]."""
         frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
-        waiting = sum((experts + dense for experts, dense in frozen), np.zeros(len(layouts.tp)))
+        waiting = sum((weights.experts + weights.dense for weights in frozen), np.zeros(len(layouts.tp)))
         return self._state_bytes["weights"] * waiting / self.speeds.pcie
 
     def reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:

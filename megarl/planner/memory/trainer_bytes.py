@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megarl.config.parallel import FP8_BLOCK
 from megarl.families.tensors.matrices import has_matrices, matrix_templates
@@ -116,7 +116,7 @@ def trainer_states(
     buffers = [*buffers_of(trained, rank, optimizer)]
     if further:
         dense_shard = coordinates.dp * parallel.cp + coordinates.cp
-        buffers.append(GradientBuffer(further, num_shards=parallel.dp * parallel.cp, shard=dense_shard))
+        buffers.append(GradientBuffer(parameters=further, num_shards=parallel.dp * parallel.cp, shard=dense_shard))
     for buffer in buffers:
         states += _buffer_states(
             buffer.parameters,
@@ -159,7 +159,8 @@ def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
     return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
 
 
-class GradientBuffer(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientBuffer:
     """A gradient buffer of a rank: its parameters, its number of data-parallel shards, and the rank's shard, from 0."""
 
     parameters: Sequence[Parameter]
@@ -200,10 +201,11 @@ def buffers_of(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) ->
             if ".experts." in name
         ]
         if dense:
-            yield GradientBuffer(dense, dense_shards, coordinates.dp * parallel.cp + coordinates.cp)
+            dense_shard = coordinates.dp * parallel.cp + coordinates.cp
+            yield GradientBuffer(parameters=dense, num_shards=dense_shards, shard=dense_shard)
         if experts:
             # Experts have their own data-parallel groups, so Megatron-Core puts them into a buffer of their own.
-            yield GradientBuffer(experts, expert_shards, coordinates.edp)
+            yield GradientBuffer(parameters=experts, num_shards=expert_shards, shard=coordinates.edp)
 
 
 def _buffer_states(

@@ -124,7 +124,8 @@ class LayerParts(NamedTuple):
     feed_forward: Parts
 
 
-class RankWeights(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWeights:
     """Numbers of weights on a rank, each [layouts]."""
 
     experts: Numbers
@@ -285,11 +286,12 @@ class TrainerCost:
         dense = work.layer_weights / (layouts.tp * layouts.pp) + work.embedding_weights / (
             layouts.tp * np.minimum(layouts.pp, 2)
         )
-        return RankWeights(experts, dense)
+        return RankWeights(experts=experts, dense=dense)
 
     def _end_of_update(self, layouts: Layouts) -> Parts:
         """Return the seconds of an update's gradient reduction and of its optimizer."""
-        experts, dense = self.weights_on_rank(layouts)
+        weights = self.weights_on_rank(layouts)
+        experts, dense = weights.experts, weights.dense
         expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)
         shards = layouts.dp * layouts.cp
         speed = np.where(layouts.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
