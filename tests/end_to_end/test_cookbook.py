@@ -7,6 +7,7 @@ import it. The installation asks the registry.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -58,14 +59,32 @@ def write_lines(file: Path, lines: list[Any]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def read_example(cookbook: Path) -> list[dict[str, str]]:
+    """The conversation that `rl_loop` puts before each question. Supervised learning must know it too."""
+    tree = ast.parse((cookbook / "tinker_cookbook/recipes/rl_loop.py").read_text())
+    [value] = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "convo_prefix"
+    ]
+    # Each text is a literal, or one with the suffix added.
+    texts = [part for part in ast.walk(value) if isinstance(part, ast.Constant) and len(str(part.value)) > 10]
+    question, answer = (str(part.value) for part in sorted(texts, key=lambda part: part.lineno))
+    return [{"role": "user", "content": question + SUFFIX}, {"role": "assistant", "content": answer}]
+
+
 @pytest.fixture
-def folder(tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Path:
+def folder(tmp_path: Path, cookbook: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Path:
     """Working folder of service and loops. `datasets` and `transformers` prefer its folders to names on the Hub."""
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     for place in ("model", "Qwen/Qwen3-8B"):
         shutil.copytree(tiny_model(**LEARNER), tmp_path / place)
     conversations = [
-        [{"role": "user", "content": question + SUFFIX}, {"role": "assistant", "content": ANSWER % (number % 2)}]
+        [
+            *read_example(cookbook),
+            {"role": "user", "content": question + SUFFIX},
+            {"role": "assistant", "content": ANSWER % (number % 2)},
+        ]
         for number, question in enumerate(QUESTIONS * 16)
     ]
     write_lines(tmp_path / "HuggingFaceH4/no_robots/train.jsonl", [{"messages": turns} for turns in conversations])
@@ -132,7 +151,7 @@ def served(request: pytest.FixtureRequest, folder: Path, cookbook: Path) -> Iter
     service.kill()
 
 
-SUPERVISED = ("batch_size=16", "max_length=512", "learning_rate=0.01", "save_every=20", "max_steps=60")
+SUPERVISED = ("batch_size=16", "max_length=768", "learning_rate=0.01", "save_every=20", "max_steps=60")
 REINFORCED = ("batch_size=8", "group_size=8", "max_tokens=40", "learning_rate=0.003", "save_every=4")
 
 
