@@ -1,4 +1,4 @@
-"""Right-or-wrong verdicts on the answers to one source's problems. They end once an answer has no verdict."""
+"""Right-or-wrong verdicts on the answers to one source's problems, and when a source stops having verdicts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
 class Answers:
     """Verdicts (right or wrong) on the answers to one source's problems.
 
-    Mode `by_value` of `judging`: a reward of 1 means right, 0 wrong, and any other gives no verdict. The first answer
-    without a verdict sets `has_ended`. From then on all verdicts of the source are removed: accuracy would cover only
-    the answers with rewards of exactly 0 or 1.
+    With `judging` = `by_value` a reward of 1 means right, 0 wrong, and any other reward gives no verdict. The first
+    answer without a verdict sets `has_ended`. From then on `settle` removes all verdicts of the source: accuracy would
+    cover only answers with rewards of exactly 0 or 1.
     """
 
     judging: Judging = "declared"
@@ -29,7 +29,7 @@ class Answers:
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory, without its verdict if the source's accuracy is no longer measured."""
+        """Return the trajectory, without its verdict if `has_ended`."""
         reward = trajectory.reward
         # Declared verdicts come with every answer; only verdicts derived from rewards can stop.
         if reward is None or self.judging != "by_value":
@@ -47,7 +47,7 @@ class Answers:
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
-    """Return the notice for a source without a reward function judging answers; None if it has one."""
+    """Return the notice that no reward function judges a source's answers; None if one does."""
     if judges_answers(recipe) != "none":
         return None
     is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None
@@ -59,9 +59,9 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
-    """Return whether an earlier step of the run had an answer of this source without a verdict.
+    """Return whether a logged step of the run had an answer of this source without a verdict.
 
-    `rows` are the logged metrics of the steps, `sets` the names of the source's validation sets.
+    `rows` are the logged metrics by name, one mapping per step. `sets` are the names of the source's validation sets.
     """
     # A mixture logs this metric per source.
     of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"

@@ -34,8 +34,8 @@ Score = Callable[[Sample], Awaitable[Scored]]
 GRACE_SECONDS = 2.0
 """Seconds to wait for an environment to finish after it was cancelled or closed. Then it is abandoned."""
 _ATTEMPTS_AT_A_LOSS = 2
-"""Tries of an attempt if the environment's process dies. It may be killed for lack of memory, without any fault of the
-policy.
+"""Tries of an attempt after its environment's process died. The kernel may have killed the process for lack of memory,
+without any fault of the policy.
 """
 _TICK_SECONDS = 0.05
 """Minimum seconds between two checks of a time limit. Pauses of the engines extend a limit, so one timer is not enough.
@@ -46,8 +46,8 @@ _TICK_SECONDS = 0.05
 class Budget:
     """Limits of an attempt (section `rollout.budget` of the recipe). None: no limit.
 
-    `context_tokens` limits prompt, completions and observations together, `max_turns` the completions. `truncated_turn`
-    decides what a completion cut at its token limit ends: the attempt (`end`) or only the turn (`close`).
+    `context_tokens` limits prompt, completions and observations together, `max_turns` the completions. A completion cut
+    at its token limit ends the attempt (`truncated_turn` = `end`) or only its turn (`close`).
     """
 
     context_tokens: int
@@ -66,9 +66,9 @@ class Budget:
 class Task:
     """One attempt to make at a problem.
 
-    `group` numbers the prompt, `number` the attempt among those of its prompt. `prefix` makes request ids unique when
-    training and evaluation use equal numbers. All random numbers derive from `seed`, the problem and `number`, never
-    from the engine or from time.
+    `group` numbers the prompt, and `number` the attempts at this prompt. Training and evaluation may use equal numbers,
+    so `prefix` makes request ids unique. All random numbers derive from `seed`, the problem and `number`, never from
+    the engine or from time.
     """
 
     environment: str
@@ -85,7 +85,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return what names the attempt in the run, over all its starts. Names are unique among running attempts."""
+        """Return the attempt's name in the run: unique among running attempts, and the same after a resume."""
         return f"{self.seed} {self.problem.index} {self.number}"
 
 
@@ -94,7 +94,7 @@ _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "er
 
 
 class _AttemptError(Exception):
-    """Raised to end an attempt with an error. Its text is `KIND: reason`."""
+    """Raised to end an attempt with an error. The exception's text is `KIND: reason`."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class _Clock:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the nearest time limit of the attempt; None: no limit."""
+        """Seconds until the attempt's nearest time limit; None: no limit."""
         ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
         # A call of the environment may begin at any moment, so its limit may be the next one.
         if self._step_ends is None and self.budget.step_seconds is not None:
@@ -146,7 +146,8 @@ class _Clock:
     async def time_call(self, method: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         """Await a method of the environment, and add its duration to the environment's time.
 
-        Raises _AttemptError if it raises, except EnvironmentUnavailableError, or if the attempt ended meanwhile.
+        Raises _AttemptError if the method raises, or if the attempt ended meanwhile. EnvironmentUnavailableError is
+        passed on.
         """
         self.step_started = self.now()
         try:
@@ -284,9 +285,10 @@ async def _run_with_limits(
 
 
 async def _end_and_close(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
-    """Cancel the turns of an attempt if they still run, and close its environment.
+    """Cancel the turns of an attempt if they still run, and close its environment. Returns the error of closing, or
+    None.
 
-    Each has GRACE_SECONDS to finish and is abandoned afterwards. Returns the error of closing, or None.
+    Turns and closing each have GRACE_SECONDS to finish. Afterwards they are abandoned.
     """
     if not turns.done():
         turns.cancel()
@@ -312,7 +314,7 @@ async def _take_turns(
 ) -> Ended:
     """Add turns (a completion and an environment step each) to the conversation until the attempt ends.
 
-    Returns the reason for the end. Raises _AttemptError.
+    Returns the reason for the end. Raises _AttemptError for errors of environment and engine.
     """
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
@@ -364,7 +366,7 @@ def _failure_text(error: BaseException) -> str:
 
 
 def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
-    """Call a conversation method with data from the environment. Raises _AttemptError if they are invalid."""
+    """Call a conversation method with data from the environment. Raises _AttemptError if the data are invalid."""
     try:
         return method(*data)
     except (TypeError, ValueError) as error:
@@ -398,8 +400,8 @@ def make_trajectory(
 ) -> Trajectory:
     """Return the trajectory of an attempt's model calls, without a reward.
 
-    `texts` are the completions. `messages` are the new ones before each completion, and after the last one. `trained`
-    are the places of the calls to train; None: all.
+    `texts` are the completions. `messages` has the new messages before each completion, and those after the last one.
+    `trained` has the places in `calls` of the calls to train; None: all.
     """
     is_empty = not calls or (trained is not None and not trained)
     return Trajectory(
@@ -428,7 +430,7 @@ def make_trajectory(
 
 
 def _as_json(message: Message) -> dict[str, Any]:
-    """Return a message as JSON values. Other values, from an environment within this process, become text."""
+    """Return a message as JSON values. Values without a JSON form become text."""
     try:
         return json.loads(json.dumps(dict(message), default=str, skipkeys=True))
     except (ValueError, RecursionError):
@@ -436,7 +438,7 @@ def _as_json(message: Message) -> dict[str, Any]:
 
 
 def _environment_reward(steps: Sequence[Step]) -> Reward:
-    """Return the reward given by an environment: the sum over its steps, with the last verdict on the answer."""
+    """Return the reward from an environment: the sum over its steps, with the last verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=verdicts[-1] if verdicts else verdict_by_value(score))
@@ -451,7 +453,7 @@ def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCal
     """Return the sampling seed of a model call, different for every turn.
 
     The seed is a hash of the attempt, the prompt `token_ids` [prompt] and the number of earlier calls with this prompt.
-    So it does not depend on the order of parallel calls.
+    So the seed does not depend on the order of parallel calls.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

@@ -1,4 +1,4 @@
-"""The engines as one attempt sees them: its completions are recorded, and its waiting times measured."""
+"""The engines of one attempt: completions are recorded, and waiting times measured."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class AttemptEngine:
-    """The engines for one attempt. It records completions in `calls`, and replays those of an earlier start.
+    """The engines for one attempt. Completions are recorded in `calls`, and recorded completions are replayed.
 
     After a resume, an attempt runs again from its start. While its prompts are the same as before, it receives the
-    recorded completions, each once. With a deterministic environment it reaches its earlier state without sampling. At
-    the first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
+    recorded completions, each once. A deterministic environment so reaches its earlier state without sampling. At the
+    first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
 
-    `seconds` is the time that the attempt waited for completions; concurrent ones count once. It excludes pauses of the
-    engines, and `seconds_by_clock` includes them. `log` is the attempt's journal, if any: it gets each completion
-    before the caller. `is_followed`: another attempt or group starts when this one ends. Then no completion counts as
-    the last one.
+    `seconds` is the time that the attempt waited for completions; concurrent ones count once. Pauses of the engines
+    count only in `seconds_by_clock`. `log` is the attempt's journal, if any: each completion is written there before
+    the caller gets it. With `is_followed` another attempt or group starts when this attempt ends, so no completion
+    counts as the last one.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class AttemptEngine:
         return self._pool.seconds_paused
 
     def close(self) -> None:
-        """Fail all further requests: the attempt may ignore its cancellation."""
+        """Fail all further requests, because an attempt may ignore its cancellation."""
         self._is_closed = True
 
     def begin_again(self) -> None:
-        """Begin the attempt again, with the recorded completions: its program is lost."""
+        """Begin the attempt again with its recorded completions, after its program was lost."""
         self.is_restarted = True
         if self.log is not None:
             self.log.begin_again()
@@ -75,7 +75,11 @@ class AttemptEngine:
         is_last: bool = False,
         on_abort: Callable[[int], None] | None = None,
     ) -> Completion:
-        """Return a recorded completion of this prompt, or sample one; see `EnginePool.generate`."""
+        """Return a recorded completion of this prompt, or sample one.
+
+        `affinity` names the trajectory, so that its requests reach the replica with its prefix cached. `is_last`
+        promises that no request follows. If this call is cancelled, `on_abort` gets the number of sampled tokens.
+        """
         if self._is_closed:
             raise asyncio.CancelledError
         # The caller may be a server task with its own context variables: set the purpose of this attempt there.
@@ -107,7 +111,7 @@ class AttemptEngine:
         *,
         is_last: bool,
     ) -> Completion:
-        """Sample the rest of a call, and add the time to the seconds waited."""
+        """Sample the remaining tokens of a call, and add the waiting time to `seconds`."""
         if not self._num_awaited:
             self._began, self._paused_before = time.monotonic(), self.seconds_paused
         self._num_awaited += 1

@@ -1,4 +1,4 @@
-"""The conversation of one attempt: messages, model calls, and the prompt of the next call."""
+"""The conversation of one attempt: its messages, model calls, and the prompt of the next call."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
-"""Assumed characters per token, for the first guess at the length of a shortened reply."""
+"""Assumed characters per token. The search for a shortened reply's length starts from this estimate."""
 
 
 @dataclass(slots=True)
 class AttemptConversation:
     """The conversation of one attempt: a model call and an environment step per turn.
 
-    `prompt` holds the token ids [prompt] of the next call. With `history` = append they are the last call's tokens plus
-    the observation. With `history` = render the chat template renders all messages anew. Sampled tokens are reused as
-    long as the rendered text begins with their text.
+    `prompt` holds the token ids [prompt] of the next call. With `history` = `append` they are the last call's tokens
+    plus the observation. With `history` = `render` the chat template renders all messages anew. Sampled tokens are
+    reused as long as the rendered text begins with their text.
     """
 
     dialogue: Dialogue
@@ -41,9 +41,9 @@ class AttemptConversation:
     reply_tokens: int | None = None
     """Maximum tokens of a tool's reply; None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools of the environment. Calls of them are parsed."""
+    """Tools of the environment. The policy's calls of these tools are parsed."""
     prompt_tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools in the prompt: those of the environment, else those of the record."""
+    """Tools in the prompt: the environment's tools, else the data record's."""
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -60,7 +60,7 @@ class AttemptConversation:
     def start(self, start: object, problem: Problem) -> None:
         """Set the first prompt from `start`, the value returned by the environment's reset.
 
-        Raises TypeError for a wrong type. Raises ValueError if the chat template rejects its messages, or if record and
+        Raises TypeError for a wrong type. Raises ValueError if the chat template rejects the messages, or if record and
         environment have different tools.
         """
         start = checked_start(start)
@@ -101,7 +101,7 @@ class AttemptConversation:
     def add(self, step: object) -> Step:
         """Check the environment's step after the last turn, store it, and return it with shortened tool replies.
 
-        The metric `tools/shortened` counts them with those shortened by the environment, each once. Raises TypeError if
+        The metric `tools/shortened` counts replies shortened here or by the environment, each once. Raises TypeError if
         `step` has a wrong type, and ValueError for invalid numbers in it.
         """
         checked = checked_step(step)
@@ -159,7 +159,7 @@ class AttemptConversation:
         return self.opening, *(tuple(step.messages) for step in self.steps)
 
     def _messages(self) -> tuple[Message, ...]:
-        """Return all messages for the chat template, with reasoning and tool calls in fields of their own."""
+        """Return all messages for the chat template, with reasoning and tool calls in separate fields."""
         messages = list(self.opening)
         for turn, step in zip(self.turns, self.steps, strict=True):
             messages += [_message(turn), *step.messages]
@@ -167,10 +167,10 @@ class AttemptConversation:
 
 
 def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
-    """Cut a text in its middle, around a marker, until `fits(text)` is True; unchanged if it fits at once.
+    """Cut a text in its middle, around a marker, until `fits(text)` is True. A text that fits is returned unchanged.
 
-    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so very long
-    texts are not read as a whole.
+    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so very long texts
+    are not read as a whole.
     """
     size = guess
     # Grow from the guess until a cut does not fit: tokenising the whole of a very long text would take seconds.

@@ -3,16 +3,20 @@
 The life of a group, with the functions moving it:
 
     problem --_start_new--> drawn and started --_sample--> complete --_collect--> waiting --take--> taken, to train on
-                                     |                         |                     |  ^                  |
-                                     |                         | filtered            |  +-- forget_step ---+
-                                     +------- stale, aborted --+---------------------+--> dropped
+            |                         |                     |  ^                  |
+            |                         | filtered            |  +-- forget_step ---+
+            +------- stale, aborted --+---------------------+--> dropped
 
-`state.started` holds the groups in flight, `state.waiting` the complete ones for a later step. Both are saved.
-The loop calls `load` before its first step. In each step it calls `take`, then `metrics`, and `add_old_logprobs` before
-the update. It calls `state.forget_step` only if a stop signal abandons the step, within `take` or later before the
-update, and `aclose` at the end. Only the buffer calls `begin_step`, `start`, `use` and `drop` of the state.
-Groups start and complete within `take`, and with sampling ahead between two calls too: `_note_end` replaces a
-filtered-out group. Only `take` drops stale or surplus groups.
+`state.started` holds the groups in flight, `state.waiting` the complete groups for a later step. Checkpoints contain
+both.
+
+The training loop calls `load` before its first step. In each step it calls `take`, then `metrics`, and
+`add_old_logprobs` before the update. If a stop signal abandons the step before its update, the loop calls
+`state.forget_step`. At the end it calls `aclose`. Only the buffer calls `begin_step`, `start`, `use` and `drop` of the
+state.
+
+Groups start and complete within `take`. With sampling ahead they also do so between two calls, where `_note_end`
+replaces a filtered-out group. Only `take` drops stale or surplus groups.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ _CANCEL_SECONDS = 5.0
 
 
 class GroupBuffer:
-    """The groups of a run from their draw to their step; the module shows their life.
+    """The groups of a run, from the draw of their prompt to their training step.
 
     `policy` selects one of three modes. Synchronous: prompts are drawn in batches, and one weight version samples a
     whole batch. Surplus groups wait for the next step.
@@ -108,7 +112,7 @@ class GroupBuffer:
         policy: BufferPolicy | None = None,
         journal: AttemptJournal | None = None,
     ) -> None:
-        """Create a buffer. `journal` records the attempts of agents; None: there are none."""
+        """Create a buffer. `journal` records the attempts of external agent programs; None: the run has no agents."""
         self._journal = journal
         self.state, self.policy = state, policy or BufferPolicy()
         self.sampled: list[Trajectory] = []
@@ -126,7 +130,7 @@ class GroupBuffer:
         self._num_surplus = 0
         self._num_started = 0
         self._is_refilled = False
-        """Whether a filtered-out group is replaced at once: between two `take` calls, until an attempt fails."""
+        """Whether a filtered-out group is replaced at once. True between two `take` calls, until an attempt fails."""
         self._sampling: set[tuple[int, int]] = set()
         """Attempts of a synchronous step with completions still to request: (group, attempt) numbers."""
         self._sleep: asyncio.Future[None] | None = None
@@ -135,8 +139,8 @@ class GroupBuffer:
     def load(self, folder: Path) -> int:
         """Restore the buffer's state from a checkpoint folder.
 
-        Returns the number of waiting trajectories without log-probs of the trainer. These use the engine's, because the
-        weights that sampled them are gone.
+        Returns the number of waiting trajectories without log-probs of the trainer. The weights that sampled these are
+        gone, so the engine's log-probs replace them.
         """
         self.state.load(folder, problem_lookup({name: source.problems for name, source in self._sources.items()}))
         # Groups of several weight versions get log-probs only before the update that uses them.
@@ -155,8 +159,8 @@ class GroupBuffer:
         `weight_version` is the version of the trainer's weights and the number of the step. `engine_version` is the
         version of the engines' weights; None: the same.
 
-        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill the step, AbandonedError if the
-        run must stop, and the error of a failed attempt.
+        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill the step. Raises AbandonedError
+        if the run must stop, and the error of a failed attempt.
         """
         self._is_refilled = False
         engine_version = weight_version if engine_version is None else engine_version
@@ -178,24 +182,22 @@ class GroupBuffer:
         return _renumber(groups)
 
     async def aclose(self) -> None:
-        """Cancel all groups in flight. Environments ignoring the cancellation are abandoned after 5 seconds."""
+        """Cancel all groups in flight. An environment that ignores its cancellation is abandoned after 5 seconds."""
         self._is_refilled = False
         self._cancel(list(self._tasks))
         if self._cancelled:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step (METRICS), with `curriculum/NAME`, or
-        `environment/SOURCE/curriculum/NAME`.
-        """
+        """Return the metrics of the last step (METRICS), and the curriculum's metrics."""
         return self._counts | self._position_metrics()
 
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
         """Return the groups with the trainer's `old_logprobs` where needed. Call it before the step's update.
 
-        In synchronous training, groups waiting for a later step get theirs too, while the trainer still has the weights
-        that sampled them. Otherwise they get theirs just before their own update. `forward` computes log-probs of a
-        batch.
+        In synchronous training, groups waiting for a later step get log-probs too, while the trainer still has the
+        weights that sampled them. Otherwise log-probs are computed just before a group's own update. `forward` computes
+        log-probs of a batch.
         """
         if self.policy.is_synchronous:
             completed, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
@@ -205,7 +207,7 @@ class GroupBuffer:
         return completed
 
     async def _fill(self) -> list[Group]:
-        """Start groups and collect complete ones until the step has enough; return the step's groups."""
+        """Start groups and collect complete ones until the step has enough. Returns the step's groups."""
         while True:
             self._collect()
             self._start_more(self._demand.num_live)
@@ -247,7 +249,7 @@ class GroupBuffer:
     def _start_more(self, num_live: int) -> None:
         """Continue the unfinished groups of a checkpoint, then start new ones.
 
-        A synchronous step starts one batch of `num_live` prompts. Otherwise at most `num_live` are in flight or
+        A synchronous step starts one batch of `num_live` prompts. Otherwise at most `num_live` groups are in flight or
         waiting.
         """
         state = self.state
@@ -279,7 +281,7 @@ class GroupBuffer:
         earlier[problem.source, problem.index] += 1
 
     def _start(self, group: StartedGroup, seed_number: int, *, repeat: int = 0) -> None:
-        """Start the unfinished attempts of a group. `repeat`: earlier draws of its problem in its batch."""
+        """Start the unfinished attempts of a group. `repeat` is how often the batch drew this problem before."""
         seed = f"{self._recipe.seed} {seed_number}"
         if self._recipe.mixture:
             # Problems of several sources share their indices.
@@ -324,7 +326,7 @@ class GroupBuffer:
         group.finish(trajectory if log is None else await log.end(trajectory))
 
     def _end_sampling(self, draw: int, number: int) -> None:
-        """Record the last completion of an attempt. After a batch's last one the engines go to sleep."""
+        """Record the last completion of an attempt. After the batch's last completion the engines go to sleep."""
         if (draw, number) not in self._sampling:
             return
         self._sampling.remove((draw, number))
@@ -384,7 +386,7 @@ class GroupBuffer:
                 state.drop("filtered", [group[0].problem])
 
     def _observe(self, group: Group) -> None:
-        """Report a complete group's share of right answers to the curriculum selecting problems.
+        """Report a complete group's share of right answers to the curriculum.
 
         Raises MegarlError if the recipe needs right-or-wrong verdicts and the group has none.
         """
@@ -418,7 +420,6 @@ class GroupBuffer:
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
 
     def _abort_all(self) -> None:
-        """Drop all groups not used by the step, complete or still being sampled."""
         state = self.state
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)
@@ -428,9 +429,9 @@ class GroupBuffer:
         state.waiting = []
 
     def _cancel(self, draws: Sequence[int], *, is_dropped: bool = False) -> None:
-        """Cancel the groups with these numbers (`draws`) and withdraw their requests from the engines.
+        """Cancel the groups with these numbers (`draws`), and withdraw their requests from the engines.
 
-        Unless they are dropped, a resumed run continues them.
+        A resumed run continues the groups, unless they are dropped.
         """
         for draw in draws:
             if (task := self._tasks.pop(draw, None)) is not None:

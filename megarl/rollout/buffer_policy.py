@@ -1,4 +1,4 @@
-"""Policy of the group buffer: how many groups to sample, which ones a step takes, and which ones are too old."""
+"""How many groups the buffer samples, which ones a training step takes, and which ones are too old."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megarl.types import Group, MegarlError, Reward, Trajectory
 class BufferPolicy:
     """How many steps to sample ahead of the trainer, and what to do with stragglers. Default: synchronous training.
 
-    Stragglers are groups in flight when a step has enough others. `finish`: the step waits for them. `continue`: they
-    pause while the engines do, and a later step trains on them. `abort`: they are dropped.
+    Stragglers are groups in flight when a step has enough other groups. `finish`: the step waits for them. `continue`:
+    they pause while the engines do, and a later step trains on them. `abort`: they are dropped.
     """
 
     stragglers: Literal["finish", "continue", "abort"] = "finish"
     steps_ahead: int = 0
-    """Number of later steps for groups sampled while the current one trains. Above 0, groups are used in order."""
+    """Number of later steps to sample groups for while the current step trains. Above 0, groups are used in order."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
@@ -40,9 +40,9 @@ class BufferPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """Request of a training step to the buffer: a number of groups, none of them too old.
+    """A training step's need of groups: how many, and how old their tokens may be.
 
-    `step` is also the version of the weights it trains. The engines may have an earlier `engine_version`.
+    `step` is also the version of the weights that the step trains. The engines may have an earlier `engine_version`.
     """
 
     policy: BufferPolicy
@@ -103,11 +103,11 @@ class StepDemand:
 
 
 def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
-    """Return whether a group is used for training. Always True without `algorithm.dynamic_sampling`.
+    """Return whether a group is used for training. Always True without `algorithm.dynamic_sampling` = (low, high).
 
-    The recipe gives an open interval (low, high). By accuracy: the share of right answers must lie inside. By reward:
-    the largest reward must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one. By
-    default it is accuracy if all answers have a verdict. A group without any scored attempt is not used.
+    By accuracy: the share of right answers must lie between `low` and `high`, both excluded. By reward: the largest
+    reward must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one of the two. Its
+    default is accuracy if all answers have a verdict. A group without any scored attempt is not used.
     """
     if algorithm.dynamic_sampling is None:
         return True
@@ -126,7 +126,7 @@ def _default_metric(rewards: Sequence[Reward]) -> str:
 
 
 def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
-    """Raise MegarlError if an answer has no verdict and the recipe's algorithm needs one."""
+    """Raise MegarlError if an answer has no right-or-wrong verdict and the recipe's algorithm needs one."""
     if all(t.reward is None or t.reward.answer_correct is not None for t in group):
         return
     if needs := accuracy_needs(recipe):
@@ -139,7 +139,7 @@ def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
 def starved_message(algorithm: AlgorithmConfig, summary: str, groups: Sequence[Sequence[Trajectory]]) -> str:
     """Return the error message for a step with too few groups passing the filter.
 
-    `summary` says how many prompts were sampled and how many groups passed. `groups` were sampled last.
+    `summary` says how many prompts were sampled and how many groups passed. `groups` are the groups sampled last.
     """
     low, high = algorithm.dynamic_sampling or (0.0, 1.0)
     metric = algorithm.dynamic_sampling_metric or _default_metric([t.reward for g in groups for t in g if t.reward])

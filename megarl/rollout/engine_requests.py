@@ -1,4 +1,4 @@
-"""Requests to engine replicas: their protocol, and completions sampled in several parts."""
+"""Requests to engine replicas, and completions sampled in several parts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megarl.rollout.stragglers import Pace
 from megarl.types import Completion, Request
 
 Queue = OrderedDict[str, Request]
-"""Waiting requests by id, first in first out. Any one of thousands can be removed in constant time."""
+"""Waiting requests by id, first in first out. One of thousands can be removed in constant time."""
 
 
 class Generates(Protocol):
-    """Source of completions: `EnginePool`, or `AttemptEngine` for one attempt."""
+    """A source of completions. `EnginePool` samples them, and `AttemptEngine` also replays recorded ones."""
 
     async def generate(
         self,
@@ -32,11 +32,16 @@ class Generates(Protocol):
         is_last: bool = False,
         on_abort: Callable[[int], None] | None = None,
     ) -> Completion:
-        """Sample one completion; see `EnginePool.generate`."""
+        """Sample one completion.
+
+        Requests with the same `affinity` (a trajectory's name) prefer the replica with their prefix cached. `is_last`
+        promises that no request of this trajectory follows. If this call is cancelled, `on_abort` gets the number of
+        sampled tokens.
+        """
         ...
 
     def forget(self, affinity: str) -> None:
-        """Forget a finished trajectory; see `EnginePool.forget`."""
+        """Forget the cached prefix of a finished trajectory."""
         ...
 
     @property
@@ -90,9 +95,9 @@ def num_sampled(parts: Sequence[Completion]) -> int:
 
 
 def remainder(request: Request, parts: Sequence[Completion]) -> Request:
-    """Return a request for the rest of an interrupted completion. Its prompt ends with the tokens so far.
+    """Return a request for the remaining tokens of an interrupted completion. Its prompt ends with the tokens so far.
 
-    Its seed derives from the old seed and their number: the same seed would repeat the draws of the beginning.
+    The seed derives from the old seed and the number of tokens so far. The old seed would repeat the first draws.
     """
     sampled_before = num_sampled(parts)
     if not sampled_before:
@@ -108,9 +113,9 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def join_parts(parts: Sequence[Completion]) -> Completion:
-    """Return the completion made of these parts, in order.
+    """Return the completion that joins these parts, in order.
 
-    The last part gives the finish reason, and the routed experts of all tokens: its prompt contained the others.
+    The finish reason and the routed experts of all tokens come from the last part, whose prompt had the other parts.
     """
     return replace(
         parts[-1],

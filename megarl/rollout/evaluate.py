@@ -66,7 +66,7 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """Means over problems with 95 % intervals, as returned by `measures_of`."""
+    """Means over problems with 95 % intervals, by the name of the measure."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
     """The same measures by data source (field `reward.source_field` of the records). Empty for a single one."""
     counts: Mapping[str, float]
@@ -88,9 +88,9 @@ class EvaluatedSet:
         return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one JSON object per attempt: the trajectory's record, the set, and its number at the problem.
+        """Return one JSON object per attempt: the trajectory's record, the set's name, and the attempt's number.
 
-        `final_answer` is the answer that majorities count, if a reward function defines its format.
+        `final_answer` is the answer that majorities count. It is absent if no reward function defines its format.
         """
         return [{"set": self.name, "attempt": t.number} | self._final_answer(t) | t.record() for t in self.trajectories]
 
@@ -101,7 +101,8 @@ class EvaluatedSet:
 async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
     """Sample and score every validation set with its source's settings, one set after the other.
 
-    Raises AbandonedError if the run must stop, and MegarlError if too many scorings fail (`failure_metrics`).
+    Raises AbandonedError if the run must stop. Raises MegarlError if more than `max_failed_fraction` of a set's
+    completions could not be scored.
     """
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:
@@ -151,7 +152,9 @@ def measures_of(
     """Return measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.
 
     `accuracy` is the share of correct attempts (avg@n). Each k of `ks` adds `pass_at_K` and, with `read_answer`,
-    `majority_at_K`. An unscored attempt counts as not correct. These are absent if a scored answer has no verdict.
+    `majority_at_K`. An unscored attempt counts as not correct. These three are absent if a scored answer has no
+    verdict.
+
     `reward/mean` and `reward/NAME/mean` are means of scores, over scored attempts only.
     """
     starts = range(0, len(trajectories), samples_per_prompt)
@@ -192,7 +195,7 @@ def _verdict_measures(
 
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
-    """Return the final answer in an attempt's last completion, without white space; None if there is none."""
+    """Return the final answer in an attempt's last completion, without white space; None if the completion has none."""
     if trajectory.is_in_thoughts:
         return None
     answer = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
@@ -210,7 +213,7 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
     """Return the counts of completions with failed scoring, by kind, with `prefix`.
 
-    Raises MegarlError if these and failed attempts are more than `max_failed_fraction` of all.
+    Raises MegarlError if failed scorings and failed attempts are more than `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
     metrics = {

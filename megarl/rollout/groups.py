@@ -35,9 +35,9 @@ METRICS = (
 class GroupSampler:
     """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
-    An attempt runs in a new object from `make_environment`, in a process of `environment_pool`, or by an external
-    `agent` program. `expect_programs(keys, orphans)` announces programs that may have outlived
-    the last driver, and ends the containers of those that cannot go on.
+    An attempt runs in a new object from `make_environment`, in a process of `environment_pool`, or in an external
+    `agent` program. `expect_programs(keys, orphans)` announces programs that may have outlived the last driver, and
+    ends the containers of programs that cannot go on.
     `notify_once(kind, text)` shows the first failure of each kind to the user.
     """
 
@@ -63,7 +63,7 @@ class GroupSampler:
     ) -> list[Trajectory]:
         """Return the trajectories of `samples_per_prompt` attempts at each problem, ordered by problem.
 
-        Raises AbandonedError if the run must stop. No request is left in the engines then.
+        Raises AbandonedError if the run must stop. By then the engines have no request left.
         """
         attempts = [
             self.attempt(self.task(problem, group, number, seed, sampling), AttemptEngine(self.pool))
@@ -85,8 +85,8 @@ class GroupSampler:
     ) -> Trajectory:
         """Run one attempt with completions from `engine`.
 
-        `before_score` is called after the last completion, but never for agent programs: these do not report the end of
-        their sampling.
+        `before_score` is called after the last completion. Agent programs do not report their last completion, so for
+        them it is never called.
         """
 
         async def score(sample: Sample) -> Scored:
@@ -128,7 +128,7 @@ class GroupSampler:
         return await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
 
     def _report(self, trajectory: Trajectory) -> None:
-        """Notify the user of the error of a failed attempt, once for each kind of error."""
+        """Notify the user of a failed attempt's error, once for each kind of error."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

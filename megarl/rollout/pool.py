@@ -1,4 +1,4 @@
-"""The driver's pool of vLLM engine replicas, shared by any number of sampling coroutines."""
+"""The driver's pool of vLLM engine replicas, shared by all sampling coroutines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
 
 BUDGET_SECONDS = 1.0
-"""Seconds of sampling before an engine reports to the driver again (limit of one `advance` call)."""
+"""Seconds of sampling before an engine reports to the driver again."""
 _MARGIN = 2
-"""A trajectory's next request goes to the replica with its prefix cached. If this has so many requests more than the
-least loaded one, the request goes to the common queue.
+"""Tolerated extra load of a replica, in requests. A trajectory's next request goes to the replica with its prefix
+cached. If that replica has more extra load than this over the least loaded replica, the request goes to the common
+queue.
 """
 Result = TypeVar("Result")
 
@@ -28,9 +29,9 @@ class PoolLoad(NamedTuple):
     """Load of the engines at one moment."""
 
     num_running: int
-    """Requests sent to engines."""
+    """Requests sent to engines and not yet finished."""
     num_waiting: int
-    """Requests waiting in the driver."""
+    """Requests waiting in the driver's queues."""
     num_live: int
     num_lost: int
     num_sampled_tokens: int
@@ -41,33 +42,33 @@ class PoolLoad(NamedTuple):
 
 
 class AbandonedError(Exception):
-    """Raised when the run must stop while it samples. No request is left in the engines then."""
+    """Raised when the run must stop while it samples. By then the engines have no request left."""
 
 
 class Asks(Protocol):
-    """Calls to ranks with engines, addressed by rank number. `WorkerGroup` and `RunRanks` implement it."""
+    """Calls to ranks with engines, addressed by rank number."""
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
         """Call `method` on these ranks with `per_rank` arguments; return one result per rank. `budget_seconds` extends
-        the deadline.
+        the call's deadline.
         """
         ...
 
 
 class EnginePool:
-    """Engine replicas shared by many coroutines, with one task per replica (its pump) stepping the engine.
+    """Engine replicas shared by many coroutines. One task per replica (its pump) steps the engine.
 
     Requests are admitted in the order of their arrival, at most `max_running` per replica. So samples of one prompt
-    share a replica's prefix cache, and an early replica gets more requests.
+    share a replica's prefix cache, and a faster replica gets more requests.
 
     The pump lets the engine run until an eighth of its requests have finished, for at most `budget_seconds`. If no
-    further request can come (`is_last`), it runs until all have finished. Other tasks of the driver, for example
-    scoring, continue meanwhile.
+    further request can come (`is_last`), the engine runs until all have finished. Other tasks of the driver, for
+    example scoring, continue meanwhile.
 
-    If a pump fails, all requests raise its error, later ones too. Losing a replica while others live is not a failure:
-    its requests move to the others, with the tokens sampled so far.
+    If a pump fails, all current and later requests raise its error. Losing a replica while others live is not a
+    failure: its requests move to the others, with the tokens sampled so far.
 
     `pause` aborts running requests and retains their tokens; `resume` continues them as new requests. With
     `pause(aborts=False)` they stay in their engines instead. Callers of `generate` only wait longer.
@@ -82,7 +83,7 @@ class EnginePool:
         budget_seconds: float = BUDGET_SECONDS,
         stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the replicas of `parallel`. `stragglers` detects slow replicas."""
+        """Create a pool over the replicas of `parallel`. `stragglers` finds slow replicas; None: nothing does."""
         self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
@@ -93,7 +94,7 @@ class EnginePool:
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
-        """Trajectories (their `affinity`, else the request id) with possibly another request after the current one."""
+        """Trajectories (their `affinity`, else the request id) that may send another request after the current one."""
         self._withdrawn: dict[str, Callable[[int], None]] = {}
         """Callbacks for the tokens of cancelled requests that their engines have not ended yet."""
         self._failure: Exception | None = None
@@ -111,8 +112,8 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
-        Requests of one trajectory (`affinity`) go to the replica with its prefix cached, unless that has much more load
-        than another. `is_last` promises that no request follows this completion, which may then arrive up to
+        Requests of one trajectory (`affinity`) go to the replica with its prefix cached, unless that replica has much
+        more load than another. `is_last` promises that no request follows. The completion may then arrive up to
         `budget_seconds` late. `parts` were sampled earlier; each pause appends one. After a cancellation, `on_abort` is
         called with the number of tokens sampled so far, as soon as it is known.
 
@@ -153,8 +154,8 @@ class EnginePool:
     async def pause(self, *, aborts: bool = True) -> None:
         """Stop stepping all engines, and abort all running requests. New requests wait until `resume`.
 
-        Aborted requests retain their tokens. With `aborts` False, they stay in their engines. Raises the error of a
-        failed rank.
+        Aborted requests retain their tokens. With `aborts` = False, requests stay in their engines. Raises the error of
+        a failed rank.
         """
         self._meter.begin_pause()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
@@ -178,11 +179,10 @@ class EnginePool:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the pool is paused: from a `pause` to the next `resume`."""
         return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use the replicas with these first ranks, lost ones too, and no others. Call it while the pool is paused.
+        """Use the replicas with these first ranks, also lost ones, and no others. Call it while the pool is paused.
 
         Requests still in the engine of an excluded replica move to the others.
         """
@@ -205,7 +205,7 @@ class EnginePool:
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds of the pool's pauses. Time limits of attempts exclude them."""
+        """Total seconds of the pool's pauses."""
         return self._meter.seconds_paused
 
     def load(self) -> PoolLoad:
@@ -225,7 +225,7 @@ class EnginePool:
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics (`pool_meter.METRICS`) since the last call. A pause in progress counts up to now."""
+        """Return the metrics since the last call. A pause in progress counts up to now."""
         metrics = self._meter.metrics(
             num_live=len(self._live),
             busy_seconds=sum(replica.pace.seconds for replica in self._replicas),
@@ -238,13 +238,13 @@ class EnginePool:
         return metrics
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Return the token counts of an ended evaluation, and restart the counts of `metrics`."""
+        """Return the token counts of an evaluation that has ended, and restart the counts of `metrics`."""
         metrics = self._meter.evaluation_metrics()
         self.metrics()
         return metrics
 
     async def _abort_running(self, replica: Replica) -> None:
-        """Abort a replica's running requests, and queue the rest of each completion at the front."""
+        """Abort a replica's running requests, and queue the remaining tokens of each completion at the front."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
@@ -269,7 +269,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count the tokens of requests staying in an engine during a pause: they may finish in a later step."""
+        """Count the tokens of requests that stay in an engine during a pause: they may finish in a later step."""
         try:
             counts, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
@@ -281,7 +281,7 @@ class EnginePool:
         self._meter.expect_again(counts)
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
-        """Queue the rest of a completion, or complete it if its token limit is reached."""
+        """Queue the remaining tokens of a completion, or finish the completion if its token limit is reached."""
         name = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
@@ -297,7 +297,7 @@ class EnginePool:
         return home.waiting
 
     def _withdraw(self, request: Request) -> None:
-        """Remove a cancelled request from its queue; if it already runs, schedule its abort in the engine."""
+        """Remove a cancelled request from its queue. If it already runs, schedule its abort in the engine."""
         self._waiting.pop(request.request_id, None)
         for replica in self._replicas:
             replica.waiting.pop(request.request_id, None)
@@ -394,7 +394,7 @@ class EnginePool:
         return completions
 
     def _leave_after(self, replica: Replica) -> int | None:
-        """Return the number of finished completions for the engine's next report. None: at the time limit.
+        """Return after how many finished completions the engine reports again. None: only at the time limit.
 
         A report costs driver and engine as much time as some sampled tokens.
         """
@@ -403,7 +403,7 @@ class EnginePool:
         return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count_parts(self, parts: Iterable[Completion]) -> int:
-        """Count the tokens of parts of completions, and return how many are new."""
+        """Count the tokens in parts of completions, and return how many are new."""
         return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
 
     def _count_tokens(self, name: str, num_tokens: int) -> int:
@@ -418,7 +418,9 @@ class EnginePool:
         self._advanced = asyncio.Event()
 
     def _drop_replica(self, replica: Replica, error: Exception) -> None:
-        """Mark a replica as lost and move its requests to the front of the queue. Without a live one, fail all."""
+        """Mark a replica as lost, and move its requests to the front of the queue. Without a live replica, fail all
+        requests.
+        """
         replica.is_lost = True
         if not self._live:
             self.fail(error)
@@ -456,8 +458,8 @@ async def gather_unless_abandoned(
 ) -> list[Result]:
     """Run attempts concurrently and return their results in order.
 
-    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. All others are cancelled
-    first, and their requests have left the engines.
+    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. Before that, all other
+    attempts are cancelled and their requests have left the engines.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)

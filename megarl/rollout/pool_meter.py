@@ -1,4 +1,4 @@
-"""The counts of an engine pool: sampled tokens, hits of the prefix caches, and the time of pauses."""
+"""Counts of an engine pool: sampled tokens, hits of the prefix caches, and the time of pauses."""
 
 from __future__ import annotations
 
@@ -38,24 +38,23 @@ METRICS = (
 
 
 class PoolMeter:
-    """Counts of an engine pool since its last `metrics`, and since the start of the run."""
+    """Counts of an engine pool since the last call of `metrics`, and since the start of the run."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = self.num_cached = 0
-        """Tokens of the admitted prompts, and how many of them a prefix cache held."""
+        """Tokens of the admitted prompts. `num_cached` counts those found in a prefix cache."""
         self.total_sampled = 0
         """Tokens sampled since the start of the run."""
         self._num_sampled: Counter[str] = Counter()
         """Number of sampled tokens, by purpose: training or evaluation."""
         self._num_counted: dict[str, int] = {}
-        """Tokens already counted, by request id, of requests left in their engine during a pause."""
+        """Tokens already counted, by request id, of requests that stay in their engine during a pause."""
         self._paused_at: float | None = None
         self._measured_at = time.monotonic()
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
 
     @property
     def is_paused(self) -> bool:
-        """Whether a pause is in progress."""
         return self._paused_at is not None
 
     def begin_pause(self) -> None:
@@ -64,12 +63,12 @@ class PoolMeter:
             self._paused_at = time.monotonic()
 
     def end_pause(self, *, requests_wait: bool) -> None:
-        """End the pause in progress. `requests_wait`: it held up requests."""
+        """End the pause in progress. `requests_wait`: requests waited during the pause."""
         self._count_pause(requests_wait=requests_wait)
         self._paused_at = None
 
     def _count_pause(self, *, requests_wait: bool) -> None:
-        """Add the pause in progress, up to now, to the total."""
+        """Add the pause in progress, up to now, to the seconds paused."""
         if self._paused_at is not None:
             now = time.monotonic()
             seconds, self._paused_at = now - self._paused_at, now
@@ -88,18 +87,20 @@ class PoolMeter:
         return num_new
 
     def expect_again(self, counts: Mapping[str, int]) -> None:
-        """Subtract these counted tokens, by request id, once a completion reports all of its tokens."""
+        """Remember the counted tokens of requests, by request id. `count_tokens` subtracts them, so that none counts
+        twice.
+        """
         self._num_counted |= counts
 
     def forget(self, request_id: str) -> None:
-        """Forget the counted tokens of a request without a replica."""
+        """Forget the counted tokens of a request whose replica was lost."""
         self._num_counted.pop(request_id, None)
 
     def metrics(self, *, num_live: int, busy_seconds: float, requests_wait: bool) -> dict[str, float]:
         """Return the metrics (METRICS) since the last call, and restart the counts.
 
-        `busy_seconds` is the sampling time of all replicas. The prefix cache hits come from later samples of a group
-        (same prompt), and from earlier turns of an attempt.
+        `busy_seconds` is the sampling time of all replicas. Prefix cache hits come from later samples of a group (same
+        prompt), and from earlier turns of an attempt.
         """
         self._count_pause(requests_wait=requests_wait)
         now = time.monotonic()

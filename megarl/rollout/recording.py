@@ -1,4 +1,6 @@
-"""Records of the model calls of unfinished attempts, stored in checkpoints, so a resumed run can continue them."""
+"""Records of the model calls of unfinished attempts. Checkpoints store them, so a resumed run can continue the
+attempts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """A recorded model call: its prompt, int32 [prompt], and its completion, with a new part from each pause."""
+    """A recorded model call: its prompt, int32 [prompt], and its completion. Each pause adds a part to the
+    completion.
+    """
 
     prompt_token_ids: NDArray[np.int32]
     parts: list[Completion] = field(default_factory=list)
@@ -39,7 +43,7 @@ class RecordedCall:
 class StartedGroup:
     """A group of attempts in flight, with its number (`draw`).
 
-    `finished` has trajectories, `calls` the model calls of unfinished attempts, both by the attempt's number.
+    `finished` has trajectories, and `calls` the model calls of unfinished attempts. Both are by the attempt's number.
     """
 
     draw: int
@@ -54,7 +58,7 @@ class StartedGroup:
         self.calls.pop(trajectory.number, None)
 
     def oldest_version(self, weight_version: int) -> int:
-        """Return the weight version of the group's oldest token; without tokens, the engines' `weight_version`."""
+        """Return the weight version of the group's oldest token; without tokens, `weight_version` of the engines."""
         finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
         unfinished = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
         return min([weight_version, *finished, *unfinished])
@@ -66,7 +70,7 @@ class StartedGroup:
 
     @property
     def experts(self) -> list[ExpertsHandle]:
-        """Handles of the stored routed experts (MoE) of all tokens of this group."""
+        """Handles of the stored routed experts (MoE) of this group's tokens."""
         segments = [segment.routed_experts for t in self.finished.values() for segment in t.segments]
         return [handle for handle in [*(part.routed_experts for part in self._parts), *segments] if handle is not None]
 
@@ -75,7 +79,7 @@ class StartedGroup:
         return [part for calls in self.calls.values() for call in calls for part in call.parts]
 
     def to_json(self, archive: Archive) -> dict[str, Any]:
-        """Return the group as JSON values. Its arrays and times go to `archive`."""
+        """Return the group as JSON values. Its arrays and measured times go to `archive`."""
         prefix = f"started.{self.draw}."
         recorded = [(number, call) for number, calls in self.calls.items() for call in calls]
         return {
@@ -103,6 +107,6 @@ class StartedGroup:
 
 
 def load_trajectory(values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem) -> Trajectory:
-    """Return the trajectory that `Trajectory.to_json` wrote into a checkpoint, its metrics by their current names."""
+    """Return a trajectory of a checkpoint. Metrics written under old names get their current names."""
     current = {**values, "metrics": current_metrics(values["metrics"])}
     return Trajectory.from_json(current, archive, prefix, find_problem)

@@ -1,4 +1,4 @@
-"""Sources of problems, each with the sampler for its attempts: one per entry of a run's mixture, else one."""
+"""Sources of problems, each with a sampler for attempts. A run has one source, or one per entry of its mixture."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Source:
     """Training problems. Each carries the name of this source."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Returns and resets the reward pool's counters, like calls to scoring servers."""
+    """Returns and resets the counters of the source's scoring, such as calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
-        """Return the sampling parameters of a step, with the temperature scheduled for it."""
+        """Return the sampling parameters of a step, with the step's scheduled temperature."""
         config = self.recipe.rollout.sampling
         return sampling_settings(config, config.temperature_at(step, self.recipe.train.steps))
 
 
 def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
-    """Return the counts of all reward pools since the last call, by metric name, like `reward/NAME/calls`."""
+    """Return the counts of all sources' scoring since the last call, by metric name, such as `reward/NAME/calls`."""
     total: dict[str, float] = {}
     for source in sources:
         for name, value in source.served_metrics().items():
@@ -57,7 +57,7 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
 
 
 def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
-    """Return the recipe with more tokens ending completions, in training and in evaluations."""
+    """Return the recipe with these additional stop tokens, for training and for evaluations."""
     if not token_ids:
         return recipe
     rollout, evaluation = recipe.rollout, recipe.evaluation

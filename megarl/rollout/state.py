@@ -28,21 +28,21 @@ METRICS = (MetricRow("kl/coefficient", "1", "coefficient of the KL in this step"
 
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""File with measured times of trajectories. They differ between two otherwise equal runs."""
+"""File with measured times of trajectories, apart because they differ between two otherwise equal runs."""
 
 DAMAGE = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError, SafetensorError
 )  # fmt: skip
-"""Errors of reading damaged JSON and safetensors, and of unexpected values in them."""
+"""Errors raised by reading damaged JSON and safetensors, or by unexpected values in them."""
 
 
 class RLState:
     """State of an RL run from step to step. A run resumed from a saved state continues bit-equal.
 
-    `drawn` counts draws of prompts: batches in synchronous training, otherwise single ones. `positions` are the
+    `drawn` counts draws of prompts: batches in synchronous training, otherwise single prompts. `positions` are the
     sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
     by number. If single prompts are drawn, every group is in exactly one of `used`, `num_dropped`, `started` and
-    `waiting`. `draws` are the events for the ledger draws.jsonl.
+    `waiting`. `draws` are the events for the file draws.jsonl.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -54,7 +54,7 @@ class RLState:
         self.draws = DrawEvents()
         self.kl_coefficient = algorithm.kl_coefficient
         self.role_baselines: dict[str, float] = {}
-        """Baselines of algorithm.advantage rae, by role, in a mixture by SOURCE.ROLE."""
+        """Baselines of algorithm.advantage = rae, by role; in a mixture by SOURCE.ROLE."""
         self._baselines_before_step: dict[str, float] = {}
         self._step_groups: list[Group] = []
         self._before_step: tuple[int, int, int, list[Group], Positions] | None = None
@@ -63,7 +63,7 @@ class RLState:
     def begin_step(self, *, repeats_draws: bool) -> None:
         """Begin a training step, after the previous step's groups are trained.
 
-        `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so that they are repeated.
+        `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so that the next try repeats them.
         """
         self._step_groups = []
         self._baselines_before_step = dict(self.role_baselines)
@@ -72,7 +72,7 @@ class RLState:
         self._num_events = len(self.draws.pending)
 
     def start(self, group: StartedGroup, positions: Positions) -> None:
-        """Add a group just drawn, with the `positions` after its draw."""
+        """Add a group just drawn. `positions` are the sources' positions after the draw."""
         source = group.problem.source
         before, after = self.positions.get(source, Position()), positions[source]
         if num_skipped := after.passed - before.passed:
@@ -119,14 +119,14 @@ class RLState:
 
     @property
     def journaled_names(self) -> set[str]:
-        """Names in the journal of all ended attempts, waiting or in groups in flight."""
+        """Names in the journal of all ended attempts that are waiting or belong to a group in flight."""
         finished = [trajectory for group in self.started.values() for trajectory in group.finished.values()]
         return {trajectory.journaled_as for trajectory in [*flatten(self.waiting), *finished]}
 
     def adapt_kl(self, divergence: float | None, num_samples: int) -> dict[str, float]:
         """Adapt the KL coefficient towards algorithm.kl_target, from a step's divergence in nats.
 
-        Returns the metric `kl/coefficient` used in this step; empty if the coefficient is fixed.
+        Returns the metric `kl/coefficient`, the coefficient of this step; empty if the coefficient is fixed.
         """
         before = self.kl_coefficient
         if self._algorithm.kl_target is None or divergence is None:
@@ -194,9 +194,10 @@ def problem_lookup(
     origin: str = "the checkpoint",
     remedy: str = "keep the source with a small weight, or start over with --restart",
 ) -> FindProblem:
-    """Return a function looking up problems by source and index.
+    """Return a function that looks up problems by source and index.
 
-    It raises ConfigError if the recipe no longer has the problem, with the samples' `origin` and a `remedy`.
+    The function raises ConfigError if the recipe no longer has the problem. The message names `origin`, where the
+    samples come from, and a `remedy`.
     """
     # An index of places once: problems of a streamed data set must not be scanned per lookup.
     places = {source: Places(source_problems) for source, source_problems in problems.items()}
@@ -214,7 +215,7 @@ def problem_lookup(
 
 
 def draw_of(group: Group) -> int:
-    """Return a group's number: prompts are numbered in the order of their draws."""
+    """Return a group's number. Prompts are numbered in the order of their draws."""
     return group[0].group
 
 

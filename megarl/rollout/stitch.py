@@ -31,9 +31,9 @@ class ModelCall:
 
 @dataclass(slots=True)
 class Chain:
-    """Consecutive model calls: each prompt begins with all tokens of the previous call.
+    """Consecutive model calls, where each prompt begins with all tokens of the previous call.
 
-    `num_tokens` and `digest` (a hash) describe the tokens of the last call.
+    `numbers` are the calls' numbers. `num_tokens` and `digest` (a hash) describe all tokens up to the last call's end.
     """
 
     numbers: list[int]
@@ -42,14 +42,14 @@ class Chain:
 
 
 def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> tuple[Segment, ...]:
-    """Merge model calls into training segments, ordered by start. Each sampled token is trained in exactly one.
+    """Merge model calls into training segments, ordered by start. Each sampled token is trained in exactly one segment.
 
-    `trained` are the places of the calls to train, in ascending order; None: all. Tokens of others are context at most.
+    `trained` are the places of the calls to train, in ascending order; None: all. Other calls are at most context.
 
     A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
-    are masked. Otherwise it opens a new one, with its whole prompt masked: after a history was rewritten, or after
-    another call continued the prefix. The running time is linear in the tokens of all calls. Raises ValueError without
-    calls.
+    are masked. Without such a segment the call opens a new one, with its whole prompt masked. This happens after a
+    rewritten history, or if another call continued the prefix. The running time is linear in the tokens of all calls.
+    Raises ValueError without calls.
     """
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")
@@ -70,7 +70,7 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
 def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain | None:
     """Return the chain forming the longest prefix of a prompt, the first of equals; None: no chain.
 
-    The prompt is hashed once for all chains. Comparing it with each would read it once per chain.
+    The prompt is hashed once for all chains. A comparison with each chain would read the prompt once per chain.
     """
     longest: Chain | None = None
     so_far, end = blake2b(), 0
@@ -88,7 +88,7 @@ def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain 
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """Return one training sequence made of the model calls `numbers`, each extending the one before."""
+    """Return one training sequence made of the model calls `numbers`. Each call extends the previous one."""
     last = calls[numbers[-1]]
     # The last call's prompt holds all earlier completions, so its tokens are the whole segment.
     token_ids = last.token_ids

@@ -1,4 +1,4 @@
-"""Detection of engine replicas sampling far slower than the others (stragglers)."""
+"""Detection of engine replicas that sample far slower than the others (stragglers)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS = (
 WINDOW = 5
 """Number of most recent steps for measuring a replica's speed."""
 MIN_STEPS = 3
-"""Measured steps required to call a replica slow. Its first step is excluded: it includes one-time work."""
+"""Measured steps required to call a replica slow. A replica's first step does not count, because of one-time work."""
 MIN_SECONDS = 10.0
 """Seconds of sampling required to call a replica slow."""
 SLOW_SHARE = 0.5
@@ -30,7 +30,7 @@ SLOW_SHARE = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """A replica's sampled tokens, seconds of sampling, and these seconds summed over its running requests."""
+    """A replica's sampled tokens, seconds of sampling, and the sum of these seconds over running requests."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -53,9 +53,10 @@ class Pace:
 
 
 class StragglerDetector:
-    """Finds slow replicas after each step, by name. Each is reported once, with its numbers.
+    """Finds slow replicas after each step, by name. Each slow replica is reported once, with its speed.
 
-    With few requests a replica has a low total speed, with many a low speed per request. Only both count as slow.
+    With few requests a replica has a low total speed, with many requests a low speed per request. A replica is slow
+    only if both are low.
     """
 
     def __init__(self, notify: Callable[[str], object], min_seconds: float = MIN_SECONDS) -> None:
@@ -64,12 +65,12 @@ class StragglerDetector:
         self._reported: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Forget the measurements of a lost replica. Its replacement is measured anew."""
+        """Forget the measurements of a lost replica, so that its replacement is measured anew."""
         self._paces.pop(name, None)
         self._reported.discard(name)
 
     def metrics(self, paces: Mapping[str, Pace]) -> dict[str, float]:
-        """Return a step's metrics (METRICS) from the speeds (`Pace`) of the live replicas."""
+        """Return a step's metrics (METRICS) from the speeds of the live replicas, by name."""
         for name, pace in paces.items():
             # The first step is dropped: it includes one-time work, such as kernel compilation.
             if name not in self._paces:

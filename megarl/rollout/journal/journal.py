@@ -1,16 +1,17 @@
 """The journal of agents' attempts: each answer is on the disk before its agent reads a byte of it.
 
-The life of a try, as its records show it:
+An answer is one completion of the policy. A try runs an attempt's agent program from its beginning. A later try
+replaces an earlier one whose program was lost. The life of a try, as its records show it:
 
     began --> sampled (one record per answer) --> ended --> step: trained with a step
-      |          |                                  +-----> dropped: stale, filtered or aborted
-      |          |                                  +-----> void: its weights are gone after a resume
-      |          +--> reopened: its program outlived the driver, and goes on
-      +----------+--> a later try began: its answers are repeated there while the prompts are equal; the others are lost
+     |          |                                  +-----> dropped: stale, filtered or aborted
+     |          |                                  +-----> void: its weights are gone after a resume
+     |          +--> reopened: its program outlived the driver, and goes on
+     +----------+--> a later try began: its answers are repeated there while the prompts are equal; the others are lost
 
-A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are. Unfinished ones begin a
-new try, unless their program lives on (rollout.agent.outlive_seconds). Then the journal has their requests too. Answers
-sampled after the checkpoint's weights are lost, and steps after it are undone.
+A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are. Unfinished attempts begin
+a new try, unless their program still runs (rollout.agent.outlive_seconds). For such programs the journal has their
+requests too. Answers sampled by weights after the checkpoint are lost, and later steps are undone.
 """
 
 from __future__ import annotations
@@ -38,21 +39,20 @@ from megarl.rollout.state import DAMAGE
 from megarl.types import Archive, FindProblem, Trajectory
 
 _MAX_ARRAYS = 1 << 30
-"""Maximum bytes of an attempt's arrays when they are read."""
+"""Maximum bytes of an attempt's uncompressed arrays when the journal is read."""
 
 
 class AttemptJournal:
-    """The journal of a run: opened at its start, with the version of its first weights.
+    """The journal of a run. Open it when the run starts, with the version of the run's first weights.
 
-    Each write waits until its record is on the disk. Writes at the same time share one flush.
+    Each write waits until its record is on the disk. Concurrent writes share one flush.
     """
 
     def __init__(self, file: Path, weight_version: int, find_problem: FindProblem, *, max_staleness: int = 0) -> None:
-        """Read the journal of earlier starts, and remove settled tries from it.
+        """Read the journal of the run's earlier starts, and remove tries that nobody can use again.
 
-        Attempts of earlier starts are used within `max_staleness` steps after the first; later they count as lost.
-
-        Raises DataError if it is damaged, StorageError if it cannot be read or written.
+        Attempts of earlier starts are used up to `max_staleness` steps after the first step. Later they count as lost.
+        Raises DataError if the journal is damaged, StorageError if it cannot be read or written.
         """
         self._file, self._find_problem = file, find_problem
         self._last_use = weight_version + max_staleness
@@ -73,14 +73,15 @@ class AttemptJournal:
         records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
         # A new file: the end of the old one may be cut short.
         with storage_faults_named(file):
-            # It has the texts of attempts, and the keys of their sessions.
+            # Private, because the file has the texts of attempts and the keys of their sessions.
             replace_bytes(file, b"".join(map(encode_line, records)), is_private=True)
             self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
 
     def begin(self, attempt: str, settings: str) -> AttemptLog:
-        """Begin a try of an attempt, or return the log of a try ended before the start.
+        """Begin a try of an attempt, or return the log of a try that ended before this start of the run.
 
-        `attempt` is unique in the run. `settings` are the sampling parameters; answers with others are not used.
+        `attempt` is unique in the run. `settings` are the sampling parameters; answers with other parameters are not
+        used.
         """
         earlier = self._state.newest(attempt, settings)
         if earlier is not None:
@@ -93,7 +94,7 @@ class AttemptJournal:
         return AttemptLog(self, self.begin_try(attempt, settings), earlier=earlier)
 
     def begin_try(self, attempt: str, settings: str) -> JournaledTry:
-        """Begin a try of an attempt, which replaces all earlier ones."""
+        """Begin a try of an attempt, which replaces all earlier tries of the attempt."""
         # Random, because a try of this attempt may have been removed from the journal.
         name = f"{attempt}/{secrets.token_hex(4)}"
         self.append({"kind": "began", "try": name, "attempt": attempt, "settings": settings})
@@ -113,9 +114,10 @@ class AttemptJournal:
         ]
 
     def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
-        """Write the attempts of a step with their trained tokens, and those no longer used.
+        """Write the attempts of a step with their trained tokens, and the attempts no longer used.
 
-        `live` are the attempts waiting for a later step. Returns when the records are on the disk.
+        `trained` has the name of a try and its number of trained tokens. `live` are the tries waiting for a later step.
+        Returns when the records are on the disk.
         """
         names = {name for name, _ in trained}
         dropped = [
@@ -135,7 +137,7 @@ class AttemptJournal:
         self._thread.submit(self._write, self._take_pending()).result()
 
     def account(self) -> TokenAccount:
-        """Return the account of all sampled tokens."""
+        """Return how many sampled tokens were trained, dropped or lost."""
         return self._state.account()
 
     async def write(self, values: Mapping[str, Any]) -> None:
@@ -159,7 +161,7 @@ class AttemptJournal:
     def note(self, values: Mapping[str, Any]) -> None:
         """Append a record, and pass it to the kernel soon, without waiting for the disk.
 
-        It survives a kill of this process. Only a crash of the machine can lose it.
+        The record survives a kill of this process. A crash of the machine can lose it.
         """
         self.append(values)
         content = self._take_pending()
@@ -171,7 +173,7 @@ class AttemptJournal:
     ) -> None:
         """Write an answer of a try, and wait until it is on the disk. Raises StorageError.
 
-        `origin`: the earlier try and the number of a repeated answer.
+        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there.
         """
         attempt = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
@@ -187,7 +189,7 @@ class AttemptJournal:
         os.close(self._descriptor)
 
     def _trajectory(self, attempt: JournaledTry) -> Trajectory | None:
-        """Return the trajectory of an ended try; None: there is no usable one."""
+        """Return the trajectory of an ended try; None: the try has no usable trajectory."""
         if not attempt.ended or attempt.ended["trajectory"] is None:
             return None
         try:
@@ -207,7 +209,7 @@ class AttemptJournal:
         return content
 
     def _write(self, content: bytes, *, is_flushed: bool = True) -> None:
-        # Also writes that wait for this thread: records after a gap could not be read.
+        # After a failed write the file has a gap, and later records could not be read.
         if self._failure is not None:
             raise self._failure
         try:
@@ -224,10 +226,10 @@ class AttemptJournal:
 
 
 class AttemptLog:
-    """The journal of one attempt. `ended` is its trajectory if it ended before the run's start.
+    """The journal of one attempt. `ended` is its trajectory if it ended before this start of the run.
 
-    `calls` are the answers of its earlier try. It may get them again. `reopened` is the session of a program that may
-    have outlived the driver; its answers are `calls`, and the program has them already.
+    `calls` are the answers of an earlier try, which the attempt may get again. `reopened` is the session of a program
+    that may have outlived the driver. That program already has the answers in `calls`.
     """
 
     def __init__(
@@ -255,7 +257,7 @@ class AttemptLog:
         return self._attempt.name
 
     def _repeat(self, earlier: JournaledTry) -> None:
-        """Let this try get the answers of an earlier one again."""
+        """Let this try get the answers of an earlier try again."""
         self.calls = []
         self._origins.clear()
         for number, answer in earlier.answers.items():
@@ -265,7 +267,7 @@ class AttemptLog:
                     self.calls.append(answer.call)
 
     def begin_again(self) -> None:
-        """Begin another try of this attempt, which may get the answers of this one again."""
+        """Begin another try of this attempt. The new try may get the answers of the current one again."""
         if self._is_dropped:
             raise asyncio.CancelledError
         earlier, self.reopened = self._attempt, None
@@ -273,18 +275,18 @@ class AttemptLog:
         self._repeat(earlier)
 
     def open_session(self, session: str, key: str, node: str, container: str) -> None:
-        """Record how a later driver reaches the attempt's program. A flush of its first answer writes it."""
+        """Record how a later driver reaches the attempt's program. The flush of the first answer writes this record."""
         if not self._is_dropped:
             facts = {"session": session, "key": key, "node": node, "container": container}
             self._journal.append({"kind": "opened", "try": self.name, **facts})
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
-        """Buffer the record of a request. It reaches the disk when its answer is flushed."""
+        """Buffer the record of a request. The flush of its answer writes this record."""
         if not self._is_dropped and self._attempt.opened is not None:
             self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
 
     def note_received(self, request_id: str, clients: int) -> None:
-        """Record that one client more, or one less (-1), has read an answer."""
+        """Record that one more client has read an answer (`clients` = 1), or that one had not (-1)."""
         if not self._is_dropped and self._attempt.opened is not None:
             self._journal.note({"kind": "received", "try": self.name, "request": request_id, "clients": clients})
 
@@ -294,7 +296,7 @@ class AttemptLog:
             await self._journal.write({"kind": "closed", "try": self.name})
 
     def merge_into(self, calls: list[RecordedCall]) -> None:
-        """Add the answers of the earlier try to the model calls of a checkpoint, each once."""
+        """Add the answers of the earlier try to a checkpoint's model calls. An answer in both appears once."""
         journaled = Counter(map(_digest, self.calls))
         for call in list(calls):
             if call.is_done and journaled[_digest(call)]:
@@ -309,9 +311,9 @@ class AttemptLog:
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
     async def write_call(self, call: RecordedCall, *, is_repeated: bool, request_id: str = "") -> None:
-        """Write an answer. Its agent may read it afterwards. Raises StorageError.
+        """Write an answer before its agent may read it. Raises StorageError.
 
-        `is_repeated`: it was sampled for an earlier try.
+        `is_repeated`: the answer was sampled for an earlier try.
         """
         if self._is_dropped:
             # An agent may ignore its cancellation, and its answers have no try any more.
@@ -323,7 +325,9 @@ class AttemptLog:
             await self._journal.write_answer(self.name, call, origin, request_id=request_id)
 
     async def end(self, trajectory: Trajectory) -> Trajectory:
-        """Write the end of the attempt with its trajectory, and return this with the attempt's name."""
+        """Write the end of the attempt with its trajectory. Returns the trajectory with the try's name in the
+        journal.
+        """
         if self._is_dropped:
             return trajectory
         trajectory = replace(trajectory, journaled_as=self.name)
@@ -335,8 +339,8 @@ class AttemptLog:
 class ReopenedSession:
     """A program that may have outlived the driver: its session, and its calls in the order of their answers.
 
-    A call has its tokens, the facts of its request, and whether a client has read its answer. `num_started` is the
-    greatest number of a call, with those that have no answer.
+    Each of `calls` has the tokens, the values of the request, and whether a client has read the answer. `num_started`
+    is the highest number of a call, also of calls without an answer.
     """
 
     name: str
@@ -364,7 +368,7 @@ def _digest(call: RecordedCall) -> tuple[str, bytes]:
 
 
 def trajectory_values(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as JSON values; its arrays are compressed text."""
+    """Return a trajectory as JSON values. Its arrays become compressed text."""
     # Routed experts stay on their rank, and are gone after a kill.
     if any(segment.routed_experts is not None for segment in trajectory.segments):
         return {"trajectory": None}

@@ -1,7 +1,6 @@
-"""Lines of the journal of agents' attempts: their form, and reading them with checks.
+"""Lines of the journal of agents' attempts: their format, and reading them with checks.
 
-A line is a CRC-32 and a JSON object. Nothing in the file is trusted before its checks: another program may have written
-it.
+A line is a CRC-32 and a JSON object. Another program may have written the file, so its content is checked before use.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ _REMEDY = "Restore the file from a copy, or remove it: attempts since the checkp
 
 
 def encode_line(values: Mapping[str, Any]) -> bytes:
-    """Return the line of a record."""
     # ASCII, so that a text cannot end the line.
     content = json.dumps(values, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(content), content)
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the record of each line. A last line cut short is left out.
+    """Yield the number and the record of each line. An incomplete last line, as a kill leaves it, is skipped.
 
     Raises DataError for a damaged line, StorageError if the file cannot be read.
     """
@@ -48,18 +46,18 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             values = _decode_line(line)
             if values is not None:
                 yield number, values
-            # Without its end the line is the one that a kill cut short.
+            # A last line without a line feed was cut short by a kill, and is skipped.
             elif line.endswith(b"\n") or len(line) == _MAX_LINE:
                 raise damaged(file, number, "the line's checksum is wrong")
 
 
 def damaged(file: Path, number: int, reason: str) -> DataError:
-    """Return the error for an unusable line."""
+    """Return the error for an unusable line, with its remedy."""
     return DataError(f"{file}:{number}: {reason}. {_REMEDY}")
 
 
 def _decode_line(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None: it is damaged or cut short."""
+    """Return the record of a line; None: the line is damaged or cut short."""
     checksum, _, content = line.rstrip(b"\n").partition(b" ")
     # Checked before the parser sees the content.
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(content):
@@ -78,7 +76,7 @@ def prompt_digest(prompt: NDArray[np.int32]) -> str:
 
 
 def completion_values(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON values. Routed experts are left out, because they stay on their rank."""
+    """Return a completion as JSON values, without routed experts: these stay on their rank."""
     sets = completion.retained_sets
     return {
         "tokens": _encode(completion.token_ids, np.int32),
@@ -90,7 +88,9 @@ def completion_values(completion: Completion) -> dict[str, Any]:
 
 
 def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
-    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError for others."""
+    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError for other
+    values.
+    """
     token_ids, logprobs = decode_tokens(values["tokens"]), _decode(values["logprobs"], np.float32)
     versions = decode_tokens(values["versions"])
     if not len(token_ids) == len(logprobs) == len(versions):
@@ -112,12 +112,14 @@ def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
 
 
 def encode_tokens(token_ids: NDArray[Any]) -> str:
-    """Return token ids [tokens] as text."""
+    """Return token ids [tokens] as base64 text."""
     return _encode(token_ids, np.int32)
 
 
 def decode_tokens(text: Any) -> NDArray[np.int32]:
-    """Return numbers [tokens] of at least 0. Raises ValueError or TypeError for other text."""
+    """Return the int32 numbers [tokens] in a base64 text. Raises ValueError or TypeError for negative numbers or other
+    text.
+    """
     numbers = _decode(text, np.int32)
     if (numbers < 0).any():
         raise ValueError("a number is negative")
@@ -135,5 +137,5 @@ def _decode(text: Any, kind: Any) -> NDArray[Any]:
         content = base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError("an array is not base64") from error
-    # A copy: arrays over bytes cannot be changed, and later steps may.
+    # A copy: arrays over bytes are read-only, and later steps may change them.
     return np.frombuffer(content, kind).copy()

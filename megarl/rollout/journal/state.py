@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class JournaledAnswer:
-    """An answer of a try. `call` has its tokens; None: only their number and newest weight version are known.
+    """An answer of a try, that is, one completion of the policy.
 
-    `is_repeatable`: a later try may get it again. Routed experts stay on their rank, and are gone after a kill.
-    `request` is the id of its request.
+    `call` has the tokens; None: only their number and newest weight version are known. `is_repeatable`: a later try may
+    get the answer again. Answers with routed experts cannot be repeated, because the experts stay on their rank and are
+    gone after a kill. `request` is the id of the answer's request.
     """
 
     num_tokens: int
@@ -46,11 +47,12 @@ class JournaledAnswer:
 
 @dataclass(slots=True, eq=False)
 class JournaledTry:
-    """A try of an attempt. `answers` are by their numbers, `ended` has its trajectory as JSON values.
+    """A try of an attempt: one run of its agent program from the beginning.
 
-    `num_begun` counts its answers, also answers repeated by a later try. `is_open`: its agent may still make calls.
-    `opened` says how to reach its program after a kill; None: it has none that outlives the driver. `asked` are its
-    requests by their ids, and `received` the numbers of clients that have read their answers.
+    `answers` are by their numbers. `num_begun` counts them, also those repeated by a later try. `ended` has the
+    trajectory as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a
+    kill; None: the program cannot outlive the driver. `asked` has the requests by their ids, and `received` the number
+    of clients that have read each answer.
     """
 
     name: str
@@ -70,21 +72,21 @@ class JournaledTry:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens of its answers."""
+        """Number of tokens in the answers."""
         return sum(answer.num_tokens for answer in self.answers.values())
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its program can go on from its last complete request, if it lives."""
+        """Whether the program, if it still runs, can go on from its last complete request."""
         has_all = all(a.call is not None and a.is_repeatable and a.request in self.asked for a in self.answers.values())
         is_unfinished = self.ended is None and self.step is None and not self.is_replaced
         return self.opened is not None and is_unfinished and has_all
 
     def forget_after(self, version: int) -> int:
-        """Remove the answers with tokens of later weights. Returns their number of tokens."""
+        """Remove the answers with tokens of later weights. Returns the number of removed tokens."""
         stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
         if stale:
-            # Its trajectory has their tokens, and its program has read them.
+            # The trajectory has the removed tokens, and the program has read them: neither can be used.
             self.ended = self.opened = None
         return sum(self.answers.pop(number).num_tokens for number in stale)
 
@@ -106,7 +108,9 @@ class JournaledTry:
             self.chains.append(Chain([number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
 
     def place(self, prompt: NDArray[np.int32]) -> tuple[int | None, int]:
-        """Return the answer continued by a prompt [prompt], and the number of tokens up to it; None: no answer."""
+        """Return the number of the answer that a prompt [prompt] continues, and the tokens up to it; None, 0: no
+        answer.
+        """
         chain = longest_prefix(self.chains, prompt.astype(np.int64))
         return (None, 0) if chain is None else (chain.numbers[-1], chain.num_tokens)
 
@@ -136,8 +140,10 @@ def sampled_record(
     is_repeatable: bool,
     request: str = "",
 ) -> dict[str, Any]:
-    """Return the record of an answer of a try. `origin`: the earlier try and number of a repeated answer. `request` is
-    the id of its request.
+    """Return the record of an answer of a try.
+
+    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `request` is the id of
+    the answer's request.
     """
     base, num_shared = attempt.place(call.prompt_token_ids)
     return {
@@ -169,10 +175,11 @@ def account_tokens(run: Path) -> TokenAccount | None:
 
 @dataclass(slots=True)
 class TokenAccount:
-    """Sampled tokens of agents' attempts, by their fate. `faults` are one line each.
+    """Counts of the sampled tokens of agents' attempts, by what happened to them.
 
-    `trained` and `untrained` are by step; untrained tokens belong to trained attempts, but have no loss. `dropped` ones
-    are of attempts without a step, `lost` ones of killed tries. `waiting` ones are in flight, or wait for a step.
+    `trained` and `untrained` are by step. `untrained` tokens belong to trained attempts, but have no loss. `dropped`
+    tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
+    for a step. `faults` are contradictions in the journal, one line each.
     """
 
     sampled: int = 0
@@ -189,15 +196,19 @@ class TokenAccount:
 
     @property
     def num_untrained(self) -> int:
-        """Number of tokens without a loss, with dropped attempts."""
+        """Number of tokens without a loss, including dropped attempts."""
         return sum(self.untrained.values()) + self.dropped
 
 
 class JournalState:
-    """The contents of a journal, record by record. Readers and writer apply the same records."""
+    """The contents of a journal, built record by record. Reader and writer of a journal use the same methods."""
 
     def __init__(self, used_from: int | None) -> None:
-        """Create an empty state. `used_from`: tokens of attempts trained before this step are freed; None: all are."""
+        """Create an empty state.
+
+        Tokens of attempts trained before step `used_from` are freed. None: all tokens are freed, because the caller
+        only counts.
+        """
         self.tries: dict[str, JournaledTry] = {}
         self.containers: dict[str, tuple[str, str]] = {}
         """Node and container of programs that outlive the driver, by the names of their tries, until these end."""
@@ -213,7 +224,7 @@ class JournalState:
                 raise damaged(file, number, f"the record is not one of a journal ({error!r:.200})") from None
 
     def apply(self, values: Mapping[str, Any]) -> None:
-        """Apply a record. Raises an error of `DAMAGE` if it is not one of a journal."""
+        """Apply a record. Raises an error of `DAMAGE` if it is not a valid record of a journal."""
         appliers: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "totals": self._apply_totals,
             "start": lambda record: self.start(_count(record["version"])),
@@ -232,7 +243,7 @@ class JournalState:
         appliers[values["kind"]](values)
 
     def account(self) -> TokenAccount:
-        """Return the account of all tokens sampled up to now."""
+        """Return the counts of all tokens sampled up to now."""
         settled = self._settled
         account = replace(
             settled,
@@ -247,16 +258,16 @@ class JournalState:
                 account.lost += attempt.num_sampled
             else:
                 account.waiting += attempt.num_sampled
-        # Counted along another way than the parts, so that an error of the records shows.
+        # The total was counted separately from its parts, so a difference shows an error in the records.
         total = account.num_trained + account.num_untrained + account.lost + account.waiting
         if total != account.sampled:
             account.faults.append(f"{account.sampled} tokens were sampled, but {total} are accounted for")
         return account
 
     def start(self, version: int) -> None:
-        """Begin at a checkpoint's weights: undo later steps, forget later answers, close all tries."""
+        """Begin at a checkpoint's weights (`version`): undo later steps, forget later answers, close all tries."""
         settled = self._settled
-        # Their weights are gone, and with them the effect of these tokens.
+        # Resuming discards the weights of these steps, and so the effect of their tokens.
         for step in [step for step in settled.trained if step >= version]:
             settled.lost += settled.trained.pop(step) + settled.untrained.pop(step)
         for attempt in self.tries.values():
@@ -277,7 +288,7 @@ class JournalState:
             del self.tries[name]
 
     def totals(self) -> dict[str, Any]:
-        """Return the record of all removed tries."""
+        """Return the record that summarises all removed tries."""
         settled = self._settled
         steps = [[step, settled.trained[step], settled.untrained[step]] for step in settled.trained]
         counts = {"sampled": settled.sampled, "dropped": settled.dropped, "lost": settled.lost}
@@ -285,14 +296,14 @@ class JournalState:
         return {"kind": "totals", **counts, "sampled": settled.sampled - live, "steps": steps}
 
     def newest(self, attempt: str, settings: str) -> JournaledTry | None:
-        """Return the newest try of an attempt if it has these settings; None: there is none."""
+        """Return the newest try of an attempt if it has these settings; None otherwise."""
         tries = [t for t in self.tries.values() if t.attempt == attempt and not t.is_replaced and t.step is None]
         return tries[-1] if tries and tries[-1].settings == settings else None
 
     def _is_lost(self, attempt: JournaledTry) -> bool:
-        """Return whether no later try can repeat the answers of this one, and it is not used itself."""
+        """Return whether neither a run nor a later try can use the answers of this try."""
         if not attempt.is_replaced:
-            # Its tokens were freed, because its step was trained; then a resumed run undid the step.
+            # Training its step freed the tokens. If a resumed run then undid the step, the try cannot be used.
             is_used = self._used_from is None or all(answer.call is not None for answer in attempt.answers.values())
             return not is_used
         return not any(t.attempt == attempt.attempt and t.is_open for t in self.tries.values())
@@ -353,7 +364,7 @@ class JournalState:
             attempt.asked[str(values["request"])] = values
 
     def _apply_received(self, values: Mapping[str, Any]) -> None:
-        # A client may be found to have read nothing, which takes its number back.
+        # -1 takes back a client that turned out to have read nothing.
         if values["clients"] not in (1, -1):
             raise ValueError("a number of clients is neither one more nor one less")
         self.tries[values["try"]].received[str(values["request"])] += values["clients"]
@@ -371,7 +382,7 @@ class JournalState:
         attempt = self.tries[values["try"]]
         if not attempt.is_open:
             raise ValueError("a try ended twice, or after a later one began")
-        # Read only if it is used: most attempts of a file are settled.
+        # The trajectory is decoded only when it is used: most attempts of a file were trained or dropped.
         attempt.ended, attempt.is_open = values, False
         # Its container ended before it.
         self.containers.pop(attempt.name, None)
@@ -406,7 +417,7 @@ class JournalState:
 
 
 def _prompt(attempt: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
-    """Return the prompt of a record, int32 [prompt]. Raises an error of `DAMAGE` if its tokens are damaged."""
+    """Return the prompt of a record, int32 [prompt]. Raises an error of `DAMAGE` if the prompt's tokens are damaged."""
     prompt = decode_tokens(values["new"])
     if values["base"] is not None and (base := attempt.answers[values["base"]].call) is not None:
         prompt = np.concatenate([base.prompt_token_ids, base.parts[0].token_ids.astype(np.int32), prompt])
@@ -416,7 +427,6 @@ def _prompt(attempt: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int3
 
 
 def _add(account: TokenAccount, attempt: JournaledTry) -> None:
-    """Add a trained attempt to its step."""
     assert attempt.step is not None
     untrained = attempt.num_sampled - attempt.num_trained
     account.trained[attempt.step] = account.trained.get(attempt.step, 0) + attempt.num_trained

@@ -72,8 +72,9 @@ def weigh(
 ) -> dict[str, float]:
     """Set the batch's advantages and importance weights as the recipe says. Return the metrics of both.
 
-    `weight_version` is that of the trainer before the update. If groups may span several versions, engine log-probs of
-    earlier ones are removed first. `role_baselines` are those of algorithm.advantage rae, by name; they are updated.
+    `weight_version` is the version of the trainer's weights before the update. If groups may span several versions, the
+    engine's log-probs of earlier versions become NaN at the end. `role_baselines` are the baselines of
+    algorithm.advantage = rae, by role; they are updated.
     """
     algorithm = recipe.algorithm
     metrics = compute_advantages(batch, recipe, kl_coefficient, role_baselines)
@@ -94,7 +95,7 @@ def compute_advantages(
 ) -> dict[str, float]:
     """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens]. Return the metrics.
 
-    `role_baselines` are as in `weigh`.
+    `role_baselines` are the baselines of algorithm.advantage = rae, by role; they are updated.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -151,9 +152,9 @@ def compute_advantages(
 
 
 def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
-    """Return the mean divergence of policy and reference, in nats per token, if a KL penalty is part of the rewards.
+    """Return the mean divergence of policy and reference, in nats per token, that the rewards' KL penalty is based on.
 
-    Rewards, returns and advantages count. None: there is no such penalty.
+    None: no KL penalty is part of the rewards, returns or advantages.
     """
     if not recipe.has_kl_penalty or recipe.algorithm.kl_placement == "loss":
         return None
@@ -163,7 +164,7 @@ def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Set the batch's `importance_weights` [tokens], if the recipe enables them. Return the metrics.
 
-    The weights correct the mismatch between trainer and engine log-probs.
+    The weights correct for the mismatch between trainer and engine log-probs.
     """
     if algorithm.importance_sampling is None:
         return {}
@@ -177,10 +178,10 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 
 
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set.
-
-    It sets the importance weights of other tokens to zero, so call it after `compute_importance_weights`. Returns the
+    """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set. Return the
     metrics.
+
+    The importance weights of other tokens become zero, so call it after `compute_importance_weights`.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():
@@ -196,7 +197,8 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
     The penalty grows linearly in the last algorithm.overlong_buffer tokens before a limit. The longest turn is compared
-    with the limit of a completion, all turns together with their limit, if any. The larger penalty counts.
+    with the limit of a completion, and the sum of all turns with the limit of an attempt, if any. The larger penalty
+    counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -217,8 +219,8 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
 def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return advantages [samples] computed per reward function.
 
-    Each function's scores are normalised within the group. Their weighted sum is whitened over the batch. Source: GDPO
-    (arXiv 2601.05242, eqs. 4 to 6).
+    Each function's scores are normalised within the group. The weighted sum of these is whitened over the batch.
+    Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
     """
     total = torch.zeros(len(batch.rewards), dtype=torch.float64)
     for scores, weight_in in _judgements(batch):
@@ -272,9 +274,9 @@ def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
 def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
     """Return advantages [tokens] computed turn by turn, for multi-turn trajectories.
 
-    The discounted return of a turn is compared with the same turn's in the group's other samples. If a scored sample
-    has fewer turns, the advantage of the whole trajectory is used. The part of `scores` [samples] not given for a
-    specific turn counts at the last one.
+    The discounted return of a turn is compared with the same turn's return in the group's other samples. If a scored
+    sample has fewer turns, the advantage of the whole trajectory is used. A reward in `scores` [samples] that belongs
+    to no turn counts at the last turn.
     """
     rewards = _rewards_by_turn(scores, batch)
     num_turns = torch.from_numpy(batch.num_turns)
@@ -297,7 +299,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
 def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
     """Return the rewards of turns, float64 [samples, turns].
 
-    The part of `scores` [samples] not given for a specific turn counts at the last one.
+    A reward in `scores` [samples] that belongs to no turn counts at the last turn.
     """
     rewards, num_turns = torch.from_numpy(batch.turn_rewards).clone(), torch.from_numpy(batch.num_turns)
     has_turns = num_turns > 0
@@ -307,7 +309,7 @@ def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
 
 
 def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """Return for each sample whether `holds` [samples] is True for all scored samples of its group: bool [samples]."""
+    """Return bool [samples]: whether `holds` [samples] is True for all scored samples of a sample's group."""
     groups = torch.from_numpy(batch.groups)
     fails = torch.from_numpy(batch.is_scored) & ~holds
     return ~torch.isin(groups, groups[fails])
@@ -316,9 +318,9 @@ def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
 def _sample_advantages(
     scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None
 ) -> Tensor:
-    """Return advantages [samples] by the recipe's estimator, among scored trajectories; zero for unscored ones.
+    """Return advantages [samples] by the recipe's estimator, computed over scored trajectories; zero for unscored ones.
 
-    `among`, bool [samples], limits the computation to some of them.
+    `among`, bool [samples], limits the computation to some samples.
     """
     is_taken = torch.from_numpy(batch.is_scored)
     if among is not None:

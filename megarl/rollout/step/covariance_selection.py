@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov over a step: fewer updates that lower the policy's entropy."""
+"""Clip-Cov and KL-Cov: weaken the updates that would lower the policy's entropy most."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ METRICS = (
 def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) -> dict[str, float]:
     """Drop or penalise tokens of high covariance of log-prob and advantage, if the recipe says so. Return the metrics.
 
-    It sets importance weights to zero, so call it after they are computed. It reads the batch's advantages, and the
-    log-probs before the first update. `weight_version` changes the draw from step to step.
+    Some importance weights become zero, so call it after they are computed. It reads the batch's advantages, and the
+    log-probs before the first update. `weight_version` changes the random draw from step to step.
     """
     algorithm, mask = recipe.algorithm, torch.from_numpy(batch.loss_mask)
     if not algorithm.selects_by_covariance or not mask.any():
@@ -62,13 +62,14 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
 def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
     """Return a random number for each token, [tokens], between 0 and 1.
 
-    It depends on `seed`, on the tokens of its sequence and on its position there. The order of sequences and the number
-    of ranks do not matter, so a resized run draws the same tokens. Equal sequences have different numbers.
+    The number depends on `seed`, on the tokens of the sequence and on the token's position there. The order of
+    sequences and the number of ranks do not matter, so a resized run draws the same tokens. Equal sequences have
+    different numbers.
     """
     draws: list[NDArray[np.float64]] = []
     num_equal: Counter[bytes] = Counter()
     for token_ids in np.split(batch.token_ids, batch.cu_seqlens[1:-1]):
-        # Python's `hash` differs from process to process, and a resumed run must draw the same tokens.
+        # blake2b, because Python's `hash` differs between processes, and a resumed run must draw the same tokens.
         digest = blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).digest()
         words = np.frombuffer(digest, np.uint32).tolist()
         draws.append(np.random.default_rng([*seed, num_equal[digest], *words]).random(len(token_ids)))

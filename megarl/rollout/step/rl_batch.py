@@ -20,20 +20,20 @@ from megarl.types import Segment, Trajectory
 class RLBatch(TokenBatch):
     """Training batch: the concatenated segments of all trajectories. A sample is a trajectory with all its segments.
 
-    Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts tokens
-    sampled by the policy, `num_turns` completions. Group statistics exclude unscored trajectories. These are trained
-    only if the loss needs no rewards (distillation).
+    Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts the
+    policy's tokens, `num_turns` completions. Group statistics exclude unscored trajectories. A loss without rewards
+    (distillation) trains them nevertheless.
     """
 
     weight_versions: NDArray[np.int32]
-    """[tokens]: version of the engine's weights (number of reshards so far) at sampling; -1 if not sampled."""
+    """[tokens]: version of the engine's weights (number of weight updates so far) at sampling; -1 if not sampled."""
     turns: NDArray[np.int16]
     """[tokens]: number of the completion containing the token, from 0; -1 if not sampled."""
     turn_rewards: NDArray[np.float64]
     """[samples, turns]: rewards of the environment for single turns. `rewards` includes them."""
     state_groups: NDArray[np.int64]
-    """[samples, turns]: number of the turn's step group, -1 without one. Turns of a group act in the same state of the
-    same prompt.
+    """[samples, turns]: number of the turn's step group; -1 without a group. Turns of a step group act in the same
+    state of the same prompt.
     """
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
@@ -45,13 +45,13 @@ class RLBatch(TokenBatch):
     roles: tuple[str | None, ...] = ()
     """Role that the policy played in each trajectory; None: the environment named none."""
     sample_ids: tuple[tuple[int, int], ...] = ()
-    """Number of each trajectory's prompt in the run, and of the attempt in its group."""
+    """Two numbers per trajectory: of its prompt in the run, and of the attempt in its group."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Unweighted scores [samples] by reward function; NaN: the function gave no score."""
     environment_scores: NDArray[np.float64] | None = None
-    """[samples]: sum of the environment's turn rewards; NaN if it gave none. None: no sample has any."""
+    """[samples]: sum of the environment's turn rewards; NaN without such rewards. None: all samples lack them."""
     model_scores: NDArray[np.float64] | None = None
-    """[samples]: unweighted scores of the reward model. None: the run has none, or it has not yet scored."""
+    """[samples]: unweighted scores of the reward model. None: there is no reward model, or it has not yet scored."""
     entropies: NDArray[np.float32] | None = None
     """[tokens]: entropies of the trainer's distributions before the update, in nats; 0 if not sampled."""
 
@@ -66,7 +66,7 @@ class RLBatch(TokenBatch):
         """Return the batch made of these groups (one group per prompt).
 
         `mask_truncated` excludes trajectories that a limit ended from training; `needs_rewards` excludes unscored ones.
-        `old_logprobs` exist if any segment has them; sampled tokens of other segments have NaN.
+        `old_logprobs` exist if any segment has them. In other segments they are NaN on sampled tokens.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -125,7 +125,7 @@ class RLBatch(TokenBatch):
     def forget_stale_logprobs(self, weight_version: int) -> None:
         """Set `rollout_logprobs` to NaN on tokens sampled before `weight_version`.
 
-        The mismatch between engine and trainer is then measured for equal weights only.
+        The metrics then compare engine and trainer for equal weights only.
         """
         is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
         logprobs = self.per_token["rollout_logprobs"]
@@ -134,10 +134,10 @@ class RLBatch(TokenBatch):
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
         """Return the minibatch of each optimizer update of a step, with token weights set.
 
-        `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first keeps the
-        order. Later ones are shuffled with the seed, the step and the pass number. `conversations` are distributed over
-        the updates for an additional loss (`algorithm.ptx_coefficient`). Steps training only the critic have none
-        (`critic.warmup_steps`).
+        `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first pass keeps
+        the order of the samples. Later passes are shuffled with the seed, the step and the pass number. `conversations`
+        are distributed over the updates for an additional loss (`algorithm.ptx_coefficient`). Steps that train only the
+        critic (`critic.warmup_steps`) have no minibatches.
         """
         if step <= recipe.frozen_steps:
             return []
@@ -160,7 +160,7 @@ class RLBatch(TokenBatch):
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
         """Return the minibatch of each critic update of a step. The critic's loss is the mean over tokens."""
         algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
-        # The critic reads only these; fewer arrays are less to send to the ranks.
+        # The critic reads only these two arrays, so only they are sent to the ranks.
         batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
         samples = np.arange(len(self.groups))
         minibatches = [batch.select_samples(part) for part in parts(samples, recipe.critic.updates_per_step)]
@@ -170,7 +170,10 @@ class RLBatch(TokenBatch):
 
 
 def is_trained_on(trajectory: Trajectory, mask_truncated: bool, needs_rewards: bool) -> bool:
-    """Return whether the sampled tokens of a trajectory have a loss; see `RLBatch.from_groups`."""
+    """Return whether the sampled tokens of a trajectory have a loss.
+
+    `mask_truncated` excludes trajectories that a limit ended; `needs_rewards` excludes unscored ones.
+    """
     # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
     is_left_out = mask_truncated and trajectory.ended in ("length", "seconds")
     return not is_left_out and (trajectory.reward is not None or not needs_rewards)
@@ -261,7 +264,9 @@ def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
 
 
 def _add_conversations(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """Return a policy minibatch joined with conversations. They get the fraction `share` of the total loss."""
+    """Return a policy minibatch joined with conversations. The conversations get the fraction `share` of the total
+    loss.
+    """
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)

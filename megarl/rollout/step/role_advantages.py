@@ -1,4 +1,4 @@
-"""Advantages of self-play: each reward is compared with the earlier rewards of the same role."""
+"""Advantages of self-play: each reward is compared with earlier rewards of the same role."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.types import ConfigError
 
 
 def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: dict[str, float]) -> Tensor:
-    """Return the advantages of role-conditioned baselines, [samples], like `scores`; zero for unscored samples.
+    """Return the advantages of role-conditioned baselines (rae), [samples], like `scores`; zero for unscored samples.
 
-    `baselines` maps a role, in a mixture SOURCE.ROLE, to its baseline before the step, and is updated. A new role
-    begins with 0. Samples count in the order of their numbers, however the batch is ordered. Raises ConfigError for a
-    sample without a role.
+    `baselines` maps a role (in a mixture SOURCE.ROLE) to its baseline, and is updated. A new role begins with 0.
+    Samples count in the order of their numbers, however the batch is ordered. Raises ConfigError for a sample without a
+    role.
     """
     # `rae` updates a baseline after each sample, so their order changes the result.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])

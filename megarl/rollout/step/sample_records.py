@@ -1,4 +1,4 @@
-"""Records of samples for people to read: with the prompts as shown to the policy, or token by token."""
+"""Records of samples for people to read: with the prompts as the policy saw them, or token by token."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MOST_TOKENS = 512
-"""Maximum number of recorded tokens of a sample. Longer ones are cut in the middle."""
+"""Maximum number of recorded tokens of a sample. A longer sample is cut in the middle."""
 _BYTES_OF_CHARACTER = 4
-"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens sharing one."""
+"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens that share a character."""
 
 
 def with_rendered_prompts(
     records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of these trajectories with `rendered_prompt` added: the text of the first prompt's tokens.
+    """Yield the records of these trajectories, each with `rendered_prompt`: the text of the first prompt's tokens.
 
-    It includes all that the chat template adds. A trajectory without sampled tokens has none.
+    The text includes all that the chat template adds. A trajectory without sampled tokens has no `rendered_prompt`.
     """
     text_by_prompt: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
     for record, trajectory in zip(records, trajectories, strict=True):
@@ -56,11 +56,11 @@ async def token_records(
 
     `batch` is built from `groups` and has advantages. A record has the fields of `Trajectory.record` except the
     completion. Its `columns` have one entry per token of the last segment, from the first sampled token on; null for
-    tokens not sampled. Log-probs are in nats. `logprob_gap`, trainer minus engine, is given only for tokens sampled by
+    tokens not sampled. Log-probs are in nats. `logprob_gap`, trainer minus engine, is null for tokens sampled before
     `weight_version`, the trainer's current weights. `cut` is the number of tokens omitted in the middle.
 
     `forward` computes the trainer's log-probs, float32 [tokens], if the batch lacks them. `starts_from_rollout`: the
-    batch's old log-probs are the engine's. Call it before the update.
+    batch's old log-probs are the engine's. Call this function before the update.
     """
     trajectories = flatten(groups)
     positions = _extremes(batch, count)
@@ -69,7 +69,7 @@ async def token_records(
     places = batch.last_segments[positions]
     selected = batch.select(places)
     old_logprobs = selected.per_token.get("old_logprobs")
-    # NaN: the update's own forward pass is to give them.
+    # NaN marks log-probs that the update's own forward pass would compute.
     is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
     if old_logprobs is None or not is_known:
         old_logprobs = await forward(selected)
@@ -85,7 +85,7 @@ async def token_records(
         cut = max(0, len(selected) - MOST_TOKENS)
         if cut:
             selected = np.concatenate([selected[: MOST_TOKENS // 2], selected[-(MOST_TOKENS // 2) :]])
-        # Log-probs computed now belong to the current weights; older tokens had other ones.
+        # Log-probs computed now belong to the current weights. Older tokens were sampled by other weights.
         is_of_now = is_known | (segment.weight_versions == weight_version)
         columns = {
             "text": selected_texts(tokenizer, segment.token_ids[first:], selected - first),
@@ -103,7 +103,9 @@ async def token_records(
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
-    """Return the text of each token [tokens]. If tokens share a character, the last has it and the others are empty."""
+    """Return the text of each token [tokens]. Of tokens that share a character, the last has its text; the others are
+    empty.
+    """
     texts: list[str] = []
     pending: list[int] = []
     for number, token in enumerate(token_ids.tolist(), 1):
@@ -125,7 +127,8 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
 def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected: NDArray[np.int64]) -> list[str]:
     """Return the texts of the tokens at the indices `selected` [selected].
 
-    Only these, and neighbours sharing a character with them, are decoded: a segment of 32k tokens takes seconds.
+    Decoding a segment of 32k tokens takes seconds. So only the selected tokens are decoded, and neighbours that share a
+    character with them.
     """
     texts: list[str] = []
     for run in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):

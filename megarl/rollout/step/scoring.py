@@ -1,6 +1,6 @@
 """Scores of a step's groups by the run's models, with the weights before the step's update.
 
-They are log-probs of policy and reference, entropies, the critic's values and the reward model's scores.
+Scores are log-probs of policy and reference, entropies, the critic's values and the reward model's scores.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
 async def add_model_scores(
     groups: Sequence[Group], batch: RLBatch, reward_model: RankModel, config: RewardConfig
 ) -> tuple[list[Group], dict[str, float]]:
-    """Add a reward model's scores to the rewards of `groups`, and of the batch built from them. Return groups and
-    metrics.
+    """Add a reward model's scores to the rewards of `groups` and of `batch`, which is built from them.
+
+    Returns the groups and the metrics.
     """
     # The last segment of a trajectory ends with its final answer.
     ends = with_score_masks(batch.select(batch.last_segments))
@@ -80,7 +81,7 @@ async def add_model_scores(
     added = iter((config.model_weight * clipped).tolist())
     rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
-    # `rewards` include the turns' rewards, so these have the same weight.
+    # `rewards` include the turns' rewards, so turn rewards get the same weight.
     batch.turn_rewards = config.function_weight * batch.turn_rewards
     batch.model_scores = clipped
     return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
@@ -99,9 +100,9 @@ async def complete_logprobs(
 ) -> tuple[list[Group], list[Group]]:
     """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    New trajectories of the step's first update need no extra pass: its own forward pass computes them. Waiting ones
-    always need one. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once. Returns
-    both lists.
+    New trajectories of the step's first update need no extra pass: the update's own forward pass computes them. Waiting
+    groups always need one. With algorithm.entropy_top_share all trajectories get `entropies` too. `forward` is called
+    at most once. Returns both lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
@@ -131,7 +132,9 @@ async def complete_logprobs(
 
 
 def _first_needing(recipe: Recipe, count: int) -> int:
-    """Return the number of leading trajectories, of a step's `count`, without need for log-probs before the updates."""
+    """Return how many of a step's `count` trajectories need no log-probs before the updates. They are the first
+    ones.
+    """
     train = recipe.train
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
         # A later pass over the samples trains the first minibatch again, with other weights.
@@ -158,9 +161,9 @@ def _needs_logprobs(recipe: Recipe) -> bool:
 def corrects_in_update(recipe: Recipe) -> bool:
     """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
 
-    This saves a pass. Five things need the weights, or the log-probs, beforehand: distillation, the entropy filter, the
-    choice by covariance, metrics of stale groups, and a product over the segments of a trajectory, which may be in
-    different microbatches.
+    This saves a pass. It is not possible if the weights or log-probs are needed beforehand: by distillation, the
+    entropy filter, the choice by covariance, or metrics of stale groups. Neither is it for a product over the segments
+    of a trajectory, which may be in different microbatches.
     """
     algorithm = recipe.algorithm
     if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":
@@ -180,7 +183,7 @@ def _lacks_entropies(trajectory: Trajectory) -> bool:
 
 
 def with_logprobs(trajectory: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
-    """Return the trajectory with `logprobs`, one array [tokens] per segment, as `old_logprobs`; zero if not sampled."""
+    """Return the trajectory with `logprobs` as `old_logprobs`: one array [tokens] per segment, zero if not sampled."""
     pairs = zip(trajectory.segments, logprobs, strict=True)
     return replace(trajectory, segments=tuple(replace(s, old_logprobs=_sampled_only(s, values)) for s, values in pairs))
 

@@ -1,4 +1,4 @@
-"""Step-level advantages of GiGPO: the turns of a prompt's samples that act in the same state are compared."""
+"""Step-level advantages of GiGPO. Turns of a prompt's samples are compared if they act in the same state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megarl.types import ConfigError
 def weighted_state_advantages(turn_rewards: Tensor, batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
     """Return `algorithm.state_weight` times the advantage of each token's turn within its step group: [tokens].
 
-    `turn_rewards` are float64 [samples, turns]. Unscored samples are in no step group. Raises ConfigError if a turn of
-    a scored sample has no state.
+    A step group has the turns of one prompt's scored samples that act in the same state. `turn_rewards` are float64
+    [samples, turns]. Raises ConfigError if a turn of a scored sample has no state.
     """
     _refuse_missing_states(batch, algorithm)
     # -1 means no group. The return of an unscored sample would shift the mean of its group.

@@ -87,7 +87,7 @@ METRICS = (
 )
 
 OLDEST = 8
-"""Largest staleness, in weight versions, with a metric of its own. Older tokens count there too."""
+"""Largest staleness, in weight versions, with a separate metric. Older tokens count as this stale."""
 
 
 def step_metrics(
@@ -95,7 +95,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return reward and rollout metrics of a step's samples, and the staleness of the groups trained on.
 
-    If nothing was sampled, because enough groups were waiting, all metrics describe the groups trained on.
+    If enough groups were waiting, nothing was sampled. Then all metrics describe the groups trained on.
     """
     trained = flatten(groups)
     # Sampled trajectories include the ones filtered out, so a filter does not bias the metrics.
@@ -111,7 +111,7 @@ def step_metrics(
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one source of a mixture, computed from its own trajectories.
 
-    Names are `environment/SOURCE/` and the usual name without `rollout/` or `environment/`.
+    A name is `environment/SOURCE/` and the metric's usual name without `rollout/` or `environment/`.
     """
     episodes = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(episodes) / len(trajectories)}
@@ -126,7 +126,7 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
 
 
 def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source, a text in this field of their records. Others are omitted."""
+    """Group trajectories by data source, a text in this field of their records. Trajectories without it are omitted."""
     if field is None:
         return {}
     named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
@@ -136,7 +136,7 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
     """Return reward metrics per data source, named by `field` of the records. Unscored trajectories are omitted."""
     rewarded = [t for t in trajectories if t.reward is not None]
-    # A source may lose its verdicts in the middle of a step (`Answers`): earlier ones then do not count alone.
+    # A source may stop having verdicts in the middle of a step. Its earlier verdicts alone would bias the mean.
     unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
     rewards: dict[str, list[Reward]] = {}
     for name, source_trajectories in by_data_source(rewarded, field).items():
@@ -155,8 +155,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
 def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Trajectory] | None = None) -> dict[str, float]:
     """Return reward metrics of a step's completions, in total and per reward function.
 
-    Unscored attempts do not count. A reward model scores only the `trained` ones, so with one the total reward
-    describes only these.
+    Unscored attempts do not count. A reward model scores only the trajectories in `trained`, so the total reward then
+    describes only these. None: all.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if trained is None else trained) if t.reward is not None]
@@ -184,7 +184,7 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return rollout metrics of a step's attempts. A metric OWN of the environment is named `environment/OWN`, except
+    """Return rollout metrics of a step's attempts. The environment's own metrics get the prefix `environment/`, except
     `tools/`.
     """
     count = len(trajectories)
@@ -233,7 +233,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _first_prompt_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens before the first sampled one; of the problem's prompt if none was sampled."""
+    """Return the number of tokens before the first sampled token. Without a sampled token, the problem's prompt
+    counts.
+    """
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
 
@@ -241,8 +243,8 @@ def _first_prompt_tokens(trajectory: Trajectory) -> int:
 def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
     """Return metrics of the trained tokens before the update, for each age (weight versions since sampling).
 
-    `is_trainers`: `old_logprobs` come from the trainer. If some are missing, only shares of tokens are returned. Call
-    this before stale log-probs become NaN.
+    `is_trainers`: `old_logprobs` come from the trainer. If log-probs are missing, only shares of tokens are returned.
+    Call this before stale log-probs become NaN.
     """
     mask = batch.loss_mask
     if not mask.any():

@@ -1,7 +1,7 @@
 """Records of training steps (`train.record`), their files, and the comparison of a step with its record.
 
-A record holds what the step received and what it computed: arrays of its batch, metrics of its updates, fingerprints of
-the trainer's state after it.
+A record holds a step's inputs and results: arrays of the batch, metrics of the updates, fingerprints of the trainer's
+new state.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yam
 """Files of a record in `records/step_NNNNNN/` of the run folder."""
 
 LOSSES = ("critic/loss", "train/loss")
-"""Recorded metrics of updates from before the gradients."""
+"""Recorded metrics of updates that are computed before the gradients."""
 NORMS = ("critic/grad_norm", "train/grad_norm", "train/learning_rate")
-"""Recorded metrics of updates from after the gradients."""
+"""Recorded metrics of updates that are computed after the gradients."""
 COMPARED_METRICS = (*LOSSES, *NORMS)
 
 _FIRST_ARRAYS = (
@@ -48,17 +48,18 @@ _FIRST_ARRAYS = (
     "advantages",
     "returns",
 )
-"""Arrays of a batch in the order of their computation. Others are compared after these."""
+"""Arrays of a batch in the order of their computation. Other arrays are compared later."""
 
 OTHER_LAYOUT_TOLERANCE = 1e-5
-"""Relative tolerance for values computed with other parallel sizes: float32 sums have another order there."""
+"""Relative tolerance for values computed with other parallel sizes, where float32 sums have another order."""
 STATE_FACTOR = 10
-"""Tolerance of state tensors, divided by that of all other values. Gradients of small tensors, such as norms, are sums
-that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp 2 in float32.
+"""Tolerance of state tensors, as a multiple of the tolerance of all other values. Gradients of small tensors, such as
+norms, are sums that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp
+2 in float32.
 """
 
 _FIRST_MOMENTS = (".exp_avg.", ".momentum_buffer.")
-"""Parts of the names of state tensors that show a step's gradient first: Adam's first moment, Muon's momentum."""
+"""Name parts of the state tensors where a step's gradient shows first: Adam's first moment, Muon's momentum."""
 _MISSING, _ADDED = "recorded, but not there now", "there now only"
 
 StateParts = Mapping[str, Mapping[int, Fingerprint]]
@@ -69,17 +70,17 @@ StateParts = Mapping[str, Mapping[int, Fingerprint]]
 class StepRecord:
     """Inputs and results of a training step.
 
-    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are those of later steps in
-    the same batch. `arrays` are those of the step's batch, [tokens] or [samples]; empty with train.record = tokens.
-    `digests` [samples] are CRC-32 numbers of each sample's part of an array. `borders` int64 [samples + 1] are the
-    samples' first tokens.
+    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are groups sampled in the
+    same batch for later steps. `arrays` are the arrays of the step's batch, [tokens] or [samples]; empty with
+    train.record = tokens. `digests` [samples] are CRC-32 numbers of each sample's part of an array. `borders` int64
+    [samples + 1] are the numbers of the samples' first tokens.
     """
 
     step: int
     recipe: str
     """The step's recipe as YAML, with secrets as references."""
     layout: Mapping[str, Any]
-    """Parallel sizes and the recipe's section trainer, which decide the rounding. JSON values."""
+    """Parallel sizes and the recipe's section trainer, as JSON values. They decide the rounding."""
     kl_coefficient: float
     groups: Sequence[Group]
     waiting: Sequence[Group]
@@ -91,16 +92,16 @@ class StepRecord:
     role_baselines: Mapping[str, float] = field(default_factory=dict)
     """Baselines of roles before the step."""
     chain: str = ""
-    """sha256 over the results of all recorded steps up to this one, in hexadecimal. It is set by `save`."""
+    """sha256 over the results of all recorded steps up to this step, in hexadecimal. `save` sets it."""
 
     @property
     def num_tokens(self) -> int:
         return int(self.borders[-1])
 
     def save(self, records: Path) -> int:
-        """Write the record to `step_NNNNNN/` in the folder of all records. Returns the bytes written.
+        """Write the record to `step_NNNNNN/` in the folder `records`. Returns the bytes written. Raises StorageError.
 
-        An existing record of the step is replaced: a resumed run repeats steps. Raises StorageError.
+        An existing record of the step is replaced, because a resumed run repeats steps.
         """
         archive = Archive()
         everything = flatten([*self.groups, *self.waiting])
@@ -124,7 +125,7 @@ class StepRecord:
         arrays |= {f"digest.{name}": array for name, array in self.digests.items()} | {"borders": self.borders}
         # safetensors writes the underlying buffer: a strided view would be saved wrongly.
         tensors = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-        # A file of its own: the next step and --bisect need nothing else of this record.
+        # A separate file, because the next step and --bisect read only the chain of this record.
         chain = self._chain(chain_of(records, self.step - 1))
         contents = {
             RECORD: json.dumps(values).encode(),
@@ -156,9 +157,10 @@ class StepRecord:
 
     @classmethod
     def load(cls, records: Path, step: int, find_problem: FindProblem | None = None) -> StepRecord:
-        """Read the record of a step. `find_problem` looks up problems by source and index; None: no trajectories.
+        """Read the record of a step. `find_problem` looks up problems by source and index; None: no trajectories are
+        read.
 
-        Raises DataError naming the file if it is missing or damaged.
+        Raises DataError with the file's name if the record is missing or damaged.
         """
         folder = record_folder(records, step)
         with _damage_named(folder):
@@ -197,7 +199,7 @@ class StepRecord:
             return replace(record, groups=groups, waiting=waiting)
 
     def _check_sizes(self, step: int) -> None:
-        """Raise ValueError if the arrays do not fit together, or the record has another step."""
+        """Raise ValueError if the arrays do not fit together, or the record is of another step."""
         if self.step != step:
             raise ValueError(f"it is the record of step {self.step}")
         num_samples = len(self.borders) - 1
@@ -223,7 +225,7 @@ def recorded_steps(records: Path) -> set[int]:
 
 @contextmanager
 def _damage_named(folder: Path) -> Iterator[None]:
-    """Context turning errors of reading into a DataError with the record's folder."""
+    """Context that turns reading errors into a DataError with the record's folder."""
     if not (folder / RECORD).is_file():
         raise DataError(
             f"{folder}: there is no record of this step; records are written by runs with train.record=tokens or all"
@@ -236,7 +238,7 @@ def _damage_named(folder: Path) -> Iterator[None]:
 
 
 def chain_of(records: Path, step: int) -> str:
-    """Return the chain of a recorded step (`StepRecord.chain`), empty if it has none."""
+    """Return the `StepRecord.chain` of a recorded step; empty if the file is missing."""
     try:
         return (record_folder(records, step) / CHAIN).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -287,10 +289,10 @@ def digests_of(arrays: Mapping[str, NDArray[Any]], borders: NDArray[np.int64]) -
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference of a step and its record.
+    """A difference between a step and its record.
 
     `tensor` is the array, metric or state tensor, `place` where it differs, `amount` by how much. `samples` int64
-    [differing] have another value.
+    [differing] are the numbers of the samples with another value.
     """
 
     tensor: str
@@ -305,18 +307,18 @@ class Difference:
 
 
 def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Difference]:
-    """Yield the differences between two executions of a step, in the order in which it computes the values.
+    """Yield the differences between two executions of a step, in the order in which a step computes the values.
 
-    In the same layout all values must be bit-equal, and state tensors are compared rank by rank. In different layouts
-    a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), a state tensor by STATE_FACTOR times the tolerance
-    of its norm. State tensors are compared as a whole then, and arrays only if both records hold their values.
+    In the same layout all values must be bit-equal, and state tensors are compared rank by rank. In different layouts a
+    value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), a state tensor by STATE_FACTOR times the tolerance of
+    its norm. State tensors are then compared as a whole, and arrays only if both records hold their values.
     """
     tolerance = 0.0 if recorded.layout == replayed.layout else OTHER_LAYOUT_TOLERANCE
     yield from _array_differences(recorded, replayed, tolerance)
     yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
-    # First moments of Adam hold the gradients, so they come before what follows from them.
+    # Adam's first moments hold the gradients, so they come before the norms and weights computed from gradients.
     gradients, rest = _shared_state(recorded.state, replayed.state, tolerance)
-    # Clipping changes all gradients if one is wrong: the wrong one has the largest distance.
+    # Clipping spreads one wrong gradient to all others, and the wrong one has the largest distance: sort by distance.
     state_differences = [
         difference for name in gradients for difference in _state_differences(name, recorded, replayed, tolerance)
     ]
@@ -327,7 +329,7 @@ def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Differen
 
 
 def _shared_state(before: StateParts, now: StateParts, tolerance: float) -> tuple[list[str], list[str]]:
-    """Return the names of the gradients' tensors (first moments) to compare, and of all others."""
+    """Return the names of the state tensors to compare: first moments (which hold the gradients), then all others."""
     names = before.keys() | now.keys()
     if not all(any("optimizer." in name for name in state) for state in (before, now)):
         # A record of train.record = tokens has weights only.
@@ -347,7 +349,7 @@ def _metric_differences(
         if (name in before) != (name in now):
             yield Difference(name, "", _MISSING if name in before else _ADDED)
         elif name in before:
-            # A learning rate is no sum of rounded values, and smaller than any absolute tolerance.
+            # A learning rate is not a sum of rounded values, and smaller than any absolute tolerance.
             limit = 0.0 if name == "train/learning_rate" else tolerance
             if not _is_close(np.array([before[name]]), np.array([now[name]]), limit)[0]:
                 yield Difference(name, "", f"{before[name]:.9g} recorded, {now[name]:.9g} now")
@@ -410,7 +412,7 @@ def _state_differences(name: str, recorded: StepRecord, replayed: StepRecord, to
 
 
 def _place_in_step(name: str) -> tuple[int, list[str | int]]:
-    """Return a sort key of a state tensor: first moments, second moments, main weights, weights; then by layer."""
+    """Return a sort key of a state tensor: by first moments, second moments, main weights, weights; then by layer."""
     order = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
     place = next((place for place, part in enumerate(order) if part in name), len(order))
     words = re.split(r"(\d+)", name)

@@ -1,7 +1,7 @@
-"""The teachers' own prompts: the policy's prompt with more context, before the same sampled tokens.
+"""The teacher's own prompts: the policy's prompt with more context, before the same sampled tokens.
 
-The teacher scores the sampled tokens after its own prompt (self-distillation with privileged context: OPSD, arXiv
-2601.18734; SDFT, 2601.19897; SDPO, 2601.20802). Token ids are joined; sampled tokens are never tokenised again.
+This is self-distillation with privileged context (OPSD, arXiv 2601.18734; SDFT, 2601.19897; SDPO, 2601.20802). Token
+ids are joined; sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from megarl.types import MegarlError, Trajectory
 
 
 class Opening(NamedTuple):
-    """The beginning of a sequence as a teacher reads it: `token_ids` [tokens] replace its first `num_replaced` ones."""
+    """The beginning of a sequence as a teacher reads it: `token_ids` [tokens] replace the first `num_replaced`
+    tokens.
+    """
 
     num_replaced: int
     token_ids: NDArray[np.int64]
 
     def length_of(self, num_tokens: int) -> int:
-        """Return the length of a sequence with this opening, instead of `num_tokens` with its own."""
+        """Return the length of a sequence with this opening. `num_tokens` is its length with the policy's prompt."""
         return num_tokens - self.num_replaced + len(self.token_ids)
 
 
@@ -42,13 +44,13 @@ class TeacherPrompts:
     context: tuple[str, ...]
     dialogue: Dialogue
     _checked: tuple[bytes, str] | None = None
-    """The newest prompt found to be its messages in the chat template. Attempts of a group usually share it."""
+    """Hash input of the newest prompt that passed `_check_prompt`. Attempts of a group usually share the prompt."""
 
     def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.
 
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
-        if the chat template did not write the prompt: then the teacher's cannot be written.
+        if the chat template did not write the prompt, because the teacher's prompt then cannot be written.
         """
         parts = [part for source in self.context if (part := _context(source, trajectory, group))]
         if self.context and not parts:
@@ -56,7 +58,7 @@ class TeacherPrompts:
         prompt, messages = trajectory.first_prompt, trajectory.messages[0] if trajectory.messages else ()
         if prompt is None:
             return [None for _ in trajectory.segments]
-        # Written for each attempt, because its context may be its own.
+        # Rendered for each attempt, because attempts of a group may have different contexts.
         teacher_prompt = self._render(_rewritten(self.template, messages, "\n\n".join(parts)), trajectory)
         self._check_prompt(prompt, messages, trajectory)
         openings: list[Opening | None] = []
@@ -91,10 +93,10 @@ class TeacherPrompts:
 def splice(
     token_ids: NDArray[np.int64], *, prompt: NDArray[np.int64], teacher_prompt: NDArray[np.int64]
 ) -> Opening | None:
-    """Return the teacher's opening of a sequence. Its tokens before the first sampled one are `token_ids` [tokens].
+    """Return the teacher's opening of a sequence. `token_ids` [tokens] are its tokens before the first sampled token.
 
-    A later segment may write the end of `prompt` [tokens] otherwise, for example without the opening of thoughts. That
-    end must be common to both prompts. Returns None if the sequence differs from the prompt earlier.
+    A later segment may have another end of `prompt` [tokens], for example without the opening of thoughts. Then
+    `prompt` and `teacher_prompt` must share this end. Returns None if the sequence differs from the prompt earlier.
     """
     num_equal = _common_length(token_ids, prompt)
     # The sequence lacks these tokens of the prompt: both prompts must end with them.
@@ -107,7 +109,7 @@ def splice(
 def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[TokenBatch, NDArray[np.int64]]:
     """Return a batch as the teacher reads it, and each of its tokens' place in `batch`: int64 [teacher's tokens].
 
-    There is an opening for each sequence. The place of the teacher's own tokens is -1.
+    `openings` has one opening per sequence. Tokens of the openings have place -1.
     """
     pieces: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64]] = []
@@ -138,7 +140,7 @@ def _common_length(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
 
 
 def _context(source: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
-    """Return one part of a trajectory's context; empty if it has none."""
+    """Return one part of a trajectory's context; empty if the trajectory lacks this part."""
     if source == "feedback":
         # The messages before each completion come first; those after the last one follow.
         replies = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
@@ -153,7 +155,6 @@ def _is_success(trajectory: Trajectory) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a text as it is, nothing for null, and another JSON value as JSON."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 

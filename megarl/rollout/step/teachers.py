@@ -57,7 +57,7 @@ METRICS = (
 )
 
 _BANDS = {"first_64": 0, "from_64": 64, "from_512": 512}
-"""Bands of a sample's trained tokens: name, and number of the first token. A band ends where the next one begins."""
+"""Bands of a sample's trained tokens: name, and number of the first token. A band ends where the next band begins."""
 _NO_PROMPTS: Mapping[str, TeacherPrompts] = MappingProxyType({})
 _NO_OPENING = Opening(0, np.zeros(0, np.int64))
 
@@ -65,7 +65,7 @@ _NO_OPENING = Opening(0, np.zeros(0, np.int64))
 class Teachers:
     """The teacher models of a distillation run. A sample's source determines its teacher.
 
-    `prompts` write the teachers' own prompts, by source. In other sources teachers read the policy's prompt.
+    `prompts` write the teacher's own prompts, by source. In other sources teachers read the policy's prompt.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class Teachers:
         self._max_tokens = recipe.teacher_tokens
         self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teacher_models]
         self._openings: list[Opening] = []
-        """The teacher's opening of each sequence of the step; it replaces nothing where both prompts are equal."""
+        """The teacher's opening of each sequence of the step. It replaces nothing where teacher and policy read the
+        same prompt.
+        """
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: number of the teacher, and of the sequence within the step."""
@@ -121,7 +123,7 @@ class Teachers:
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
         """Exclude tokens missing in their teacher's vocabulary from the loss, like padding ids sampled by the policy.
 
-        Returns the metric `distillation/unknown`, the share of these tokens.
+        Returns the metric `distillation/unknown`, the share of excluded tokens.
         """
         num_trained = batch.loss_mask.sum()
         for model, sequences in self._parts(batch):
@@ -130,9 +132,10 @@ class Teachers:
         return {"distillation/unknown": float(1 - batch.loss_mask.sum() / max(num_trained, 1))}
 
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Return the teachers' log-probs of the batch, float32 [tokens]; zero on the first token of each sequence.
+        """Return the teachers' log-probs of the batch, float32 [tokens].
 
-        They are zero in sequences without a trained token, and on tokens before the first one sampled.
+        Zero on the first token of each sequence, in sequences without a trained token, and on tokens before the first
+        sampled token.
         """
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
@@ -142,13 +145,15 @@ class Teachers:
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
-        """Let the teachers store their distributions over this minibatch, for the policy's next update on it."""
+        """Let the teachers store their distributions over this minibatch. The policy's next update reads them."""
         for model, sequences in self._parts(minibatch):
             sent, _ = self._as_read(minibatch.select(sequences))
             await model.teach(_replace_unknown_tokens(sent, model))
 
     def _as_read(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
-        """Return sequences as their teacher reads them, and each token's place in `batch`, -1 for the teacher's own."""
+        """Return sequences as their teacher reads them, and each token's place in `batch`; -1 for the teacher's own
+        tokens.
+        """
         assert batch.target_keys is not None
         return join_openings(batch, [self._openings[number] for number in batch.target_keys[:, 1]])
 
@@ -172,7 +177,7 @@ def _num_tokens(model: RankModel) -> int:
 
 def _replace_unknown_tokens(batch: TokenBatch, model: RankModel) -> TokenBatch:
     """Replace tokens missing in the teacher's vocabulary by token 0, in place. Returns the batch."""
-    # The teacher has no embedding for these ids. Their result is unused: `leave_out_unknown` masked them.
+    # The teacher has no embedding for these ids. `leave_out_unknown` has masked them, so their log-probs are unused.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
     return batch
 
@@ -182,8 +187,8 @@ def compute_teacher_advantages(
 ) -> dict[str, float]:
     """Set the batch's `advantages` [tokens]: log-prob by the teacher minus log-prob by the policy, in nats.
 
-    `teacher_logprobs` are [tokens]; the policy's are the batch's `old_logprobs`. With `gamma` above 0 an advantage
-    includes discounted differences of the sample's later tokens. Returns metrics (METRICS).
+    `teacher_logprobs` are [tokens]. The policy's log-probs are the batch's `old_logprobs`. With `gamma` above 0 an
+    advantage includes discounted differences of the sample's later tokens. Returns metrics (METRICS).
     """
     mask = torch.from_numpy(batch.loss_mask)
     # A mean over no tokens would be NaN.
@@ -212,7 +217,7 @@ def compute_teacher_advantages(
 
 
 def _band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
-    """Return the mean of policy minus teacher by the number of a token in its sample; none for an empty band.
+    """Return the mean of policy minus teacher in each band of token numbers. Empty bands are omitted.
 
     `log_ratios` [tokens] are the teacher's log-probs minus the policy's.
     """
@@ -232,7 +237,7 @@ def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
     """Add advantages from rewards to the batch's `advantages` [tokens] from teachers. Returns the estimator's metrics.
 
     The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), with the rewards' advantage A. Policy
-    gradients are linear in advantages, so both objectives are maximised together.
+    gradients are linear in advantages, so the sum maximises both objectives together.
     """
     taught = batch.per_token["advantages"]
     metrics = compute_advantages(batch, recipe, 0.0)

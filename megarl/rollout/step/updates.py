@@ -1,6 +1,5 @@
-"""Updates of critic and policy in a step.
-
-Updates are skipped if the log-probs of trainer and engine differ by more than `train.max_logprob_gap`.
+"""Updates of critic and policy in a step. A large mismatch of trainer and engine skips them
+(`train.max_logprob_gap`).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ METRICS = (MetricRow("critic/NAME", "as train/NAME", "the training metric NAME o
 class PolicyUpdates:
     """Updates of the policy in one step. Callers iterate over it for the minibatches, and `add` each update.
 
-    It stops once the policy's log-probs are too far from the engine's (train.max_logprob_gap).
+    The iteration stops once the policy's log-probs differ too much from the engine's (train.max_logprob_gap).
     """
 
     def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
-        """Split a step's batch into minibatches, with `conversations` as in `RLBatch.minibatches`."""
+        """Split a step's batch into minibatches. `conversations` are distributed over them for an additional loss."""
         # A mismatch beyond the limit before the first update means no update at all in this step.
         self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
         self._minibatches = [] if self._excess is not None else batch.minibatches(recipe, step, conversations)
@@ -53,7 +52,7 @@ class PolicyUpdates:
             outcome.excess_mismatch = self._excess.mean
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of all updates (`update_metrics`), or of a mismatch that forbade them."""
+        """Return the metrics of all updates, or of a mismatch that forbade them."""
         with span("metrics"):
             excess = {} if self._excess is None else self._excess.metrics()
             return excess | update_metrics([update.metrics for update in self._updates])
@@ -70,7 +69,7 @@ async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe, outco
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge the metrics of one model's updates in a step.
 
-    An update's loss is a sum over its tokens; the step's loss is the mean over updates.
+    An update's loss is a sum over its tokens. The step's loss is the mean over updates.
     """
     return merge({**update, **_loss_of(update)} for update in updates)
 
@@ -83,12 +82,12 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
 
     Both are computed with the weights that sampled the token. For later updates of a step, and for trajectories from an
-    earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens: 1,
-    except under algorithm.old_logprobs = rollout, where only tokens sampled in this step are compared.
+    earlier step, the trainer's log-prob is `old_logprobs`. `logprob_gap/measured` is the share of tokens compared: 1,
+    except with algorithm.old_logprobs = rollout, where only tokens sampled in this step are compared.
     """
     metrics = values(merge_updates(updates))
     if len(updates) == 1:
-        # It is measured in an update's forward pass, before the optimizer step: there one update has moved nothing.
+        # `kl/update` is measured before the optimizer step, so with a single update it is always 0.
         metrics.pop("kl/update", None)
     mismatch = {
         name.removeprefix("logprob_gap/"): metrics.pop(name)
@@ -104,7 +103,7 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:
     """Return the distances of the trainer's and the engine's log-probs, in nats [trained tokens].
 
-    None if some log-probs of the trainer are computed only in the update.
+    None: some of the trainer's log-probs are computed only in the update.
     """
     old_logprobs = batch.per_token.get("old_logprobs")
     if old_logprobs is None:
@@ -134,7 +133,7 @@ class ExcessMismatch(NamedTuple):
 def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | None:
     """Return the mismatch of engine and trainer if it forbids an update.
 
-    None: it is at most `limit`, in nats, or not yet known.
+    None: the mismatch is at most `limit`, in nats, or not yet known.
     """
     if limit is None:
         return None
@@ -145,9 +144,9 @@ def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | Non
 
 
 def mismatch_exceeded_message(mismatch: float | None, limit: float | None, step: int) -> str | None:
-    """Return the message for a step with too different log-probs of engine and trainer; None for others.
+    """Return the message for a step whose log-probs of engine and trainer differed too much; None: they did not.
 
-    `mismatch` is `StepOutcome.excess_mismatch`, `limit` the recipe's, both in nats.
+    `mismatch` is `StepOutcome.excess_mismatch`, `limit` the recipe's limit, both in nats.
     """
     # The limit may be missing although the step exceeded it: a resume can remove it before the step is logged.
     if limit is None or mismatch is None:
