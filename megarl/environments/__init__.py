@@ -1,7 +1,7 @@
-"""Environments, in which the policy acts: a small async protocol, and a table of the environments that megarl brings.
+"""Environments, in which the policy acts: a small async protocol, and the table of built-in environments.
 
 This package does not import torch. To add an environment, add a file here and a line in `ENVIRONMENTS`. Or write a
-class in a file of your own and name it in the recipe (`rollout.environment: path/to/file.py:Class`).
+class in any other file and name it in the recipe (`rollout.environment: path/to/file.py:Class`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.files.import_path import Choices
 from megarl.types import ConfigError, Problem, ToolCall
 
 Message = Mapping[str, Any]
-"""Chat message: `role`, `content` and any other field that the chat template reads."""
+"""Chat message: `role`, `content` and any other field read by the chat template."""
 
 ENVIRONMENTS = {
     "single_turn": "megarl.environments.single_turn:SingleTurn",
@@ -37,11 +37,11 @@ ENVIRONMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start of an attempt: messages for the policy to answer, and tools that it may call.
+    """Start of an attempt: messages for the policy to answer, and the tools it may call.
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {"name": ..., "description": ...,
-    "parameters": {...}}}. The chat template writes them into the prompt. `state` is a text that names the state of the
-    first turn, for `algorithm.state_weight`. `role` names the policy's role, for `algorithm.advantage: rae`.
+    "parameters": {...}}}. The chat template writes them into the prompt. `state` names the state of the first turn, for
+    `algorithm.state_weight`. `role` names the policy's role, for `algorithm.advantage: rae`.
     """
 
     messages: tuple[Message, ...]
@@ -54,9 +54,9 @@ class Start:
 class Turn:
     """One completion of the policy: its text without special tokens, and its number within the attempt, from 0.
 
-    `finish_reason` is `length` if the completion met a length limit. `calls` are its tool calls in order, `reasoning`
-    is its thinking. `text` excludes both, `completion` includes them. `is_last` is True if `rollout.max_turns` allows
-    no further turn.
+    `finish_reason` is `length` if a length limit cut the completion. `calls` are its tool calls in order, `reasoning`
+    is its thinking. `text` excludes both, `completion` includes them. `is_last`: `rollout.max_turns` allows no further
+    turn.
     """
 
     number: int
@@ -72,11 +72,14 @@ class Turn:
 class Step:
     """The environment's response to a turn: messages before the next turn, reward, and whether the attempt is done.
 
-    The reward of an attempt is the sum of its steps' rewards. If no step has one, the recipe's reward functions score
-    the text of the last turn. `answer_correct` is the verdict for accuracy metrics and `algorithm.dynamic_sampling`. If
-    no step has a verdict, a total reward of 1 counts as right and 0 as wrong; for any other total no accuracy is
-    logged. `metrics` are numbers of the step, logged as `environment/NAME`: summed over steps, then averaged over
-    attempts. `state` names the state in which the next turn acts, as in `Start`.
+    The reward of an attempt is the sum of its steps' rewards. If no step has a reward, the recipe's reward functions
+    score the text of the last turn.
+
+    `answer_correct` is the verdict for accuracy metrics and `algorithm.dynamic_sampling`. If no step has a verdict, a
+    total reward of 1 counts as right and 0 as wrong. For any other total no accuracy is logged.
+
+    `metrics` are numbers of the step, logged as `environment/NAME`: summed over steps, then averaged over attempts.
+    `state` names the state in which the next turn acts.
     """
 
     messages: tuple[Message, ...] = ()
@@ -88,25 +91,27 @@ class Step:
 
 
 class EnvironmentUnavailableError(Exception):
-    """Raised by an environment for a fault outside the policy, like an unreachable server. The attempt is retried.
+    """Raised by an environment for a fault outside the policy, such as an unreachable server. The attempt is retried.
 
-    `rollout.budget.attempts` limits the tries. After the last one the attempt has no reward.
+    `rollout.budget.attempts` limits the tries. After the last try the attempt has no reward.
     """
 
 
 class Environment(Protocol):
     """Protocol of an environment. One object serves one attempt at a problem.
 
-    The constructor takes the recipe's `rollout.environment_kwargs`; only `reset` may open resources that must be
+    The constructor takes the recipe's `rollout.environment_kwargs`. Only `reset` may open resources that must be
     closed. Methods may be plain `def` and block. Attempts then run in processes (`rollout.environment_processes`).
 
-    An environment with constant tools may list them in an attribute `tools`, in the format of `Start.tools`. They are
-    then checked before a run starts. An environment making each problem itself, from the number `Problem.index`, sets
-    `makes_problems = True`. The recipe then names `environment:COUNT` in place of a data file. A problem's record has
-    only the field `split`, train or validation. An environment whose `Start` and `Step` name states sets
-    `names_states = True`, and one whose `Start` names roles sets `names_roles = True`.
+    The class may have these members:
 
-    An optional method `check()` is called once before a run starts, and raises an error if something is wrong.
+    - `tools`: its tools, if they are the same for all problems, in the format of `Start.tools`. They are checked before
+      a run starts.
+    - `makes_problems = True`: it makes each problem from the number `Problem.index`. The recipe names
+      `environment:COUNT` in place of a data file. A problem's record has only the field `split`, train or validation.
+    - `names_states = True`: its `Start` and `Step` name states.
+    - `names_roles = True`: its `Start` names roles.
+    - `check()`: called once before a run starts; raises an error if something is wrong.
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:
@@ -114,8 +119,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, turn: Turn) -> Step:
-        """Return the environment's response to the policy's turn: its messages, its reward and whether the attempt is
-        done."""
+        """Return the environment's response to the policy's turn."""
         ...
 
     async def close(self) -> None:
@@ -124,18 +128,17 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Protocol of an agent: a program making a whole attempt by itself, calling the policy over HTTP.
+    """Protocol of an agent: a program that makes a whole attempt itself and calls the policy over HTTP.
 
-    The policy is served at `rollout.endpoint`, an OpenAI-compatible server recording the calls for training. A new
-    agent is constructed for each attempt.
+    The policy is served at `rollout.endpoint`, an OpenAI-compatible server that records the calls for training. Each
+    attempt has a new agent object.
     """
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
         """Make an attempt. Returns its reward; None: the recipe's reward functions score the last completion.
 
-        `problem` has the fields of the JSON line that a program of environment `command` reads: messages, answer,
-        record and others. `base_url` and `api_key` are for an OpenAI client. Any exception ends the attempt with an
-        error. The attempt is cancelled after `rollout.agent.timeout_seconds`.
+        `problem` has the fields messages, answer, record and others. `base_url` and `api_key` are for an OpenAI client.
+        Any exception ends the attempt with an error. The attempt is cancelled after `rollout.agent.timeout_seconds`.
         """
         ...
 
@@ -151,7 +154,7 @@ def is_agent(name: str) -> bool:
 METHODS = ("reset", "step", "close")
 """Methods that a class needs to be an environment."""
 TOOL_SCHEMA = "_megarl_tool_schema"
-"""Name of the attribute marking a method as a tool."""
+"""Name of the attribute that marks a method as a tool."""
 PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
 """Default number of processes for an environment with blocking methods: per CPU, and at most."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
@@ -183,10 +186,10 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def num_processes(name: str, configured: int | None) -> int:
-    """Return how many processes run the attempts of an environment. 0: attempts run in the driver, as do agents.
+    """Return how many processes run the attempts of an environment. 0: attempts run in the driver, as agents do.
 
-    `configured` is the recipe's `rollout.environment_processes`. Raises ConfigError if it is 0 and a method of the
-    environment is not a coroutine, because the method would block the driver.
+    `configured` is the recipe's `rollout.environment_processes`. Raises ConfigError if it is 0 but a method is not a
+    coroutine, because the method would block the driver.
     """
     if is_agent(name):
         return 0
@@ -208,15 +211,15 @@ def num_processes(name: str, configured: int | None) -> int:
 
 
 def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an environment's settings. If its constructor takes `sandbox` and none is set, the recipe's section is
-    added.
+    """Return an environment's settings, with the recipe's section sandbox if the constructor takes `sandbox` and none
+    is set.
     """
     takes = "sandbox" in inspect.signature(find_environment(name)).parameters
     return {"sandbox": dict(sandbox), **settings} if takes else settings
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Return a function making the environment `name` with `settings` (`rollout.environment_kwargs`).
+    """Return a function that makes the environment `name` with `settings` (`rollout.environment_kwargs`).
 
     Raises ConfigError if the environment cannot be imported, or for unknown or missing settings.
     """

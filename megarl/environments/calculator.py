@@ -15,7 +15,7 @@ Number = int | float
 
 MAX_CHARACTERS = 500
 MAX_BITS = 2048
-"""Maximum bits of an integer. Below it every operation takes microseconds."""
+"""Maximum bits of an integer. Operations on smaller integers take microseconds."""
 MAX_DEPTH = 50
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -57,9 +57,9 @@ class Calculator(ToolEnvironment):
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an arithmetic expression. Integers are exact.
+    """Return the value of an arithmetic expression. Integers are exact. Any expression takes at most milliseconds.
 
-    Raises ToolError for other text, and for too large numbers. Any expression takes at most milliseconds.
+    Raises ToolError for other text, and for too large numbers.
     """
     tree = arithmetic_tree(expression)
     try:

@@ -31,8 +31,8 @@ _WRITTEN_OTHERWISE = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-",
 class Countdown:
     """Game of reaching a target with given numbers, each used at most once.
 
-    A record may give `numbers` and `target`. Otherwise they are drawn from the problem's index. The guess is the last
-    line of a turn with an expression; `= TARGET` may follow. A wrong guess gets the reason as a reply, for up to
+    A record may give `numbers` and `target`. Otherwise the problem's index determines them. The guess is the last line
+    of a turn with an expression; `= TARGET` may follow. A wrong guess gets the reason as a reply, for up to
     `max_guesses` guesses. The reward is 1 if the target is reached, else 0.
     """
 
@@ -68,7 +68,7 @@ class Countdown:
 
 
 def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
-    """Draw numbers, and a target that some of them reach but that equals none. Equal arguments give equal results."""
+    """Draw numbers, and a target that some of them reach but none equals. Equal arguments give equal results."""
     # A text as seed gives the same problem in every process.
     generator = random.Random(f"countdown {index} {num_numbers} {max_number}")
     while True:
@@ -101,8 +101,9 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
 
 
 def exact_value(expression: str) -> Fraction:
-    """Return the exact value of an expression of whole numbers, + - * / and brackets. Raises ToolError for other
-    text.
+    """Return the exact value of an expression of whole numbers, + - * / and brackets.
+
+    Raises ToolError for other text.
     """
     try:
         return _value(arithmetic_tree(expression), 0)
@@ -123,7 +124,7 @@ def _value(node: ast.expr, depth: int) -> Fraction:
 
 
 def guess_in(text: str) -> str | None:
-    r"""Return the expression in the last line with one, without tags, \boxed{} and any text after `=`."""
+    r"""Return the last expression in a text, without tags, \boxed{} and any text after `=`; None: there is none."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
         before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)

@@ -1,4 +1,4 @@
-"""Pool of processes running environments. A process runs one attempt at a time, so killing it affects no other."""
+"""Pool of processes for environments. A process runs one attempt at a time, so killing it affects no other attempt."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from megarl.types import Problem
 
 
 class EnvironmentProcessError(EnvironmentUnavailableError):
-    """Raised if an environment's process ended or gave an invalid answer. The attempt may be retried in another
-    process.
-    """
+    """Raised if an environment's process ended or gave an invalid answer. Another process may retry the attempt."""
 
 
 class RaisedError(Exception):
-    """Raised for an exception of an environment in its process. The text begins with the type of the exception and a
-    colon.
-    """
+    """Raised for an exception of an environment in its process. The text is `TYPE: message` of that exception."""
 
 
 class EnvironmentPool:
@@ -56,7 +52,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Seat]:
-        """Reserve a process for one attempt, as soon as one is free and has imported the environment.
+        """Reserve a process for one attempt, as soon as a process is free and has imported the environment.
 
         Raises ConfigError if the environment cannot be imported there, and PeerLostError if the process does not start.
         """
@@ -70,14 +66,14 @@ class EnvironmentPool:
 
 
 class Seat:
-    """A process reserved for one attempt. The attempt may be restarted several times."""
+    """A process reserved for one attempt, also for its restarts."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     @property
     def num_killed(self) -> int:
-        """Number of environment processes lost during this attempt, killed by megarl or ended by themselves."""
+        """Number of environment processes that megarl killed, or that ended by themselves, during this attempt."""
         return self._place.num_killed
 
     def environment(self) -> SeatedEnvironment:
@@ -88,8 +84,8 @@ class Seat:
 class SeatedEnvironment:
     """Environment whose methods run in another process.
 
-    A method raises RaisedError for an error of the environment, EnvironmentUnavailableError, and
-    EnvironmentProcessError if the process ended. A cancelled call kills the process.
+    A method raises RaisedError for an exception of the environment, or EnvironmentUnavailableError if the environment
+    raised it. It raises EnvironmentProcessError if the process ended. A cancelled call kills the process.
     """
 
     def __init__(self, place: Place) -> None:
@@ -128,10 +124,9 @@ class SeatedEnvironment:
 
 
 def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: float) -> ServerSettings:
-    """Return the settings of environment processes: they run in the current folder with this process's import paths.
+    """Return the settings of environment processes. They run in the current folder with this process's import paths.
 
-    `settings` are constructor arguments of the environment, from `rollout.environment_kwargs`. `memory_gib` limits the
-    address space.
+    `settings` are the environment's constructor arguments, `memory_gib` limits the address space.
     """
     folder = os.getcwd()
     return ServerSettings(

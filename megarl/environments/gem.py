@@ -11,8 +11,8 @@ from megarl.environments.libraries.episodes import ForeignEnvironment
 class Gem(ForeignEnvironment):
     """Environment `name` of GEM, made with `config`. Its random seed combines the problem's number and `seed`.
 
-    Each new observation is a user message. `modules` are imported first and may register your own environments. gem-llm
-    cannot be installed together with megarl, because their pinned versions differ. So `python` must be the interpreter
+    Each new observation is a user message. `modules` are imported first and may register your own environments. The
+    pinned versions of gem-llm and megarl differ, so both cannot be installed together. `python` must be the interpreter
     of a virtual environment with gem-llm.
     """
 

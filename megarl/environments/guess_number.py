@@ -12,8 +12,8 @@ from megarl.types import Problem
 class GuessNumber:
     """Game of guessing a number from 1 to `max_number`, drawn from the problem's index.
 
-    The last number in a turn is the guess. The reward is 1 if the number is found within `max_guesses`, else 0. A state
-    is the range that the hints leave, with the number of guesses made.
+    The last number in a turn is the guess. The reward is 1 for a right guess within `max_guesses`, else 0. A state
+    names the numbers still possible and the number of guesses made.
     """
 
     makes_problems = True

@@ -1,6 +1,6 @@
 """Environments given by a function `interact(messages)`, as in RL2.
 
-It returns new messages for the conversation, or an empty list to end the attempt:
+The function returns new messages for the conversation, or an empty list to end the attempt:
 
     TOOL = {"name": "price", "description": "...", "parameters": {...}}     # or a list of them; may be missing
 
@@ -24,7 +24,7 @@ from megarl.environments.tools import start_call
 from megarl.types import Problem
 
 KNOWN = ("messages", "answer", "record")
-"""Parameters of `interact` filled with data of the attempt. Other parameters are set by the recipe."""
+"""Parameters of `interact` with values of the attempt. The recipe sets all others."""
 
 
 def is_interact(value: object) -> bool:
@@ -37,9 +37,11 @@ class Interact:
 
     The attempt starts with the problem's messages. After each turn the function gets the whole conversation, including
     tool calls and reasoning as sampled, and returns new messages. An empty list ends the attempt. The function is not
-    called after the last turn allowed by `rollout.max_turns`. It may also have parameters `answer` and `record`, for
-    values of the problem, and others set by the recipe. It may be `async def`; otherwise it runs in a thread. The
-    variable `TOOL` of its module lists tools for the policy. Reward functions score the last turn.
+    called after the last turn allowed by `rollout.max_turns`. Reward functions score the last turn.
+
+    The function may have further parameters: `answer` and `record` are values of the problem, others are set by the
+    recipe. It may be `async def`; otherwise it runs in a thread. The variable `TOOL` of its module lists tools for the
+    policy.
     """
 
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:

@@ -16,8 +16,8 @@ class Mastermind:
     """Game of guessing a word of `length` letters, out of the first `num_letters` of the alphabet.
 
     The word is drawn from the problem's index. The guess is the last word of a turn with the right length and letters.
-    The reward is 1 if the word is found within `max_guesses`. Otherwise it is `partial_reward` (0: none) times the
-    share of letters in place in the last guess.
+    The reward is 1 for the right word within `max_guesses`. Otherwise it is `partial_reward` (0: none) times the share
+    of letters in place in the last guess.
     """
 
     makes_problems = True

@@ -24,7 +24,7 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _START_SECONDS = 120.0
 _CAPACITY_SECONDS = 0.1
 _WORDS = {"done", "reward", "metadata"}
-"""Fields of a server's observation that the policy does not see."""
+"""Fields of a server's observation hidden from the policy."""
 
 
 class ServerError(Exception):
@@ -38,13 +38,16 @@ class UnreachableError(EnvironmentUnavailableError):
 class OpenEnv:
     """Environment of the OpenEnv server at `url`, or of a server that megarl starts by `command`.
 
-    `command` is a program with arguments; `{port}` in them is replaced by a free port. The policy's text becomes the
-    field `action` of the action sent; `action_fields` are its other fields. By default `action` is the only text field
-    that the server's schema requires. The policy sees the observation's field `observation`; by default the only text
-    field, or the whole observation as JSON. With `tools` the policy calls the environment's tools (MCP), and a turn
-    without a call ends the attempt. The problem's number is the seed of `reset`; the setting `reset` has other
-    parameters of it. At most `max_sessions` attempts run at once. If the server accepts fewer sessions, an attempt
-    waits for one, for up to `seconds`. `seconds` also limits any answer.
+    `command` is a program with arguments; `{port}` in them is replaced by a free port.
+
+    The policy's text becomes the field `action` of the action sent; `action_fields` are its other fields. By default
+    `action` is the only text field that the server's schema requires. The policy sees the observation's field
+    `observation`; by default the only text field, or the whole observation as JSON. With `tools` the policy calls the
+    environment's tools (MCP), and a turn without a call ends the attempt.
+
+    The problem's number is the seed of the server's reset; `reset` has the other parameters of it. At most
+    `max_sessions` attempts run at once. If the server accepts fewer sessions, an attempt waits for a free one, for up
+    to `seconds`. `seconds` also limits any answer.
     """
 
     makes_problems = True
@@ -113,7 +116,7 @@ class OpenEnv:
             self._server.places.release()
 
     def check(self) -> None:
-        """Start a session, as a test before a run. Raises ConfigError if this fails."""
+        """Start a session, as a test before a run. Raises ConfigError if the test fails."""
         try:
             run_alone(self._open_session)
         except Exception as error:
@@ -197,7 +200,7 @@ class _FullError(Exception):
 
 
 def _words(value: Any) -> str:
-    """Return a tool's result as text. MCP tools wrap it: in `data`, or in the texts of `content`."""
+    """Return a tool's result as text. MCP tools wrap the text in `data`, or in parts of `content`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("message"), str):
             return value["message"]
@@ -224,7 +227,7 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 
 class _Server:
-    """An OpenEnv server and its sessions. A server with a command is started and stopped here."""
+    """An OpenEnv server and its sessions. With `command` the server's process is started and stopped here."""
 
     def __init__(self, url: str, command: tuple[str, ...], max_sessions: int) -> None:
         self.places = asyncio.Semaphore(max_sessions)
@@ -270,9 +273,9 @@ class _Server:
             raise UnreachableError(f"{self._url}: the OpenEnv server opened no session: {error}") from None
 
     async def text_field(self) -> str:
-        """Return the name of the only text field that the server's schema requires in an action.
+        """Return the name of the action's text field. It is the only one that the server's schema requires.
 
-        Raises ConfigError if there is none or several.
+        Raises ServerError if no or several fields qualify.
         """
         if self._text_field is not None:
             return self._text_field

@@ -17,14 +17,15 @@ from megarl.types import ConfigError, Problem
 
 
 class Python(ToolEnvironment):
-    """Environment with the problem's messages and the tool `python`. `sandbox` defaults to the recipe's section
+    """Environment with the problem's messages and the tool `python`. Default of `sandbox`: the recipe's section
     sandbox.
     """
 
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         sandbox_settings = SandboxSettings(**(sandbox or {}))
-        # End a program before the tool's own time limit, even if it gets no CPU: exceeding that would cost the process.
+        # The sandbox ends a program before the tool's own limit, even a program without CPU time. A call beyond the
+        # tool's limit would hang in a thread, and the process would have to be replaced.
         wall_seconds = min(sandbox_settings.wall_seconds, 0.5 * self.tool_seconds)
         longest_seconds = 0.8 * self.tool_seconds
         self._settings = replace(sandbox_settings, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
@@ -38,8 +39,9 @@ class Python(ToolEnvironment):
                 raise ConfigError(str(error)) from None
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Start the attempt, and the sandbox if needed. Raises EnvironmentUnavailableError if the sandbox does not
-        start.
+        """Start the attempt, and the sandbox if needed.
+
+        Raises EnvironmentUnavailableError if the sandbox does not start.
         """
         await start_call(self._start_sandbox, {})
         return await super().reset(problem, seed)
@@ -47,7 +49,7 @@ class Python(ToolEnvironment):
     def _start_sandbox(self) -> AnySandbox:
         """Return the running sandbox.
 
-        Raises EnvironmentUnavailableError if it does not start, because the policy is not at fault.
+        Raises EnvironmentUnavailableError if the sandbox does not start, because the policy is not at fault.
         """
         try:
             return _sandbox(json.dumps(asdict(self._settings)))
@@ -82,9 +84,7 @@ class Python(ToolEnvironment):
 
 @lru_cache(maxsize=4)
 def _sandbox(settings: str) -> AnySandbox:
-    """Return this process's running sandbox with these settings. All attempts share it; it stops when the process
-    ends.
-    """
+    """Return this process's running sandbox with these settings. All attempts share it until the process ends."""
     # JSON serves as a hashable key for the cache. It turns tuples into lists.
     fields = json.loads(settings)
     lists = {name: tuple(fields[name]) for name in ("require", "packages")}

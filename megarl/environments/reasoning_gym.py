@@ -1,5 +1,4 @@
-"""Environments of reasoning-gym. Problems are generated from a random seed, and the task's own scorer scores
-answers."""
+"""Environments of reasoning-gym. Problems come from a random seed, and the task's own scorer scores answers."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ class ReasoningGym(ForeignEnvironment):
 
     The question is generated from the problem's number and `seed`. With data `environment:COUNT`, training and
     validation never share a question. `answer` says where the answer stands: in the last <answer> tags of the turn
-    (tags), in its last \boxed{} (boxed), or in the whole text (text). `system` names a system prompt of reasoning-gym,
-    used for problems without one: default, simple, direct, chain_of_draft, DeepSeekZero.
+    (tags), in its last \boxed{} (boxed), or in the whole text (text). `system` names a system prompt of reasoning-gym
+    for problems without one: default, simple, direct, chain_of_draft, DeepSeekZero.
     """
 
     library = "reasoning_gym"

@@ -1,4 +1,4 @@
-"""Processes and connections that all attempts share, until their event loop ends."""
+"""Objects, such as processes and connections, that all attempts share until their event loop ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def close_shared() -> None:
 
 
 def run_alone(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """Run the coroutine that `make` returns in an event loop of its own, then close what it shared."""
+    """Run the coroutine from `make` in a new event loop, then close the objects shared in this loop."""
 
     async def run() -> Result:
         try:

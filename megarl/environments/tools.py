@@ -13,9 +13,9 @@
             \"\"\"
             return self.prices[item]
 
-in a file `shop.py` is `rollout.environment: shop.py:Shop` in a recipe. The chat template shows the policy the tools'
-JSON schemas, which are made of the functions' signatures and docstrings, or given (`tool(schema=...)`). The reward
-functions of the recipe score the last turn.
+If this is the file `shop.py`, a recipe names it `rollout.environment: shop.py:Shop`. The chat template shows the policy
+the tools' JSON schemas. These are made from the functions' signatures and docstrings, or given (`tool(schema=...)`).
+The recipe's reward functions score the last turn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METRICS = (
 )
 
 _MARKER = "\n[... {} characters and more left out ...]\n"
-"""Text in place of the middle of a shortened reply, with the number of omitted characters."""
+"""Text in place of the omitted middle of a reply, with the number of omitted characters."""
 _WRITTEN_MARKER = re.compile(r"\d+".join(map(re.escape, _MARKER.split("{}"))))
 
 CALL_THREAD = "call of "
@@ -65,8 +65,9 @@ _PARAMETER_TYPES = "_megarl_parameter_types"
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
-    Methods with `async def` run concurrently and must not block. Others may block: if there is one, the environment
-    runs in processes (`rollout.environment_processes`), and such calls in a thread, one at a time within an attempt.
+    Methods with `async def` run concurrently and must not block. Other methods may block: they run in a thread, one at
+    a time within an attempt, and the environment runs in processes (`rollout.environment_processes`).
+
     Parameters need type hints that pydantic can read from JSON: str, int, float, bool, list, dict, Literal, X | None,
     enumerations, dataclasses, pydantic models, Annotated[int, Field(ge=1)]. The method gets values of these types.
     """
@@ -82,8 +83,8 @@ def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any
 def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a function's tool schema in OpenAI's form, {"type": "function", "function": {...}}.
 
-    The docstring up to the first empty line describes the tool. A line `name: text` after it describes a parameter.
-    Raises TypeError for a parameter without a type known to JSON.
+    The docstring up to the first empty line describes the tool. Later lines `name: text` describe parameters. Raises
+    TypeError for a parameter without a type known to JSON.
     """
     description, parameter_texts = _split_docstring(inspect.getdoc(function) or "")
     if parameters is None:
@@ -123,9 +124,9 @@ def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _parameter_types(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
-    """Return pydantic's view of the type of each parameter except `self`.
+    """Return pydantic's adapter for the type of each parameter except `self`.
 
-    Raises TypeError for a parameter without a type, or with one unknown to pydantic.
+    Raises TypeError for a parameter without a type, or with a type unknown to pydantic.
     """
     hints = get_type_hints(function, include_extras=True)
     types = {}
@@ -150,14 +151,14 @@ def _unknown_type(function: Callable[..., Any], name: str, error: PydanticUserEr
 
 
 class ToolEnvironment:
-    """Environment with the problem's messages and the tools of its class. The first turn without a call ends the
-    attempt.
+    """Environment with the problem's messages and the tools of its class. A turn without a call ends the attempt.
 
-    Each tool call gets one reply, a message of role `tool`, in the order of the calls. An invalid call, a tool raising
-    an error and one slower than `tool_seconds` get the error as reply. If a tool raises EnvironmentUnavailableError,
-    the attempt is retried, because the policy is not at fault. A reply longer than `max_reply_characters` is shortened
-    in the middle (`rollout.budget.reply_tokens` is a limit in tokens). `rollout.budget.invalid_calls` limits the
-    invalid calls in a row before the attempt ends.
+    Each tool call gets one reply, a message of role `tool`, in the order of the calls. For an invalid call, a tool that
+    raises and a tool slower than `tool_seconds`, the reply is the error. If a tool raises EnvironmentUnavailableError,
+    the attempt is retried, because the policy is not at fault.
+
+    A reply longer than `max_reply_characters` is shortened in the middle (`rollout.budget.reply_tokens` is a limit in
+    tokens). `rollout.budget.invalid_calls` limits the invalid calls in a row before the attempt ends.
     """
 
     def __init__(self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0) -> None:
@@ -230,13 +231,13 @@ class ToolEnvironment:
 
 
 class ToolError(Exception):
-    """Raised by a tool to send its text to the policy as the reply."""
+    """Raised by a tool. Its text becomes the reply to the policy."""
 
 
 def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
     """Start a call of a function, and return an awaitable of its result.
 
-    A blocking function runs in a daemon thread, so a hanging call does not prevent the process from exiting.
+    A blocking function runs in a daemon thread, so that a hanging call does not keep the process from exiting.
     """
     if inspect.iscoroutinefunction(function):
         return function(**arguments)
@@ -262,7 +263,7 @@ def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Aw
 
 
 def cut_in_the_middle(text: str, max_characters: int) -> str:
-    """Return the text; if it is longer than `max_characters`, return its beginning and end around a marker."""
+    """Return the text. If it is longer than `max_characters`, a marker replaces its middle."""
     if len(text) <= max_characters:
         return text
     marker = _MARKER.format(len(text) - max_characters)

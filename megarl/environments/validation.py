@@ -29,8 +29,9 @@ def checked_start(start: object) -> Start:
 
 
 def checked_step(step: object) -> Step:
-    """Return the value of `step` if it is a valid `Step`. Raises TypeError, and ValueError for numbers that are not
-    finite.
+    """Return the value of `step` if it is a valid `Step`.
+
+    Raises TypeError otherwise, and ValueError for numbers that are not finite.
     """
     if not isinstance(step, Step):
         raise TypeError(f"the environment's step returned {step!r:.80}; return a megarl.environments.Step")

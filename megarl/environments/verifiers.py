@@ -21,13 +21,13 @@ from megarl.types import ConfigError
 
 
 class Verifiers:
-    """Agent that plays tasks of a verifiers taskset through the recording endpoint.
+    """Agent that plays tasks of a verifiers taskset. Its model calls go to the endpoint that records them for training.
 
     `taskset` is an installed package or a module of the current folder, with settings `config`. `harness` (one of
-    verifiers' or your own, with `harness_config`) plays a task in processes of its own on this machine. `env` has
-    further fields of the environment's config. The first `max_tasks` tasks are used. With data `environment:COUNT` the
-    last tasks, a share of `heldout`, are for validation only, and the others for training only. `python` is the
-    interpreter of a virtual environment with verifiers and uv.
+    verifiers' or your own, with `harness_config`) plays a task in separate processes on this machine. `env` has further
+    fields of the environment's config. The first `max_tasks` tasks are used. With data `environment:COUNT` the last
+    tasks, a share of `heldout`, are for validation only, and the others for training only. `python` is the interpreter
+    of a virtual environment with verifiers and uv.
     """
 
     makes_problems = True
@@ -64,7 +64,7 @@ class Verifiers:
         return reward
 
     def check(self) -> None:
-        """Load the taskset, as a test before a run. Raises ConfigError if this fails."""
+        """Load the taskset, as a test before a run. Raises ConfigError if the test fails."""
         try:
             if _num_tasks(run_alone(self._loaded_process)) < 2:
                 raise ChildError(
@@ -88,7 +88,7 @@ def _num_tasks(process: LibraryProcess) -> int:
 
 
 def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
-    """Return the number of the task used for a problem. The last tasks are for validation."""
+    """Return the number of the task used for a problem. The last tasks, a share of `heldout`, are for validation."""
     num_heldout = max(1, math.floor(num_tasks * heldout))
     if split is None:
         return index % num_tasks

@@ -1,10 +1,10 @@
 """The program of a child process of an environment library, run in the library's own interpreter.
 
-The file is started by its path. It imports nothing from megarl except a few files, also by path.
+It is started by its path. It imports nothing from megarl except a few files, also by path.
 
     python child.py ADAPTER DESCRIPTOR
 
-The descriptor is a socket with messages of `processes/frames.py`. The first one has the adapter's settings and
+The descriptor is a socket with messages of `processes/frames.py`. The first message has the adapter's settings and
 `memory_bytes`, the limit of the address space or null. `ADAPTER_adapter.py`, next to this file, has a class
 `Library(settings, load_file)` that loads the library. `load_file` imports a file of megarl by its path in the package.
 The `introduction` of the object, a dictionary, is sent to the driver.
@@ -39,7 +39,9 @@ import socket
 import sys
 
 MAX_ERROR_CHARACTERS = 2000
-"""Maximum characters of an error's text. Linux writes an answer of a fork to the socket in one piece up to 32 KiB."""
+"""Maximum characters of an error's text, so that a fork's answer stays below 32 KiB. Linux writes at most so many bytes
+to the socket in one piece.
+"""
 SEED_STEP = 1_000_003
 """Prime stride that keeps the problems of neighbouring seeds apart."""
 MAX_SEED = 1 << 32
@@ -56,9 +58,7 @@ def load_file(path):
 
 
 class Session:
-    """An episode with its own state of the global random generators. Libraries use these, so episodes would
-    interfere.
-    """
+    """An episode with a separate state of the global random generators, so that episodes do not interfere."""
 
     def __init__(self, episode):
         self.episode = episode
@@ -94,7 +94,7 @@ class Episodes:
         """Carry out a request, and return its value."""
         for name in request["closed"]:
             session = self.sessions.pop(name, None)
-            # An episode that cannot be closed must not fail the request of another one.
+            # An error while closing an episode must not fail the request of another episode.
             # SystemExit of a user's module is not an Exception.
             with contextlib.suppress(BaseException):
                 if session is not None:
@@ -111,7 +111,7 @@ class Episodes:
 
 
 def answer(play, request):
-    """Return the answer to a request, with the value of `play(request)` or with its error."""
+    """Return the answer to a request: the value of `play(request)`, or its error."""
     try:
         value = play(request)
         json.dumps(value, allow_nan=False)
@@ -157,9 +157,7 @@ def answer_in_forks(connection, answer, frames):
 
 
 def reap_forks(running, kill_tree):
-    """Collect ended forks and kill their remaining processes. Yields the request number and exit status of failed
-    ones.
-    """
+    """Collect ended forks and kill their descendants. Yields the request number and exit status of failed forks."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -174,7 +172,7 @@ def reap_forks(running, kill_tree):
 def limit_address_space(limit):
     """Limit the address space of this process, in bytes.
 
-    Raises MemoryError if the process already uses more: the limit would then hardly refuse any allocation.
+    Raises MemoryError if the process already uses more, because the limit would then refuse hardly any allocation.
     """
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -191,7 +189,7 @@ def main():
     name, descriptor = sys.argv[1:]
     frames = load_file("processes/frames.py")
     connection = socket.socket(fileno=int(descriptor))
-    # Programs started by the library must not get it.
+    # Programs started by the library must not inherit the connection.
     connection.set_inheritable(False)
     # Modules next to this file must not hide the user's own modules, which are in the current folder.
     folder = os.path.dirname(os.path.realpath(__file__))

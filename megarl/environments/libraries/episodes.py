@@ -1,8 +1,8 @@
-"""Episodes of environments of other libraries, played in child processes.
+"""Episodes of other libraries' environments, played in child processes.
 
-A child process plays many episodes, one request at a time. If it hangs, dies or gives an invalid answer, it is killed.
-The episode of the faulty request fails. Other episodes are replayed in a new process, where they must give the same
-answers.
+A child process plays many episodes, one request at a time. If it hangs, dies or gives an invalid answer, it is killed,
+and the episode of the faulty request fails. Other episodes are replayed in a new process, where their answers must be
+the same.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ForeignEnvironment:
         check_installed(self._command[0], self.library, self.package)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        # Attempts at one problem share a child: it makes it once.
+        # Attempts at one problem share a child, so the problem is made only once.
         key = (self._command, problem.index % self._processes)
         self._child = get_shared(key, lambda: _EpisodeChild(*self._command))
         split = problem.record.get("split")
@@ -98,7 +98,7 @@ class ForeignEnvironment:
             self._child = None
 
     def check(self) -> None:
-        """Generate the first problem, as a test before a run. Raises ConfigError if this fails."""
+        """Generate the first problem, as a test before a run. Raises ConfigError if the test fails."""
         try:
             run_alone(lambda: self.reset(Problem(0, ({"role": "user", "content": "."},), (), ""), 0))
         except Exception as error:
@@ -109,8 +109,7 @@ class ForeignEnvironment:
     async def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request to the child and return its answer.
 
-        If the child was replaced meanwhile, because of another episode, this episode is first replayed in the new
-        child.
+        Another episode may have replaced the child meanwhile. Then this episode is first replayed in the new child.
         """
         assert self._child is not None
         async with self._child.reserve() as process:
@@ -150,6 +149,6 @@ class _EpisodeChild(LibraryChild):
 
     @asynccontextmanager
     async def reserve(self) -> AsyncIterator[LibraryProcess]:
-        """Wait until the process is free. Starts it if needed. Raises ChildError if that fails."""
+        """Wait until the process is free, and start it if needed. Raises ChildError if the start fails."""
         async with self._turns:
             yield await self.process()

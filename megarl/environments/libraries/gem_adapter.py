@@ -1,4 +1,4 @@
-"""Adapter of GEM (gem-llm) for `child.py`."""
+"""Adapter of GEM (gem-llm) for the child process: makes its environments and plays their episodes."""
 
 import importlib
 
@@ -30,7 +30,7 @@ class Gem:
         observation, reward, terminated, truncated, info = self.environment.step(text)
         is_done = bool(terminated or truncated)
         verdicts = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
-        # GEM rewards a won game with 1. A lost one may get partial reward.
+        # GEM rewards a won game with 1, and a lost game with 0 or a part of 1.
         correct = verdicts[0] if verdicts else float(reward) >= 1.0 if is_done else None
         return {
             "text": observed_text(observation, info),

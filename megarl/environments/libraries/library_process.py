@@ -1,4 +1,4 @@
-"""Child processes of environment libraries: the driver's side of `child.py`."""
+"""The driver's side of an environment library's child process: its start, requests and end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def child_settings(
 
 @lru_cache(maxsize=64)
 def check_installed(python: str, module: str, package: str) -> None:
-    """Raise ConfigError if the interpreter `python` does not have `module`. The module is not imported."""
+    """Raise ConfigError if the interpreter `python` does not have `module`. Nothing is imported."""
     command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"]
     try:
         is_installed = run_command(command, seconds=_START_SECONDS).returncode == 0
@@ -85,7 +85,7 @@ class LibraryChild:
         self._is_closed = False
 
     async def process(self) -> LibraryProcess:
-        """Return the running process. Starts one if needed. Raises ChildError if that fails, and after `close`."""
+        """Return the running process, started if needed. Raises ChildError if the start fails, and after `close`."""
         async with self._lock:
             if self._is_closed:
                 raise ChildError("the process of an environment library was called after its end")
@@ -109,7 +109,7 @@ class LibraryChild:
             raise ChildError(str(error)) from None
 
     async def close(self) -> None:
-        """Kill the process, also while it starts, and wait for its end."""
+        """Kill the process, even one that is still starting, and wait for its end."""
         self._is_closed = True
         if self._starting is not None:
             self._starting.cancel()
@@ -133,13 +133,13 @@ class LibraryProcess:
         self.introduction = introduction
         """The adapter's description of the library."""
         self.has_ended = False
-        """Whether the process has ended or was killed, so that it takes no request."""
+        """Whether the process has ended or was killed. It then takes no requests."""
         self._server = server
         self._writer = writer
         self._max_answer_bytes = max_answer_bytes
         self._num_requests = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        """Answers that a request waits for, by its number."""
+        """Awaited answers, by the number of the request."""
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
@@ -160,10 +160,11 @@ class LibraryProcess:
         return cls(server, introduction, reader, writer, max_answer_bytes=settings.max_answer_bytes)
 
     async def request(self, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send a request and return the value in its answer, within `seconds`. None: no limit.
+        """Send a request and return the value in its answer. `seconds` limits the wait; None: no limit.
 
         Raises ForeignError for an error of the library, and ChildError if the process ended or gave an invalid answer.
-        Raises TimeoutError after `seconds`. A request that is overdue or cancelled ends its fork, else the process.
+        Raises TimeoutError after `seconds`. A request that is overdue or cancelled ends its fork, or without forks the
+        process.
         """
         self._num_requests += 1
         number = self._num_requests
@@ -202,14 +203,13 @@ class LibraryProcess:
             raise ChildError(f"the request to the environment's child process is not JSON: {error}") from None
 
     def _cancel(self, number: int) -> None:
-        """Free the resources of a request whose answer nobody waits for any more."""
         if self.introduction.get("is_forked") is not True:
             self.kill()
         elif not self.has_ended:
             self._writer.write(encode({"cancel": number}))
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
-        """Pass answers to the requests waiting for them. When the process ends, let them fail."""
+        """Pass answers to the waiting requests. When the process ends, these requests fail."""
         try:
             while True:
                 message = await _receive(reader, self._max_answer_bytes)

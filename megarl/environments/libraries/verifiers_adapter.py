@@ -1,4 +1,4 @@
-"""Adapter of verifiers (its `v1`) for `child.py`: plays tasks of a taskset against an endpoint."""
+"""Adapter of verifiers (its `v1`) for the child process: plays tasks of a taskset against an endpoint."""
 
 import asyncio
 import importlib
