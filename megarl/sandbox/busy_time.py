@@ -12,12 +12,12 @@ from megarl.processes.process_tree import descendants
 class BusyTime:
     """Time in seconds during which the processes of one run had a CPU or waited for one.
 
-    The kernel reports it only for processes that still exist. So the last report of an ended process is kept, and the
-    time between that report and the next reading counts as busy: the process has worked until its end.
+    The kernel reports this time only for existing processes. An ended process therefore counts with its last report,
+    and with the time from this report to the next reading.
     """
 
     def __init__(self, spawner: int) -> None:
-        """`spawner` is the process ID of the parent of the run's processes."""
+        """Create the clock. `spawner` is the process ID of the parent of the run's processes."""
         self._spawner = spawner
         self._seconds_by_process: dict[int, float] = {}
         self._seconds_of_ended = 0.0
@@ -36,7 +36,7 @@ class BusyTime:
 
 
 def _busy_seconds(pid: int) -> float:
-    """Return a process's seconds with a CPU or waiting for one. Only its thread with the longest wait counts."""
+    """Return a process's seconds with a CPU or waiting for one. Only the longest wait of its threads counts."""
     computed, waited = 0, 0
     # A process may end while it is read; then it counts as ended at the next reading.
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Examination of this machine: which protection layers of the sandbox it supports, and how long a run takes."""
+"""Examination of this machine: which protection layers of the sandbox it supports, and the CPU time of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.sandbox.layers import LAYERS, Layers
 from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
-# One run is too short to measure, so take the mean of these.
+# One run is too short to measure, so take the mean of ten.
 _RUNS = 10
 
 
@@ -19,7 +19,7 @@ _RUNS = 10
 class Examination:
     """Result of the examination: the isolation layers (namespaces, seccomp, ...) that this machine supports.
 
-    `works` says whether a trial program ran in them, and `text` says so in a sentence.
+    `works`: a trial program ran in these layers. `text` describes the trial in a sentence.
     """
 
     layers: Layers
@@ -30,7 +30,7 @@ class Examination:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on operations that an active layer does not restrict on this machine."""
+        """Remarks on operations that an active layer cannot restrict on this machine."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         operations = landlock.ungoverned_operations(self.landlock_version)

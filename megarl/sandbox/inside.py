@@ -35,7 +35,7 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """Values passed by the spawner to every run: folders, address space, and how the kernel counts threads."""
+    """What the spawner passes to every run: folders, address space, and how the kernel counts threads."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]
@@ -44,13 +44,13 @@ class Confinement:
     """Folders in which a program may only list file names."""
     search_path: tuple[str, ...]
     used_bytes: int
-    """Bytes of the spawner's address space, which every run inherits."""
+    """Bytes of the spawner's address space. Every run inherits it."""
     counts_tasks: bool
     """Whether the kernel counts a user's threads per namespace. Only then can a run's threads be limited."""
 
 
 def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    """Drop all rights of this process except those that a sandboxed program needs. Raises OSError if an available layer
+    """Drop all rights of this process that a sandboxed program does not need. Raises OSError if an available layer
     fails.
     """
     layers = confinement.layers
@@ -100,8 +100,7 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
-    """Run the Python program `source` as if started by `python FILE`, then end this process with the program's exit
-    code."""
+    """Run the Python program `source` as `python FILE` would, then end this process with the program's exit code."""
     code = 1
     try:
         _reset_interpreter(search_path)
@@ -177,5 +176,4 @@ def _print_error(error: BaseException) -> None:
 
 
 def limits_of(text: bytes) -> Mapping[str, Any]:
-    """Parse the limits of a run, which its request has as JSON."""
     return json.loads(text)

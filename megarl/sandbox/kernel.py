@@ -19,7 +19,7 @@ _SINCE_5 = {
     "open_tree": 428, "move_mount": 429, "mount_setattr": 442,
     "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
 }  # fmt: skip
-"""Numbers of system calls added since Linux 5.0. They are the same on every processor."""
+"""Numbers of system calls added since Linux 5.0. All processors have the same numbers."""
 
 CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWCGROUP = 0x80, 0x00020000, 0x02000000
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x04000000, 0x08000000, 0x10000000
@@ -39,7 +39,7 @@ _AT_EMPTY_PATH, _MOVE_MOUNT_F_EMPTY_PATH = 0x1000, 4
 
 
 class KernelError(OSError):
-    """Raised if a system call fails. The text names the call."""
+    """Raised if a system call fails. The text names the system call."""
 
 
 def machine() -> str:
@@ -67,7 +67,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
 def clone(flags: int) -> int:
     """Fork into new namespaces; return 0 in the child.
 
-    After a raw clone, Python's own state in the child is not fully initialised: only `os.fork` does that.
+    Python's state in the child is not fully initialised after a raw clone: only `os.fork` does that.
     """
     zero = ctypes.c_long(0)
     number = ctypes.c_long(_NUMBERS[machine()]["clone"])
@@ -96,9 +96,9 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def mount_mapped(source: str, target: str, users: int) -> None:
-    """Mount a folder at `target` with its owners mapped as in the user namespace `users`, a descriptor.
+    """Mount a folder at `target`. Owners are mapped as in the user namespace with the descriptor `users`.
 
-    Needs Linux 5.12 and a file system that can do it. Raises KernelError.
+    Needs Linux 5.12 and a file system that supports mapped mounts. Raises KernelError.
     """
     tree = syscall("open_tree", _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | _O_CLOEXEC)
     try:
@@ -112,8 +112,9 @@ def mount_mapped(source: str, target: str, users: int) -> None:
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
-    """Add flags like MS_RDONLY to a mount, without removing others. `recursive` includes the mounts below it, and needs
-    Linux 5.12. Raises KernelError.
+    """Add flags such as MS_RDONLY to a mount, without removing others. Raises KernelError.
+
+    `recursive` includes the mounts below it, and needs Linux 5.12.
     """
     attributes = sum(attribute for flag, attribute in _MOUNT_ATTR.items() if flags & flag)
     packed = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)

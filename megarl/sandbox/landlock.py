@@ -22,7 +22,7 @@ _PATH_BENEATH = 1
 
 
 def version() -> int:
-    """Return the kernel's version of Landlock. Raises KernelError if it has none or it is switched off."""
+    """Return the kernel's version of Landlock. Raises KernelError if Landlock is missing or switched off."""
     return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
 
 
@@ -35,8 +35,7 @@ def ungoverned_operations(landlock_version: int) -> list[str]:
 def restrict(
     *, readable: Sequence[str], listable: Sequence[str], usable: Sequence[str], writable: Sequence[str]
 ) -> None:
-    """Restrict this process to the given files. `usable` are files; the others are files, or folders with everything
-    below.
+    """Restrict this process to these files, or to folders with everything below. `usable` must be files.
 
     Needs no_new_privs. Raises KernelError.
     """

@@ -32,7 +32,7 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Protection layers that this machine supports, and the reason for each missing one."""
+    """Protection layers that this machine supports, and the reason for each missing layer."""
 
     active: frozenset[str]
     faults: Mapping[str, str]
@@ -54,7 +54,7 @@ class Layers:
             )
 
     def require_minimum(self) -> None:
-        """Raise ConfigError if layers are missing that every recipe needs: an unprivileged user, and namespaces or
+        """Raise ConfigError if a layer is missing that every recipe needs: an unprivileged user, and namespaces or
         seccomp.
 
         Without namespaces and seccomp, processes started by a program would outlive the program and its limits.
@@ -71,7 +71,7 @@ class Layers:
             )
 
     def notice(self, required: Collection[str]) -> str | None:
-        """Return a notice that the sandbox works without some layers; None: no layer is missing."""
+        """Return a notice that programs run without some layers; None: no layer is missing."""
         missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]
         if not missing:
             return None

@@ -34,12 +34,11 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 HOST_NAME = "sandbox"
 _TMP = "/tmp"
 _OUTSIDE_TMP = "/.tmp"
-"""Mount point of folders below the machine's /tmp. At their original place, each run's own /tmp would cover them.
-
-A symbolic link in the run's /tmp leads to them. Mounted there, Landlock would allow writing to them, as to all of /tmp.
+"""Mount point of folders below the machine's /tmp. At their original place, each run's own /tmp would cover them. A
+symbolic link in the run's /tmp leads to them. If they were mounted in /tmp, Landlock would allow writing to them.
 """
 _BUILT_AT = "/sys"
-"""Mount point at which the new root is built. No Python is ever run from /sys, and only this process sees the mount."""
+"""Mount point of the new root while it is built. No Python is run from /sys, and only this process sees the mount."""
 # The spawner enters the first set once. Each run gets the second set anew.
 _SPAWNER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 _RUN_NAMESPACES = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
@@ -61,7 +60,7 @@ def become_unprivileged() -> None:
 
 
 def unprivileged_users() -> tuple[int, int]:
-    """Return ids of users without rights. `nobody` is the second choice: other services may run as that user."""
+    """Return ids of users without rights. `nobody` is the second choice, because services may run as that user."""
     return _FIRST_USER + os.getpid(), _NOBODY
 
 
@@ -76,8 +75,8 @@ def become_user(user: int) -> None:
 def enter(trees: Sequence[str], prepare: bool) -> None:
     """Move this process into namespaces with a root of only `trees` (read-only), some devices and an empty /tmp.
 
-    As root (`prepare`), the root folder is built with root's rights, then these are dropped: perhaps only root can read
-    Python. Raises OSError with the failed step; the process is useless then.
+    With `prepare` the process must be root. It builds the root folder with root's rights, because perhaps only root can
+    read Python, and then drops them. Raises OSError with the failed step; then this process is useless.
     """
     # Opened first, because /proc is not in the new root.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -103,13 +102,13 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
 def start_run() -> int:
     """Fork the first process of a sandbox run; return 0 in it.
 
-    The process sees no other process, and others do not see its mounts.
+    It sees no other process, and other processes do not see its mounts.
     """
     return clone(_RUN_NAMESPACES)
 
 
 def mount_private_tmp(size_bytes: int) -> None:
-    """Mount an empty /tmp for a run, with links to the readable folders, as in the first one. Raises OSError."""
+    """Mount an empty /tmp for a run, with the links of the spawner's /tmp to readable folders. Raises OSError."""
     links = {name: os.readlink(f"{_TMP}/{name}") for name in os.listdir(_TMP)}
     options = f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
     mount("tmpfs", _TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)

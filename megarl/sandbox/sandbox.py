@@ -54,7 +54,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _TRIAL = "import colorsys, os\nprint(os.getuid(), sum(range(10)))"
-"""Trial program testing the sandbox. It imports a module that the spawner has not imported."""
+"""Program that tests the sandbox. It imports a module that the spawner has not imported."""
 
 Outcome = Literal["ok", "error", "timeout", "output"]
 
@@ -76,9 +76,7 @@ class SandboxSettings:
     output_kib: int = 64
     packages: tuple[str, ...] = ("numpy",)
     longest_seconds: float | None = None
-    """Wall-clock limit in seconds of a run, including time computing or waiting for a CPU. None: three times
-    `wall_seconds`.
-    """
+    """Wall-clock limit in seconds of a run, whether idle or busy. None: three times `wall_seconds`."""
 
     @property
     def wall_seconds(self) -> float:
@@ -108,9 +106,9 @@ class Ran:
 
 
 class Sandbox:
-    """Runs programs one after the other, each in a process of its own. The spawner starts with the first program.
+    """Runs programs one after the other, each in a separate process. The first program starts the spawner.
 
-    Any thread may use it; close it at the end. `_without` disables layers, for tests of the other ones.
+    Any thread may use it; close it at the end. `_without` disables layers, for tests of the other layers.
     """
 
     def __init__(self, settings: SandboxSettings, *, _without: Sequence[str] = ()) -> None:
@@ -127,7 +125,7 @@ class Sandbox:
 
     @property
     def layers(self) -> Layers | None:
-        """The protection layers found on this machine; None: the sandbox has not started."""
+        """The protection layers of this machine; None: the sandbox has not started."""
         return self._layers
 
     def start(self) -> None:
@@ -279,7 +277,7 @@ class Sandbox:
             self._close()
             raise SandboxError(f"the sandbox's spawner ended: {error}") from None
         except BaseException:
-            self._close()  # Its late messages must not be taken for another run's.
+            self._close()  # Late messages of this run must not be taken for another run's.
             raise
         finally:
             for descriptor in (*sent_files, *own_pipe_ends):
@@ -288,7 +286,7 @@ class Sandbox:
 
 
 class _Run:
-    """A run in progress. Its output is read within limits until it ends or must be killed."""
+    """A run in progress. Its output is read within limits until the run ends or must be killed."""
 
     def __init__(
         self,
@@ -310,8 +308,9 @@ class _Run:
         self._ended: dict[str, float] = {}
 
     def watch(self) -> None:
-        """Read the output until the run has ended and its pipes are empty. Raises SandboxError if the run cannot be
-        ended.
+        """Read the output until the run has ended and its pipes are empty.
+
+        Raises SandboxError if the run cannot be ended.
         """
         poll = select.poll()
         for descriptor in (*self._content, self._connection.fileno()):
@@ -352,9 +351,11 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extended_deadline(self) -> float:
-        """Return a run's next deadline, in seconds of `time.monotonic`, when it has reached the previous one. Only idle
-        time counts towards the run's wall-clock limit, so time spent computing or waiting for a CPU extends it. A
-        deadline in the past means that the run must be killed."""
+        """Return a run's next deadline, in seconds of `time.monotonic`, after it has reached the previous one.
+
+        Only idle time counts towards the wall-clock limit, so busy time (computing or waiting for a CPU) extends the
+        deadline. A deadline in the past means that the run must be killed.
+        """
         if self._began_at is None:
             reason = f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
             if is_stopped(self._spawner):
@@ -429,8 +430,8 @@ def _python() -> tuple[str, list[str], list[str]]:
 
 
 def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the folders (or module files) of installed packages and of the libraries they need, and the folders
-    containing these.
+    """Return two lists: the folders (or module files) of packages and their shared libraries, and the folders around
+    these.
     """
     folders: list[str] = []
     places: list[str] = []

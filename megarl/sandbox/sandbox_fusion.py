@@ -16,7 +16,7 @@ from megarl.types import ConfigError
 MAX_TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _PATIENCE_SECONDS = 30.0
-"""Seconds to wait for an answer in addition to the run's own limit, because a server queues requests."""
+"""Seconds to wait for an answer beyond the run's own limit, because a server queues requests."""
 _MAX_ANSWER_BYTES = 64 << 20
 # HTTP status codes of a busy server: request timeout, too early, too many requests.
 _BUSY = (408, 425, 429)
@@ -46,8 +46,9 @@ class AnySandbox(Protocol):
 
 
 def open_sandbox(settings: SandboxSettings) -> AnySandbox:
-    """Return the sandbox of a recipe's settings: on a server if `url` is set, else on this machine. The caller closes
-    it.
+    """Return the sandbox of a recipe's settings: on a server if `url` is set, else on this machine.
+
+    The caller closes it.
     """
     return Sandbox(settings) if settings.url is None else RemoteSandbox(settings)
 
@@ -55,8 +56,8 @@ def open_sandbox(settings: SandboxSettings) -> AnySandbox:
 class RemoteSandbox:
     """Runs programs on a SandboxFusion server.
 
-    A request is repeated up to `MAX_TRIES` times with doubling pauses, if it gets no answer or a server error (5xx,
-    429, SandboxError). `Ran.retries` counts the repetitions. The server measures time limits by its own clock. A user
+    A request without an answer, or with a server error (5xx, 429, SandboxError), is repeated with doubling pauses, up
+    to `MAX_TRIES` times. `Ran.retries` counts the repetitions. Time limits are in the server's wall-clock time. A user
     and password in the address are sent as HTTP basic authorization.
     """
 

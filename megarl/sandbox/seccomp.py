@@ -1,6 +1,6 @@
 """Filter of system calls for sandboxed programs: calls not on a list are refused (seccomp(2)).
 
-A program has one process. It may start threads, but no processes and no other programs, and it has no outside socket.
+A program may start threads, but no processes and no other programs. It has no socket to the outside.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ sched_get_priority_max:146:125 sched_get_priority_min:147:126 capget:125:90 fute
 get_robust_list:274:100 set_tid_address:218:96 rseq:334:293 arch_prctl:158:- exit:60:93 exit_group:231:94 wait4:61:260
 waitid:247:95 restart_syscall:219:128 getrandom:318:278 recvfrom:45:207
 """
-"""Allowed system calls, as name:number on x86_64:number on aarch64; - if the processor has no such call."""
+"""Allowed system calls, as name:number on x86_64:number on aarch64; -: the processor has no such call."""
 _OF_ITS_OWN = """
 kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
 utimensat:280:88
 """
 """System calls allowed only if a program sees just its own processes and files.
 
-Otherwise it could signal the user's processes. Landlock does not restrict modes and times of files, and before its
-version 3 not their sizes.
+Otherwise it could signal the user's processes. Landlock does not restrict changes of files' modes and times, nor of
+their sizes before its version 3.
 """
 # Calls allowed only with certain arguments, by processor.
 _AT_CONDITION = {
@@ -60,9 +60,7 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Allowed ioctl commands, which Python itself uses: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _FILE_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1033, 1034)
-"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel signal a file's
-owner.
-"""
+"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel send signals."""
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _AF_UNIX = 1
 
@@ -80,7 +78,7 @@ _Instruction = tuple[int, int, int, int]
 def program(name: str, *, is_alone: bool) -> bytes:
     """Return the filter program in the kernel's format for a processor, `x86_64` or `aarch64`.
 
-    `is_alone`: the program sees just its own processes and files.
+    `is_alone`: the sandboxed program sees just its own processes and files.
     """
     column = 1 if name == "x86_64" else 2
     listed = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
@@ -113,9 +111,9 @@ def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
 
 
 def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
-    """Return filter instructions allowing a call if any test holds.
+    """Return filter instructions that allow a call if any test holds.
 
-    A test is (code, argument number, constant), and looks at the low 32 bits of the argument.
+    A test is (code, argument number, constant). It reads the low 32 bits of the argument.
     """
     steps: list[_Instruction] = []
     for code, argument, constant in tests:

@@ -1,6 +1,6 @@
-"""Spawner of the sandbox: a small process forking and ending a process for each run.
+"""Spawner of the sandbox: a small process that forks a process for each run, and ends it.
 
-It receives a run as file descriptors only, and never reads a program or its output. Memory inherited by a run therefore
+The spawner passes on a run's file descriptors, and never reads the program or its output. So a run's inherited memory
 holds nothing of other runs.
 """
 
@@ -27,7 +27,7 @@ from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 
 MAX_MESSAGE_BYTES = 4096
 _DESCRIPTORS = 5
-"""Descriptors of a run: program, standard input, output and error, and a pipe reporting its start."""
+"""Descriptors of a run: program, standard input, output and error, and a pipe that reports the start."""
 _PREIMPORTED = """
 collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
 fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
@@ -35,13 +35,11 @@ fractions decimal time enum dataclasses array queue cmath numbers abc contextlib
 """Modules that test programs often import. Each forked run inherits them."""
 _TMP_BYTES = 64 << 20
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""First kernel version counting a user's tasks by user namespace. Earlier kernels also count the user's other
-tasks.
-"""
+"""First kernel version that counts a user's tasks by user namespace. Earlier kernels count tasks elsewhere too."""
 
 
 def spawn(control: int, start: dict[str, Any]) -> NoReturn:
-    """Execute runs until the driver closes the connection. `start` has the layers to try, and folders."""
+    """Execute runs until the driver closes the connection. `start` has folders and the layers to try."""
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
@@ -61,7 +59,7 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
 
 
 def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
-    """Enter all available layers. Returns them, and the reasons for missing ones."""
+    """Enter all available layers. Returns the confinement of runs, and the reasons for missing layers by name."""
     for name in _PREIMPORTED:
         importlib.import_module(name)
     # Opened now, because the new root has no /proc.
@@ -108,7 +106,7 @@ def _kernel() -> tuple[int, ...]:
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
     """Import packages once for all programs, with the program's rights.
 
-    A package failing here fails again in the program importing it.
+    If a package fails here, its import fails again in the program.
     """
     before = list(sys.path)
     sys.path += folders
@@ -127,7 +125,7 @@ def _probe_seccomp() -> None:
 
 
 def _fault_in_child(probe: Callable[[], None]) -> str | None:
-    """Return why an irreversible step fails, tried in a separate process. None: it works."""
+    """Return why an irreversible step fails, tried in a separate process; None: it works."""
     reported, report = os.pipe()
 
     def try_probe() -> None:
@@ -147,7 +145,7 @@ def _fault_in_child(probe: Callable[[], None]) -> str | None:
 
 
 def _serve(connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]) -> dict[str, Any]:
-    """Run a program to its end, or until the other side has it killed. Returns exit code, CPU time and memory."""
+    """Run a program to its end, or until the driver asks to kill it. Returns exit code, CPU time and memory."""
     try:
         if "namespaces" in confinement.layers:
             child = fork_child(lambda: _run_first_process(confinement, limits, descriptors), namespaces.start_run)
@@ -184,13 +182,12 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
 
 
 def _exit_code(status: int) -> int:
-    """Return the exit code as in a shell: 128 plus the number of a signal."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def _run_first_process(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
-    """Be the first process of a run's namespaces. Its end ends all processes in them."""
+    """Run as the first process of a run's namespaces. Its end ends all processes in them."""
     status = descriptors[-1]
     try:
         namespaces.mount_private_tmp(_TMP_BYTES)

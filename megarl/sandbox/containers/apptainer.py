@@ -1,7 +1,7 @@
 """Containers of apptainer, which has no daemon: each program of an attempt is a call of `apptainer exec`.
 
-The container is a layer of new files above the image. It is held in memory, in namespaces that this module makes, and
-ends with their last process. The network is a namespace made here too, so it does not depend on apptainer's settings.
+New files go to a layer above the image. The layer is in memory, in namespaces made by this module, and ends with the
+last process in them. The network namespace is made here too, so it does not depend on apptainer's settings.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megarl.sandbox.containers.command_lines import GET_SCRIPT, PUT_SCRIPT, SHOR
 from megarl.sandbox.containers.root_folder import NETWORK_NAMESPACE, map_users, open_loopback
 from megarl.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC, clone, mount
 
-# Every Linux has it. Only this keeper sees the mount over it, and apptainer gives containers their own /dev.
+# Every Linux has /dev/shm. Only this process sees the mount over it, and apptainer gives containers another /dev.
 _LAYER_FOLDER = "/dev/shm"
-"""Folder of the new files of a container, in memory."""
+"""Folder, in memory, of a container's new files."""
 _VARIABLE_PREFIX = "APPTAINERENV_"
-"""Apptainer passes a variable NAME to a program if it finds it as APPTAINERENV_NAME."""
+"""Apptainer passes the variable APPTAINERENV_NAME to a program as NAME."""
 
 
 def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]:
-    """Return the arguments of `apptainer` before those of the program, which starts in `folder` of the container."""
+    """Return apptainer's arguments before the program's own. The program starts in `folder` of the container."""
     # `containall` hides the machine's home, /tmp, environment and processes. `no-privs` drops root's rights.
     arguments = ["exec", "--containall", "--no-home", "--no-privs", "--overlay", f"{_LAYER_FOLDER}/layer"]
     for shown in settings["folders"]:
@@ -42,7 +42,7 @@ class ApptainerPlace:
     has_own_users = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Start a short program, which finds a missing image. Raises OSError."""
+        """Run `true`, so that a missing image is noticed. Raises OSError."""
         adopt_orphans()
         program = shutil.which("apptainer")
         if program is None:
@@ -88,14 +88,16 @@ def hold(
     is_alone: bool,
     disk_bytes: int,
 ) -> tuple[int, socket.socket | None]:
-    """Make the namespaces of a container, and call `serve` in their first process with a function that starts it there.
+    """Make the namespaces of a container, and call `serve` in their first process. The container ends with this
+    process.
 
-    That function raises OSError if the container does not start. With `is_alone` the endpoint is its only way out.
-    Returns the first process, with which the container ends, and a socket that listens in its network.
+    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_alone`
+    the container's only way out is the endpoint. Returns the first process, and a socket listening in the container's
+    network, or None.
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     user, group = os.geteuid(), os.getegid()
-    # Elsewhere only root may mount. Apptainer takes a user namespace's root for one too.
+    # Only root may mount, so other users become root of a new user namespace. Apptainer accepts this root.
     flags = CLONE_NEWNS | (CLONE_NEWUSER if user else 0) | (NETWORK_NAMESPACE if is_alone else 0)
     ours, theirs = socket.socketpair()
 

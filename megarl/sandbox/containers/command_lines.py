@@ -1,7 +1,7 @@
 """Containers of podman and docker, through their command lines.
 
-A container's main program waits for the end of its input, a pipe from the keeper. The end of the keeper thus ends the
-container, and `--rm` removes it.
+A container's main program waits for the end of its input, a pipe from the keeper process. When the keeper ends, the
+container therefore ends too, and `--rm` removes it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from megarl.sandbox.containers.root_folder import open_loopback
 from megarl.sandbox.kernel import setns
 
 _START_SECONDS = 300.0
-"""Seconds for a container to start, without the download of its image."""
+"""Seconds for a container to start. The download of its image does not count."""
 SHORT_SECONDS = 60.0
 """Seconds for any other short command."""
 # A waiting shell reaps the processes that programs leave. As zombies they would use up the limit of processes.
 # `kill_all` kills `cat`, and the end of the input ends it with success.
 _MAIN = "until cat; do :; done"
-"""Main program of a container, run by its shell: it ends with its input."""
+"""Main program of a container, run by its shell until its input ends."""
 # podman's root folder is read-only by its mode, so without these root could not even make /tests.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")
-"""Capabilities of root in the container. They concern its own files; folders of the machine are mounted read-only."""
+"""Capabilities of root in the container. They apply to the container's own files; folders of the machine are
+read-only.
+"""
 # Base64, because `run_command` passes input and output as text, and files are bytes.
 PUT_SCRIPT = 'rm -rf "$1" && mkdir -p "$1" && base64 -d | tar -x -f - -C "$1"'
 GET_SCRIPT = 'test -f "$1" && head -c "$2" "$1" | base64'
 
 
 def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
-    """Return the arguments with which podman and docker alike start a container for `owner`, a process id."""
+    """Return the arguments of podman or docker that start a container for `owner`, a process id."""
     limits = settings["limits"]
     # Without a pull a missing image fails at once. A download could exceed `_START_SECONDS`.
     arguments = ["run", "--rm", "--interactive", "--pull=never", "--name", settings["name"]]
@@ -69,7 +71,7 @@ class CommandLinePlace:
     has_own_users = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Start the container. Raises OSError."""
+        """Start the container. Raises OSError if it does not start."""
         adopt_orphans()
         # podman's monitor writes a file `oom` into its folder when memory runs out (conmon 2.1). Here it cannot.
         os.chdir("/proc")
@@ -88,7 +90,7 @@ class CommandLinePlace:
         self.pid = self._wait_until_running()
         # podman's monitor of the container (conmon) detaches itself, so this process has adopted it.
         self._monitors = frozenset(descendants(os.getpid()))
-        """Processes holding the container. They are no programs of an attempt."""
+        """Processes that hold the container. They are not programs of an attempt."""
 
     def listen(self) -> socket.socket:
         """Return a socket that listens on the loopback of the container. Raises OSError."""
@@ -113,7 +115,7 @@ class CommandLinePlace:
         return socket.socket(fileno=listeners[0])
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
-        # By name alone: the keys of an attempt must not be seen in a list of processes.
+        # Only names of variables: lists of processes must not show the keys of an attempt.
         names = [part for name in request["environment"] for part in ("--env", name)]
         folder = ["--workdir", request["folder"]] if request["folder"] else []
         command = [self._program, "exec", "--interactive", *names, *folder, self._name, *request["command"]]
@@ -126,10 +128,10 @@ class CommandLinePlace:
         return None
 
     def kill_all(self) -> None:
-        # The container's first process is not killed by it.
+        # `kill -9 -1` spares the container's first process.
         with suppress(OSError):
             self._run("exec", self._name, "sh", "-c", "kill -9 -1")
-        # The container's own monitors must live: they hold its input open, and it ends without it.
+        # The container's monitors must live: they hold its input open, and the container ends with its input.
         for pid in descendants(os.getpid()):
             if pid not in self._monitors:
                 with suppress(OSError):
@@ -165,7 +167,9 @@ class CommandLinePlace:
         raise OSError(f"the container did not start within {_START_SECONDS:g} s")
 
     def _remove_leftovers(self) -> None:
-        """Remove containers of processes that have ended. Only a daemon that was killed too leaves one."""
+        """Remove containers whose owner has ended. A container remains only if its daemon was killed together with the
+        owner.
+        """
         containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_owner_label()}").split()
         if not containers:
             return
@@ -196,7 +200,7 @@ def _owner_label() -> str:
 
 
 def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
-    """Return files, relative path to mode and content, as the input of `PUT_SCRIPT`."""
+    """Return files as the input of `PUT_SCRIPT`. `files` maps a relative path to mode and content."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, (mode, content) in files.items():
@@ -207,9 +211,9 @@ def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
 
 
 def decode_file(text: str, path: str, max_bytes: int) -> bytes:
-    """Return the file that `GET_SCRIPT` printed. Its last argument is `max_bytes` and one, which shows a longer file.
+    """Return the file that `GET_SCRIPT` printed. Raises OSError for a file of more than `max_bytes` bytes.
 
-    Raises OSError for a longer file.
+    The script must get `max_bytes + 1`, so that a longer file shows.
     """
     content = base64.b64decode(text)
     if len(content) > max_bytes:

@@ -1,4 +1,4 @@
-"""A container as its host sees it: start, programs, files, lease and end."""
+"""A container as the process that starts it sees it: start, programs, files, lease and end."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
 # Six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do not end a container.
 LEASE_SECONDS = 60.0
-"""Seconds from the last renewal of a lease to the end of its container."""
+"""Seconds from the last renewal of a lease to the end of the container."""
 COMMAND_LINES = ("podman", "docker")
-"""Kinds of containers held by a daemon or another program."""
+"""Kinds of containers controlled by command-line programs."""
 _USER_SETTINGS = (
     "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR", "CONTAINERS_CONF",
     "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
     "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
 )  # fmt: skip
-"""Variables leading podman, docker and apptainer to their settings, images and daemon."""
+"""Environment variables that lead podman, docker and apptainer to their settings, images and daemon."""
 # As long as the keeper may take to remove a container (`command_lines._SECONDS`).
 _REMOVAL_SECONDS = 60.0
-# Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper reports that itself.
+# Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper itself reports a late start.
 _TRIAL_SECONDS = 330.0
-"""Seconds for the first message of a keeper."""
+"""Seconds to wait for a keeper's first message."""
 # The interpreter starts without site packages, so the script adds the folder of megarl to its path.
 _KEEPER = """
 import sys
@@ -48,24 +48,24 @@ main()
 
 
 class ContainerError(Exception):
-    """Raised if a container does not start, is lost, or refuses a request. The text has the form `KIND: reason`."""
+    """Raised if a container does not start, is lost, or refuses a request. The text is `KIND: reason`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSettings:
-    """Settings of a container. `name` holds the run, the attempt and the try."""
+    """Settings of a container. `name` combines the run, the attempt and the try."""
 
     kind: str
     name: str
     address: tuple[str, int]
-    """Address of the endpoint, as this node reaches it."""
+    """Address of the policy's endpoint, as this node reaches it."""
     image: str | None = None
     folders: tuple[str, ...] = ()
     network: str = "endpoint"
     limits: Limits = field(default_factory=Limits)
     lease_seconds: float = LEASE_SECONDS
     outlives_host: bool = False
-    """Whether it lives on after its host, until its lease ends. A later host can go on with it (`adopt`)."""
+    """Whether the container lives on after its host process, until the lease ends. A later host can `adopt` it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Executed:
     stderr: str
     outcome: str
     refused: str
-    """Why the program could not be started."""
+    """Why the program could not be started; empty: it was started."""
 
 
 class Container:
@@ -86,15 +86,15 @@ class Container:
     def __init__(self, settings: ContainerSettings) -> None:
         self.settings = settings
         self.url = ""
-        """Base URL of the endpoint, as the container's programs reach it."""
+        """Base URL of the policy's endpoint, as the container's programs reach it."""
         self.seconds_to_start = 0.0
         self.running = ""
-        """Label of the program running when the container was adopted."""
+        """Label of the program that was running when the container was adopted; empty: none."""
         self.seconds_running = 0.0
-        """Seconds since that program began; 0: there is none."""
+        """Seconds since the program in `running` began; 0: there is none."""
         self._launched: LaunchedProgram | None = None
         self._supervisor: int | None = None
-        """Process that ends last, as a pidfd. Only of a container that outlives its host."""
+        """Pidfd of the process that ends last. Only for a container that outlives its host."""
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: SupervisedProcess | None = None
@@ -102,7 +102,7 @@ class Container:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the container. Raises ContainerError."""
+        """Start the container. Raises ContainerError if it does not start."""
         began = time.monotonic()
         try:
             if self.settings.outlives_host:
@@ -124,7 +124,9 @@ class Container:
         self.seconds_to_start = time.monotonic() - began
 
     async def adopt(self) -> None:
-        """Go on with the container of an earlier host, by its name. Raises ContainerError if it has ended."""
+        """Take over the container that an earlier host started under this name. Raises ContainerError if it has
+        ended.
+        """
         try:
             await self._meet(connect_to(self.settings.name))
             self.renew()
@@ -132,7 +134,7 @@ class Container:
             raise ContainerError("ContainerLost: the container has ended") from error
 
     async def _meet(self, connection: socket.socket) -> None:
-        """Read the first message of the keeper. Raises ContainerError if the keeper refuses."""
+        """Read the keeper's first message. Raises ContainerError if the keeper refuses."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         first = await _read_frame(reader)
         if "refused" in first:
@@ -153,10 +155,10 @@ class Container:
         folder: str | None = None,
         label: str = "",
     ) -> Executed:
-        """Run a program to its end, and kill all other programs of the container then. Raises ContainerError.
+        """Run a program to its end, then kill all other programs of the container. Raises ContainerError.
 
-        `stdin` is its standard input, in base64. A later host can `join` it by its `label`. Cancelling the call kills
-        them too.
+        `stdin` is its standard input, in base64. A later host can `join` the program by its `label`. Cancelling the
+        call kills all programs.
         """
         return await self._await_end(
             "exec", command=command, environment=dict(environment), stdin=stdin, folder=folder, label=label
@@ -165,7 +167,7 @@ class Container:
     async def join(self, label: str) -> Executed:
         """Wait for the end of a program started by an earlier host. Raises ContainerError if there is none.
 
-        Another running program is killed. Cancelling the call kills all.
+        Any other running program is killed. Cancelling the call kills all programs.
         """
         return await self._await_end("join", label=label)
 
@@ -179,13 +181,16 @@ class Container:
         return Executed(**answer)
 
     async def put(self, folder: str, files: Mapping[str, tuple[int, str]]) -> None:
-        """Replace a folder by one with these files: relative path to mode and content in base64. Raises
-        ContainerError.
+        """Replace a folder by one with these files. Raises ContainerError.
+
+        `files` maps a relative path to mode and content in base64.
         """
         await self._request("put", folder=folder, files=dict(files))
 
     async def get(self, path: str, max_bytes: int) -> str:
-        """Return the content of a file, in base64. Raises ContainerError if there is no such file, or a longer one."""
+        """Return the content of a file, in base64. Raises ContainerError if the file is missing or has more than
+        `max_bytes`.
+        """
         return (await self._request("get", path=path, max_bytes=max_bytes))["content"]
 
     def renew(self) -> None:
@@ -193,7 +198,7 @@ class Container:
         self._send({"do": "renew"})
 
     async def leave(self) -> None:
-        """Close the connection. A container that outlives its host lives on."""
+        """Close the connection. A container that outlives its host continues; any other is stopped."""
         if not self.settings.outlives_host:
             await self.stop()
             return
@@ -223,7 +228,7 @@ class Container:
             await self._reading
 
     async def _stop_outliving(self) -> None:
-        """Ask the keeper to end, and wait for its supervisor. Kill that if it does not end."""
+        """Ask the keeper to end, and wait for its supervisor. Kill the supervisor if it does not end in time."""
         if self._writer is not None:
             self._send({"do": "stop"})
             self._writer.write_eof()
@@ -262,7 +267,7 @@ class Container:
             self._writer.write(encode(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Pass answers to their requests until the connection ends. Then fail the others."""
+        """Pass answers to their requests until the connection ends. Then fail the unanswered requests."""
         try:
             while True:
                 answer = await _read_frame(reader)
@@ -277,19 +282,20 @@ class Container:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next message. Raises EOFError, OSError or FrameError."""
     size = payload_size(await reader.readexactly(HEADER_BYTES), MAX_MESSAGE_BYTES)
     return decode(await reader.readexactly(size))
 
 
 def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
-    """Start the keeper of a container. Its first message says whether it is ready. Raises OSError."""
+    """Start the keeper process of a container. Its first message says whether the container runs. Raises OSError."""
     command, environment = _keeper(settings)
     return SupervisedProcess(command, environment=environment, has_connection=True)
 
 
 def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a container's keeper, without the descriptor of its connection, and its environment."""
+    """Return the command and the environment of a container's keeper. The caller appends the connection's
+    descriptor.
+    """
     # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]
     values = json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})
@@ -314,7 +320,7 @@ async def _is_readable(descriptor: int, seconds: float) -> bool:
 
 
 def start_fault(settings: ContainerSettings) -> str | None:
-    """Start a container and end it at once. Returns why it does not start; None: it does."""
+    """Start a container and end it at once. Returns why it does not start; None: it starts."""
     keeper = start_keeper(settings)
     try:
         return receive(keeper.connection, MAX_MESSAGE_BYTES, within(_TRIAL_SECONDS)).get("refused")

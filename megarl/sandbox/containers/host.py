@@ -1,6 +1,7 @@
 """Host of one node's containers: starts them, passes requests to them, renews their leases, and ends them.
 
-It runs in the driver, or in the agent of a node. Requests and answers are JSON values, so both are reached alike.
+The host runs in the driver, or in the agent process of another node. Both are reached alike, because requests and
+answers are JSON values.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ class ContainerHost:
     def __init__(self) -> None:
         self._containers: dict[str, Container] = {}
         self._starting: dict[str, asyncio.Task[Any]] = {}
-        """Request in progress that starts or adopts a container, by its name."""
+        """Tasks that start or adopt a container, by its name."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Program in progress by the name of its container."""
+        """Tasks that run a program, by the name of its container."""
 
     async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out a request, and return its answer. A failure is an answer with `error`, as `KIND: reason`."""
+        """Carry out a request, and return its answer. A failure gives an answer with `error`, as `KIND: reason`."""
         try:
             return await getattr(self, f"_{verb}")(**fields)
         except ContainerError as error:
@@ -43,7 +44,9 @@ class ContainerHost:
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over a container started by an earlier host process. The answer has its program's seconds, or 0."""
+        """Take over a container started by an earlier host. `seconds_running` of the answer is 0 without a running
+        program.
+        """
         container = Container(_read_settings(settings))
         await self._hold(container, container.adopt())
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
@@ -61,7 +64,7 @@ class ContainerHost:
         return {}
 
     async def _hold(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
-        """Hold a container once it has started. A stop meanwhile cancels the start."""
+        """Store a container once it has started. A stop request meanwhile cancels the start."""
         task = asyncio.current_task()
         assert task is not None, "requests are carried out in tasks"
         name = container.settings.name
@@ -71,7 +74,7 @@ class ContainerHost:
                 await starting
             finally:
                 del self._starting[name]
-        # Its keeper may live, and is not in `_containers`, so `close` would miss it.
+        # The container may run already, but `close` ends only containers in `_containers`.
         except BaseException:
             await container.stop()
             raise
@@ -139,7 +142,7 @@ def _read_settings(settings: Mapping[str, Any]) -> ContainerSettings:
 
 
 def free_memory_bytes() -> int:
-    """Return the memory available to new programs of this node (proc(5), meminfo)."""
+    """Return the bytes of memory available to new programs of this node (proc(5), meminfo)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             # The kernel counts in KiB.

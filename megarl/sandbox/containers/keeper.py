@@ -1,4 +1,6 @@
-"""Keeper: a process for each container. It sets it up and holds its connection to the host. They end together."""
+"""Keeper: one process for each container. It sets up the container, and serves its host's connection. Both end
+together.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,16 @@ DEFAULT_DISK_BYTES = 4 << 30
 
 
 def main() -> NoReturn:
-    """Main function of the keeper. Arguments: settings as JSON, and the descriptor of its connection.
+    """Run the keeper. Arguments of the command: settings as JSON, and the descriptor of the connection.
 
-    If it outlives its host, the descriptor is a listening socket, to which the hosts connect one after another.
+    If the container outlives its host, the descriptor is a listening socket. Hosts connect there one after another.
     """
     settings, connection = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     listener: socket.socket | None = None
     if settings["outlives_host"]:
         listener, (connection, _) = connection, connection.accept()
         listener.set_inheritable(False)
-    # A program that inherited it could answer the host, and would hold it open after the keeper.
+    # A program that inherited the connection could answer the host, and would hold it open after the keeper's end.
     connection.set_inheritable(False)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel kills programs before the training.
@@ -123,7 +125,7 @@ def _serve(
 
 
 def _patience(settings: dict[str, Any]) -> float:
-    """Return the seconds for which connections wait for an absent endpoint."""
+    """Return the seconds for which connections wait while the endpoint is absent."""
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 
@@ -136,7 +138,7 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
         python=tuple(settings["python"]),
         disk_bytes=settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES,
     )
-    # Opened first, because the machine's /proc is not in the new root, and only that can write the maps of users.
+    # Opened first: maps of users can be written only in the machine's /proc, which the new root lacks.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if is_root:
         # With root's rights: perhaps only root can read the folders. No program of the container has them.
@@ -206,11 +208,13 @@ _HOLD = {
     "docker": _hold_command_line,
     "apptainer": _hold_apptainer,
 }
-"""Function holding a container by `rollout.agent.sandbox`."""
+"""Functions that hold a container, by the value of `rollout.agent.sandbox`."""
 
 
 def unprivileged_user(proc: int) -> int:
-    """Return a user without rights in this process's user namespace. Raises PermissionError."""
+    """Return a user without rights who exists in this process's user namespace. Raises PermissionError if there is
+    none.
+    """
     with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     for user in unprivileged_users():
@@ -225,7 +229,7 @@ def _use_cpus(number: int) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     if number > len(cpus):
         raise OSError(f"the task needs {number} CPUs, and this machine has {len(cpus)}")
-    # Drawn, so that the containers of a node share its CPUs evenly.
+    # A random choice, so that the containers of a node share its CPUs evenly.
     os.sched_setaffinity(0, random.sample(cpus, number))
 
 

@@ -1,7 +1,7 @@
-"""Containers that outlive their host: how they are started, and how a later host finds them.
+"""Containers that outlive their host: how they are started, and how a later host reaches them.
 
-Such a container listens on a Unix socket of this machine. It is supervised as any other, but by a process without a
-parent. Its lease ends it.
+Such a container listens on a Unix socket of this machine. Its supervisor has no parent process. The end of its lease
+ends it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
-# Not TMPDIR: an agent of a node has a folder of its own there, which ends with it.
+# Not TMPDIR: a node's agent sets it to a private folder, which is removed with the agent.
 _FOLDER = "/tmp/megarl-containers-{user}"
 _NEW_SECONDS = 60.0
-"""Age up to which the file of a socket is not removed."""
+"""Minimum age of a socket's file before it may be removed, in seconds."""
 _SUPERVISOR = """
 import json, sys
 sys.path.append(sys.argv[1])
@@ -36,7 +36,7 @@ supervise(json.loads(sys.argv[2]))
 def launch_outliving(
     name: str, command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[LaunchedProgram, socket.socket]:
-    """Start the keeper of a container under a supervisor outliving this process.
+    """Start the keeper of a container under a supervisor that outlives this process.
 
     Returns the supervisor and a connection to the keeper. Raises OSError.
     """
@@ -64,7 +64,7 @@ def launch_outliving(
 
 
 def connect_to(name: str) -> socket.socket:
-    """Connect to a container of this machine. Raises OSError if there is none with this name."""
+    """Connect to a container of this machine by its name. Raises OSError if there is none."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(os.fspath(_folder() / _file_name(name)))
@@ -75,7 +75,7 @@ def connect_to(name: str) -> socket.socket:
 
 
 def remove_socket(name: str) -> None:
-    """Remove the file of an ended container's socket."""
+    """Remove the socket's file of an ended container."""
     with suppress(OSError):
         (_folder() / _file_name(name)).unlink(missing_ok=True)
 
@@ -86,7 +86,7 @@ def socket_folder() -> Path:
 
 
 def _folder() -> Path:
-    """Return the folder of the sockets, readable for this user only. Raises OSError."""
+    """Return the folder of the sockets, private to this user. Raises OSError."""
     folder = socket_folder()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -99,7 +99,7 @@ def _folder() -> Path:
 
 @cache
 def _remove_ended(folder: Path) -> None:
-    """Remove the sockets of containers ended without a host. A process looks once."""
+    """Remove the sockets of containers that ended without a host. The cache lets each process do this only once."""
     for file in folder.iterdir():
         with socket.socket(socket.AF_UNIX) as probe:
             try:

@@ -1,4 +1,4 @@
-"""Where a provider runs its programs: on this machine, or in the namespaces of a container."""
+"""Where a container's programs run: directly on this machine, or in the container's namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VARIABLES = {
 
 
 class MachinePlace:
-    """Programs of this machine, without isolation. They see its files and network."""
+    """Programs of this machine, without isolation. They see the machine's files and network."""
 
     has_own_users = False
 
@@ -100,7 +100,7 @@ class NamespacePlace:
 
 
 def _clear(folder: str) -> None:
-    """Remove a folder, and links and files left by a program in place of the folders above it."""
+    """Remove a folder. Remove also links and files that a program left in place of the folders above it."""
     place = ""
     for name in folder.strip("/").split("/"):
         place += f"/{name}"

@@ -1,4 +1,4 @@
-"""Relay of connections from a container to the endpoint, its only way out."""
+"""Relay of connections from a container to the policy's endpoint, the container's only way out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import suppress
 _PART_BYTES = 64 << 10
 # Each connection takes two threads of the keeper, and a program may open connections without end.
 _MAX_CONNECTIONS = 64
-"""Connections of one container at once. Further ones wait."""
+"""Maximum connections of one container at once. Further connections wait."""
 _RETRY_SECONDS = 0.25
-"""Interval of the attempts to reach an absent endpoint."""
+"""Seconds between two tries to reach an absent endpoint."""
 
 
 class Relay:
     """Accepts connections on `listener`, in the network of a container, and passes their bytes to `address`.
 
-    A connection waits `patience` seconds for an absent endpoint.
+    A connection waits up to `patience` seconds for an absent endpoint.
     """
 
     def __init__(self, listener: socket.socket, address: tuple[str, int], patience: float = 0.0) -> None:
@@ -51,7 +51,9 @@ class Relay:
             self._places.release()
 
     def _reach_endpoint(self) -> socket.socket:
-        """Return a connection to the endpoint. Raises OSError if it is still away after `patience` seconds."""
+        """Return a connection to the endpoint. Raises OSError if the endpoint is still absent after `patience`
+        seconds.
+        """
         deadline = time.monotonic() + self._patience
         while True:
             try:

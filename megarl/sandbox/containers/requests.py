@@ -1,7 +1,7 @@
-"""Loop of a container: executes the host's requests within limits, and ends without a lease.
+"""Loop of a container: executes the host's requests within limits, and ends the container when its lease ends.
 
-The connection carries frames (`processes.frames`). The loop runs in the first process of namespaces, or beside the
-programs, where it can see and kill them.
+Messages are length-prefixed JSON (`processes.frames`). The loop runs in the first process of the container's
+namespaces, or outside the container, where it can see and kill the programs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megarl.processes.supervisor import OutputTail, become_program, reap
 # Files of a task, in base64.
 MAX_MESSAGE_BYTES = 256 << 20
 _MESSAGE_SECONDS = 60.0
-"""Seconds for the rest of a message to arrive."""
+"""Seconds for a message to arrive completely after its first byte."""
 _TICK_SECONDS = 0.1
-"""Interval of looks at the processes and the memory of a running program."""
+"""Seconds between two checks of a running program's processes and memory."""
 _PART_BYTES = 64 << 10
 _SPARE_TASKS = 64
-"""Tasks allowed by the kernel beyond the limit, so a look finds a program beyond the limit."""
+"""Tasks that the kernel allows beyond the limit, so that a check can notice the excess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +39,25 @@ class Limits:
     """Limits of one container. None: no limit."""
 
     processes: int | None = None
-    """Processes and threads at once."""
+    """Maximum processes and threads at once."""
     memory_bytes: int | None = None
-    """Memory of all processes together, without files."""
+    """Maximum memory of all processes together, without cached files."""
     disk_bytes: int | None = None
-    """Bytes of new files."""
+    """Maximum bytes of new files."""
     output_bytes: int | None = None
-    """Bytes printed by one program."""
+    """Maximum bytes printed by one program."""
     cpus: float | None = None
-    """CPUs used at once. Namespaces have no quota, so there it is the whole number of CPUs that programs may run on."""
+    """CPUs used at once. Namespaces have no quota: there programs are bound to this number of CPUs, rounded up."""
 
 
 class Place(Protocol):
-    """Place of a container's programs."""
+    """Where a container's programs run, and how they are started and killed there."""
 
     has_own_users: bool
-    """Whether the container has a user namespace, in which the kernel counts its processes apart."""
+    """Whether the kernel counts the container's processes separately, because it has a user namespace."""
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
-        """Return command, environment and folder of the process running a program."""
+        """Return command, environment and folder of the process that runs the requested program."""
         ...
 
     def process_ids(self) -> list[int]:
@@ -73,22 +73,24 @@ class Place(Protocol):
         ...
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        """Replace `folder` by one with these files: relative path to mode and content. Raises OSError."""
+        """Replace `folder` by one with these files. Raises OSError. `files` maps a relative path to mode and
+        content.
+        """
         ...
 
     def get(self, path: str, max_bytes: int) -> bytes:
-        """Return the content of a regular file. Raises OSError if there is none, or if it is longer."""
+        """Return the content of a regular file. Raises OSError if it is missing or has more than `max_bytes`."""
         ...
 
 
 class LeaseEndedError(Exception):
-    """Raised when the host has not renewed the container's lease in time, or is gone."""
+    """Raised when the host has not renewed the container's lease in time, or has ended."""
 
 
 class RequestLoop:
-    """Executes the requests of a host, one at a time, as long as it renews the lease.
+    """Executes the requests of a host, one at a time, as long as the host renews the lease.
 
-    With a `listener` it outlives the host: a later host connects there, and joins the running program.
+    With a `listener` the loop outlives the host: a later host connects there, and joins the running program.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class RequestLoop:
         self._lease_seconds = lease_seconds
         self._lease_ends = time.monotonic() + lease_seconds
         self._label, self._began, self._answered_id = "", 0.0, 0
-        """Label, start and request of the running program."""
+        """Label, start time and request number of the running program."""
         self._results: dict[str, dict[str, Any]] = {}
-        """Ends of programs by their labels. The host of one may have ended before it."""
+        """Results of ended programs by their labels. A program's host may have ended before the program did."""
         self._deferred: dict[str, Any] | None = None
-        """Request deferred to the end of a program."""
+        """Request to execute after the running program has ended."""
 
     def run(self) -> None:
         """Execute requests until the host closes the connection or the lease ends."""
@@ -153,7 +155,7 @@ class RequestLoop:
         self._send({"id": self._answered_id, **answer})
 
     def _greet(self) -> None:
-        """Send the first message to a host. `running` is the label of the running program, empty if there is none."""
+        """Send the first message to a host. `running` is the label of the running program; empty: there is none."""
         # The end of an earlier program is known (`_results`), so no time limit applies to it any more.
         seconds = time.monotonic() - self._began if self._label else 0.0
         self._send({"ready": True, **self._facts, "running": self._label, "seconds": seconds})
@@ -166,7 +168,7 @@ class RequestLoop:
             self._lose_host()
 
     def _lose_host(self) -> None:
-        """Close the connection to the host process. Raises LeaseEndedError if no later host can connect."""
+        """Close the connection to the host. Raises LeaseEndedError if no later host can connect."""
         if self._listener is None:
             raise LeaseEndedError
         if self._connection is not None:
@@ -174,7 +176,7 @@ class RequestLoop:
         self._connection = None
 
     def _next_request(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next request other than a renewal; None: there is none within `seconds`, or it was a renewal.
+        """Return the next request other than a renewal. None: there was none within `seconds`, or it was a renewal.
 
         Raises LeaseEndedError.
         """
@@ -205,9 +207,9 @@ class RequestLoop:
         return None
 
     def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a program to its end or a limit, kill all processes of the container, and return what it printed."""
+        """Run a program to its end or a limit, kill all processes of the container, and return the program's output."""
         command, environment, folder = self._place.command(request)
-        # Elsewhere the kernel would also count the user's other processes, such as the training's.
+        # Without a user namespace the kernel would also count the user's other processes, such as the training's.
         max_tasks = self._limits.processes if self._place.has_own_users else None
         program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
         self._label, self._began = request["label"], time.monotonic()
@@ -257,7 +259,7 @@ class RequestLoop:
 
 
 class _Program:
-    """A running program, and what it printed."""
+    """A running program and its output."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], folder: str | None, stdin: bytes, max_tasks: int | None
@@ -267,7 +269,7 @@ class _Program:
         self.num_printed = 0
         self.tails: dict[int, OutputTail] = {}
         self._closed: set[int] = set()
-        """Outputs closed by the program."""
+        """Descriptors of outputs that the program has closed."""
         ends: list[int] = []
         for _ in range(2):
             read_end, write_end = os.pipe2(os.O_CLOEXEC)
@@ -310,7 +312,7 @@ class _Program:
         return self.exit_code is not None
 
     def drain(self) -> None:
-        """Read the rest of the output. All writers have ended."""
+        """Read the remaining output, after all writers have ended."""
         for descriptor in self.tails:
             # A process outside of the container may hold the other end.
             os.set_blocking(descriptor, False)
@@ -338,7 +340,7 @@ def _limit_process(max_tasks: int | None) -> None:
 
 
 def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
-    """Return the memory of processes. Slow reads make it exact if it may exceed the limit."""
+    """Return the anonymous memory of processes, in bytes. It is estimated, but exact if it may exceed the limit."""
     pages = 0
     for pid in ids:
         try:
@@ -352,7 +354,7 @@ def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Return the anonymous memory of a process; pages shared after a fork count in part."""
+    """Return a process's anonymous memory, in bytes. Pages shared after a fork count in part."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss_Anon:"):

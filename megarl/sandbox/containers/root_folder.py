@@ -1,4 +1,6 @@
-"""The root folder of a container in namespaces: the machine's system folders, or an image with a layer of new files."""
+"""The root folder of a container in namespaces: this machine's system folders, or an image with a layer of new
+files.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ from megarl.sandbox.kernel import (
 from megarl.sandbox.namespaces import DEVICES, write_process_file
 
 WORK_FOLDER, HOME_FOLDER = "/workspace", "/home/agent"
-"""Folders of the programs, writable and empty at first, unless the image has them."""
+"""Folders for the programs: writable, and empty at first unless the image has them."""
 RELAY_PORT = 11811
-"""Port of the endpoint on the container's loopback. It is constant, so prompts with its name are equal."""
+"""Port of the endpoint on the container's loopback. It is constant, so that prompts with the address are equal."""
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt")
 _BUILT_AT = "/sys"
 """Mount point of the new root while it is built. Nothing is run from /sys, and only this process sees the mount."""
@@ -60,13 +62,14 @@ class RootFolder:
     folders: tuple[str, ...]
     """Further folders of this machine, shown read-only at the same place."""
     python: tuple[str, ...]
-    """Folders of megarl's own Python, shown beside the system folders."""
+    """Folders of megarl's own Python, shown in addition to the system folders."""
     disk_bytes: int
 
     def build(self, users: int | None = None) -> None:
         """Mount the root folder, and enter it. Only this process and its children see it. Raises OSError.
 
-        `users` is the descriptor of a user namespace. Its user owns root's files of the image and of `folders`.
+        `users` is the descriptor of a user namespace. Its root owns the files that belong to root in the image and in
+        `folders`.
         """
         # Folders made on the way to a mount point must be readable by the container's user.
         os.umask(0o022)
@@ -92,7 +95,7 @@ class RootFolder:
 
 
 def _mount_image(image: str, users: int | None) -> str:
-    """Mount an image below a layer of new files. Returns where."""
+    """Mount an image below a layer of new files. Returns the mount point."""
     for name in ("image", "root", "new", "work"):
         os.mkdir(f"{_BUILT_AT}/{name}")
         # The umask removes write permissions from the mode given to `mkdir`.
@@ -128,16 +131,16 @@ def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int
 
 
 def _make_writable(folder: str) -> None:
-    """Create a folder writable by any user. One of the image keeps its mode, except /dev."""
+    """Create a folder that any user can write. A folder of the image keeps its mode, except /dev."""
     if not os.path.isdir(folder) or folder.endswith("/dev"):
         os.makedirs(folder, exist_ok=True)
         os.chmod(folder, 0o1777)
 
 
 def _bind(source: str, target: str, users: int | None) -> None:
-    """Mount a folder at another place, with mapped owners if there are `users` and the file system can do it."""
+    """Mount a folder at another place. With `users` its owners are mapped, if the file system supports this."""
     if users is not None:
-        # NFS and older kernels cannot. Then only what everybody may read can be read.
+        # NFS and older kernels cannot map owners. Then only files that everybody may read can be read.
         with suppress(KernelError):
             mount_mapped(source, target, users)
             return
@@ -156,7 +159,7 @@ def map_users(proc: int, *, user: int, group: int) -> None:
 def root_as(user: int, proc: int) -> int:
     """Return the descriptor of a user namespace with `user` as root. Needs root's rights. Raises OSError."""
     ready, go = os.pipe2(os.O_CLOEXEC)
-    # It lives until the pipe is closed, and holds the namespace until that is opened.
+    # The child lives until the pipe is closed, so that the namespace exists until it is opened here.
     child = fork_child(lambda: os.read(ready, 1), lambda: clone(CLONE_NEWUSER))
     try:
         write_process_file(proc, f"{child}/uid_map", f"0 {user} 1")
@@ -170,7 +173,9 @@ def root_as(user: int, proc: int) -> int:
 
 
 def finish_root() -> None:
-    """Mount what belongs to the container's own namespaces, as their first process. Raises OSError."""
+    """Mount /proc, terminals and shared memory in the container's namespaces, as their first process. Raises
+    OSError.
+    """
     # A fixed name: host names in prompts would differ between nodes, and so would the prefixes of prompts.
     socket.sethostname("container")
     # The first process of the namespace mounts /proc, which shows the processes of its mounter.
@@ -189,7 +194,7 @@ def finish_root() -> None:
 
 
 def open_loopback() -> socket.socket:
-    """Start the loopback of this network namespace. Returns a socket listening there."""
+    """Start the loopback of this network namespace. Returns a socket that listens there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("16sh14x", b"lo", 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(probe, _SIOCGIFFLAGS, request))
@@ -198,7 +203,7 @@ def open_loopback() -> socket.socket:
 
 
 def drop_rights() -> None:
-    """Drop all rights of the container's root over its namespaces. Its programs inherit the loss."""
+    """Drop all rights of the container's root over its namespaces. Child processes have none either."""
     # No set-user-id program of an image gives rights back.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # Programs of the same user must not read the memory of this process, a copy of the keeper's.
