@@ -19,7 +19,7 @@ def run(server: str, descriptor: str) -> NoReturn:
     """Answer requests on the socket `descriptor` by the function `server` (`package.module:name`). Never returns."""
     try:
         connection = socket.socket(fileno=int(descriptor))
-        # Programs started by this process must not get it.
+        # Programs started by this process must not inherit the connection.
         connection.set_inheritable(False)
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)
@@ -30,12 +30,12 @@ def run(server: str, descriptor: str) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    # Threads of a user's code do not delay the end.
+    # `_exit` does not wait for threads of a user's code.
     os._exit(0)
 
 
 def _limit_memory_after(start: Start) -> Start:
-    """Return a start function that also limits memory after `start`, so its imports do not count."""
+    """Return a start function that also limits memory after `start`. Memory of imports therefore does not count."""
 
     def start_then_limit(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         child_process = start(message)
@@ -47,7 +47,7 @@ def _limit_memory_after(start: Start) -> Start:
 
 
 def _ignore_ending_signals() -> None:
-    """Ignore stop signals sent to the whole job. Child processes of this process get their default handlers back."""
+    """Ignore stop signals sent to the whole job. Child processes of this process get the default handlers back."""
     # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
     for number in ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -61,7 +61,7 @@ def _ignore_ending_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
     def block() -> None:
-        """Block stop signals during a fork, so that none reaches the child before `restore`."""
+        """Block stop signals during a fork, so that no signal reaches the child before `restore`."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

@@ -27,7 +27,7 @@ from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
 from megarl.processes.process_tree import kill_tree, send_signal
 
 SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
-"""Environment variable with the import path of a function or class to be used instead of `ForkServerProcess`."""
+"""Environment variable with the import path of a function or class to use instead of `ForkServerProcess`."""
 PROCESS_VARIABLES = frozenset(
     {
         *("TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"),
@@ -36,33 +36,33 @@ PROCESS_VARIABLES = frozenset(
         faults.VARIABLE,
     }
 )
-"""Variables set for each forked process. No import reads them, so they may differ from the server's."""
+"""Variables set for each forked process. They may differ from the server's, because no import reads them."""
 
 _MAX_SERVERS = 2
-"""Fork servers retained per process. Beyond this number the least recently used one is closed."""
+"""Maximum fork servers of this process. A further server replaces the least recently used one."""
 _EXIT_CODE_SECONDS = 1.0
 """Seconds to wait for a fork server's exit code after its connections closed."""
 _STOP_SECONDS = 10.0
-"""Seconds for a fork server to kill its remaining processes and to exit by itself."""
+"""Seconds for a fork server to kill its remaining processes and exit."""
 
 
 class ServerHandle(Protocol):
-    """Handle of a server's process. `requests` is the socket to it. `pid` None: not known."""
+    """Handle of a server's process. `requests` is the socket to it. `pid` is None if unknown."""
 
     requests: socket.socket
     pid: int | None
 
     def exit_code(self, seconds: float = ...) -> int | None:
-        """Wait up to `seconds` for the end. Return the exit code (negative: a signal), or None if it runs."""
+        """Wait up to `seconds` for the end. Return the exit code (negative: a signal); None: the server still runs."""
         ...
 
     def kill(self) -> None:
-        """Kill the server. Its processes end with it."""
+        """Kill the server, and with it all its processes."""
         ...
 
 
 class ForkServerProcess:
-    """The process of a fork server: a child of this process. It ends with the thread starting it."""
+    """The process of a fork server: a child of this process. It ends with the thread that started it."""
 
     def __init__(
         self,
@@ -74,7 +74,9 @@ class ForkServerProcess:
         executable: str = sys.executable,
         function: str = "megarl.processes.fork_server_main:serve",
     ) -> None:
-        """Start a server: `function` imports `imports`, then serves. Its output during the imports goes to `log`."""
+        """Start a server: `function` imports the modules `imports`, then serves. Output of the imports goes to
+        `log`.
+        """
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
         arguments = (str(theirs.fileno()), str(os.getpid()), *imports)
@@ -109,10 +111,10 @@ def _server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str]
 
 
 class ForkServer:
-    """A process with the modules `imports` loaded under one environment."""
+    """A process that has imported the modules `imports` under one environment, and forks others."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None) -> None:
-        """Start the server. The output of its imports goes to `log`; None: to the log of its first process."""
+        """Start the server. Output of the imports goes to `log`; None: to the log of the first forked process."""
         # The log of a rank is in the run's folder, and an early start precedes this folder.
         self._early_output = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
         self._first_log: BinaryIO | None = None
@@ -122,7 +124,7 @@ class ForkServer:
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
-        """Whether the imports are complete, as the first fork confirms."""
+        """Whether the imports are complete. The first fork confirms this."""
 
     @property
     def is_running(self) -> bool:
@@ -139,16 +141,16 @@ class ForkServer:
         return self._num_forked == 0
 
     def exit_code(self) -> int:
-        """Return the exit code of a server after its connections closed (negative: a signal)."""
+        """Return the exit code of a server whose connections closed (negative: a signal)."""
         # A server that has not exited within the limit hangs; `kill` follows.
         code = self._process.exit_code(_EXIT_CODE_SECONDS)
         return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
-        """Fork a process calling `function` (`package.module:name`) with a connected socket.
+        """Fork a process that calls `function` (`package.module:name`) with a connected socket.
 
-        Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. From `environment` it takes
-        only the variables in `PROCESS_VARIABLES`; the server's values apply to all others.
+        Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. It takes only the variables in
+        `PROCESS_VARIABLES` from `environment`, and all others from the server.
         """
         request = {
             "name": name,
@@ -169,7 +171,7 @@ class ForkServer:
         return ForkedProcess(self, connection, status)
 
     def write_early_output(self) -> None:
-        """Write the output of early imports to the log of the first process, once."""
+        """Write the output of imports before the first log to that log, once."""
         if self._early_output is None or self._first_log is None:
             return
         with self._early_output as written, self._first_log as log:
@@ -181,17 +183,17 @@ class ForkServer:
         self._process.kill()
 
     def note_release(self) -> None:
-        """Record the release of one forked process. A closed server ends with its last one."""
+        """Record the release of one forked process. A closed server ends when all its processes are released."""
         self._num_forked -= 1
         self._end_unused()
 
     def close(self) -> None:
-        """Close the server: it ends as soon as all its forked processes are released."""
+        """Close the server: it ends when all its forked processes are released."""
         self._is_closed = True
         self._end_unused()
 
     def end(self) -> None:
-        """Let the server kill the remaining members of its groups and exit. Kill it if that takes too long."""
+        """Let the server kill the remaining members of its groups and exit. Kill the server if it takes too long."""
         # Before the imports are done the server does not read its socket, so a closed socket would not end it.
         # A stopped server would not read it either.
         if self.is_ready and self.stopped_process is None:
@@ -206,17 +208,17 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A process forked by a fork server. It leads its own session. Its id is not reused before `release`."""
+    """A process forked by a fork server. It leads a session. Its id is not reused before `release`."""
 
     def __init__(self, server: ForkServer, connection: socket.socket, status: socket.socket) -> None:
         self.connection = connection
         self.pid: int | None = None
         self.exit_code: int | None = None
-        """Exit code of the process: None while it runs, negative if a signal killed it (-9: SIGKILL)."""
+        """Exit code: None while the process runs, negative if a signal killed it (-9: SIGKILL)."""
         self.ended_with_server = False
-        """Whether the fork server died and killed this process; `exit_code` is then the server's."""
+        """Whether the fork server died, which killed this process; `exit_code` is then the server's."""
         self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Completes when the process ends, with the time of its end (`time.time()`)."""
+        """Completes when the process ends, with the time of the end (`time.time()`)."""
         self._server = server
         self._status = status
         status.setblocking(False)
@@ -243,11 +245,11 @@ class ForkedProcess:
 
     @property
     def stopped_server(self) -> int | None:
-        """Process id of the fork server if it is stopped and has not forked this process yet."""
+        """Process id of the fork server if it is stopped and has not yet forked this process."""
         return self._server.stopped_process if self.pid is None else None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process. Do nothing before its fork or after its end."""
+        """Send a signal to the process. Does nothing before its fork or after its end."""
         if self.pid is not None and self.exit_code is None:
             send_signal(self.pid, number)
 
@@ -270,7 +272,7 @@ class ForkedProcess:
             self._status.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close both sockets. The server then kills the rest of the process's group and reaps the process."""
+        """Close both sockets. The server then kills the remaining process group and reaps the process."""
         asyncio.get_running_loop().remove_reader(self._status)
         self._status.close()
         self.connection.close()
@@ -283,8 +285,8 @@ _servers: dict[object, ForkServer] = {}
 def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None = None) -> ForkServer:
     """Return this thread's fork server for these modules and variables; start one if there is none.
 
-    Restarted ranks, and further ranks, reuse an existing server and import nothing again. `log` receives the output of
-    the imports; None: the log of the first forked process does.
+    Restarted and further ranks reuse an existing server and import nothing again. Output of the imports goes to `log`;
+    None: to the log of the first forked process.
     """
     variables = sorted(import_variables(environment).items())
     # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
@@ -303,7 +305,7 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
 
 
 def end_fork_servers(*, is_all: bool = True) -> None:
-    """End all fork servers and their processes. With `is_all` False, end only servers without a process."""
+    """End all fork servers and their processes. With `is_all` = False, end only servers without processes."""
     for key, server in list(_servers.items()):
         if is_all or server.is_unused:
             del _servers[key]

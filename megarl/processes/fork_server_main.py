@@ -1,6 +1,6 @@
 """The fork server's own process: imports modules once, then forks one process per request.
 
-The server has a single thread. A fork therefore never copies a lock held by another thread.
+The server has a single thread, so a fork never copies a lock held by another thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.processes.process_tree import ENDING_SIGNALS, die_with, fork, kill_t
 STATUS = struct.Struct("<i")
 """Status message: first the process id after the fork, later the exit code (negative: a signal)."""
 MAX_REQUEST_BYTES = 1 << 16
-"""Largest request in bytes. A request is one packet, read by one call."""
+"""Maximum bytes of a request. It is one packet, read by one call."""
 _NUM_DESCRIPTORS = 3
 """File descriptors sent with a request: connection, status socket, log."""
 
@@ -51,21 +51,21 @@ class _Forked:
                 self.status.send(STATUS.pack(code))
 
     def release(self) -> None:
-        """Kill the remaining members of the process's group, after the driver closed its end of `status`."""
+        """Kill the remaining members of the process's group. Call it after the driver closed its end of `status`."""
         self.is_released = True
         kill_tree(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Task of a forked process, and the process id of its server."""
+    """Request for a forked process: its JSON content, and the descriptors of its connection and its log."""
 
     content: bytes
     connection: int
     log: int
 
     def begin(self) -> Callable[[socket.socket], object]:
-        """Reset this process to the state of a new interpreter. Return the function to be run in it."""
+        """Reset this process to the state of a new interpreter. Return the function to call next."""
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,7 +92,7 @@ class _Server:
     def run(self) -> _Request | None:
         """Serve until the driver closes its socket, then kill all remaining processes.
 
-        Returns the request in each forked process, and None in the server itself.
+        Returns the request in each forked process, and None in the server.
         """
         # SIGCHLD writes to this pair of sockets, so that one wait covers requests and ended processes.
         woken, wake = socket.socketpair()
@@ -132,7 +132,9 @@ class _Server:
         return None
 
     def _fork(self) -> _Forked | _Request | None:
-        """Fork a process for the next request, and return the request in it. None: the driver closed its socket."""
+        """Fork a process for the next request. Returns the request in this process. None: the driver closed its
+        socket.
+        """
         content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
         if not content:
             return None
@@ -174,7 +176,7 @@ def _set_num_threads() -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import the modules. Remove their temporary files and variables: forked processes must not share them."""
+    """Import the modules. Remove their temporary files and variables, because forked processes must not share them."""
     folder = PrivateFolder()
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder.path)
@@ -199,7 +201,7 @@ def _print_to(descriptor: int) -> None:
 
 
 def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
-    """Import the modules, then serve requests until the driver ends. Return in forked processes only: their function.
+    """Import the modules, then serve requests until the driver ends. Returns only in forked processes: their function.
 
     `number` is the file descriptor of the request socket, `driver` the process id of the driver.
     """
@@ -208,7 +210,7 @@ def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
 
 
 def begin(parent: int, modules: Sequence[str]) -> None:
-    """Import the modules, then discard all further output. The process dies with `parent`."""
+    """Import the modules, then discard all further output. This process dies with `parent`."""
     die_with(parent)
     try:
         _import(modules)
@@ -220,7 +222,7 @@ def begin(parent: int, modules: Sequence[str]) -> None:
 
 
 def fork_on_request(requests: socket.socket) -> Callable[[], object]:
-    """Fork a process for each request on the socket. Return in forked processes only: their function."""
+    """Fork a process for each request on the socket. Returns only in forked processes: their function."""
     request = _Server(requests).run()
     if request is None:
         os._exit(0)

@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("!I")
 HEADER_BYTES = _LENGTH.size
 """Bytes of the length that precedes a message."""
 _PART_BYTES = 1 << 20
-"""Maximum bytes of one `recv`, which allocates its buffer before any data arrives."""
+"""Maximum bytes of one `recv`. It allocates its buffer before any data arrives."""
 
 Patience = Callable[[], float]
 """Time limit of a message, as a function called before each wait for the connection.
@@ -31,11 +31,11 @@ It returns the longest time of this wait in seconds, and raises an error after t
 MAX_ERROR_CHARACTERS = 4000
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""Function of a child process carrying out a request (JSON object) and returning its answer."""
+"""Function of a child process that carries out a request (JSON object) and returns its answer."""
 Start = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]
-"""Function of a child process called with the first message.
+"""Function of a child process, called with the first message.
 
-It returns an introduction, and the function answering requests. It raises RefusedError if the process cannot start.
+It returns an introduction, and the function that answers requests. It raises RefusedError if the process cannot start.
 """
 
 
@@ -64,7 +64,7 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
     """Send a message.
 
     Raises UnsendableError, before any byte is sent, for a value without a JSON form. Raises OSError if the other side
-    is gone, and the errors of `patience`.
+    has closed the connection, and the errors of `patience`.
     """
     # send() in parts, not sendall(): a full buffer must not outlast the timeout policy.
     unsent = memoryview(encode(message))
@@ -81,15 +81,15 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
 def receive(connection: socket.socket, max_bytes: int | None, patience: Patience | None = None) -> dict[str, Any]:
     """Receive a message.
 
-    Raises EOFError if the other side is gone. Raises FrameError if the message exceeds `max_bytes` or is not a JSON
-    object. Raises the errors of `patience`.
+    Raises EOFError if the other side has closed the connection. Raises FrameError if the message exceeds `max_bytes` or
+    is not a JSON object. Raises the errors of `patience`.
     """
     size = payload_size(_receive_exactly(connection, HEADER_BYTES, patience), max_bytes)
     return decode(_receive_exactly(connection, size, patience))
 
 
 def payload_size(header: bytes | bytearray, max_bytes: int | None) -> int:
-    """Return the number of bytes that follow a message's header. Raises FrameError if they exceed `max_bytes`."""
+    """Return the number of bytes after a message's header. Raises FrameError if it exceeds `max_bytes`."""
     (size,) = _LENGTH.unpack(header)
     if max_bytes is not None and size > max_bytes:
         raise FrameError(f"a message of {size} bytes; at most {max_bytes} are allowed")
@@ -110,10 +110,9 @@ def decode(payload: bytes | bytearray) -> dict[str, Any]:
 def receive_answer(
     connection: socket.socket, number: int, max_bytes: int | None, patience: Patience | None = None
 ) -> dict[str, Any]:
-    """Receive the answer with `id` equal to `number`, the newest request. Drop answers to earlier requests.
+    """Receive the answer to request `number`, the newest one. Late answers to earlier requests are dropped.
 
-    Forks of the process may send late answers. Raises the errors of `receive`, and FrameError if an answer belongs to a
-    request never made.
+    Raises the errors of `receive`, and FrameError for an answer to a request never made.
     """
     while True:
         answer = receive(connection, max_bytes, patience)
@@ -122,9 +121,9 @@ def receive_answer(
 
 
 def answered_request(answer: dict[str, Any], newest: int) -> int:
-    """Return the number of the request that an answer belongs to.
+    """Return the number of the request that an answer belongs to. `newest` is the newest request's number.
 
-    `newest` is the number of the newest request. Raises FrameError if the answer belongs to a request never made.
+    Raises FrameError for an answer to a request never made.
     """
     number = answer.get("id")
     if not isinstance(number, int) or number > newest:
@@ -133,7 +132,7 @@ def answered_request(answer: dict[str, Any], newest: int) -> int:
 
 
 def within(seconds: float) -> Patience:
-    """Return a time limit ending `seconds` from now. After that it raises TimeoutError."""
+    """Return a time limit of `seconds` from now. Later it raises TimeoutError."""
     deadline = time.monotonic() + seconds
 
     def remaining() -> float:
@@ -148,7 +147,7 @@ def within(seconds: float) -> Patience:
 def answer_requests(connection: socket.socket, start: Start) -> None:
     """Answer the driver's requests until it closes the connection: the main loop of a child process.
 
-    Each request has a number, the `id`, repeated in its answer.
+    Each request has a number, the `id`. Its answer has the same `id`.
     """
     with suppress(EOFError, OSError):
         answer = introduce(connection, start)
@@ -159,7 +158,7 @@ def answer_requests(connection: socket.socket, start: Start) -> None:
 def introduce(connection: socket.socket, start: Start) -> Answer | None:
     """Receive the driver's first message, call `start` with it, and send that this process is ready.
 
-    Returns the function answering requests; None: `start` refused, and the reason was sent.
+    Returns the function that answers requests; None: `start` refused, and the reason was sent.
     """
     try:
         introduction, answer = start(receive(connection, None))

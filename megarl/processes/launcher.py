@@ -1,7 +1,7 @@
-"""Start of programs. Each leads a session of its own, so no signal of a terminal reaches it.
+"""Start of programs. Each leads a separate session, so no signal of a terminal reaches it.
 
-A program dies with its parent by `process_tree.die_with`, by a supervisor (`supervised_process`), or once it reads the
-end of a connection to the parent.
+A program ends with its parent in one of three ways: by `process_tree.die_with`, by a supervisor process, or when its
+connection to the parent closes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if work is not None:
 def python_call(
     function: str, *arguments: str, path: Sequence[str] | None = None, executable: str = sys.executable
 ) -> list[str]:
-    """Return the command of an interpreter calling `function` (`package.module:name`) with `arguments`.
+    """Return the command of an interpreter that calls `function` (`package.module:name`) with `arguments`.
 
-    If it returns a function, that is called next: a forked process then has no frames of its server on the stack.
-    `path` is its search path; None: that of this process.
+    If the function returns another function, that one is called next: a forked process then has no frames of its server
+    on the stack. `path` is the module search path; None: that of this process.
     """
     search_path = json.dumps(list(sys.path if path is None else path))
     # -P: neither the script's folder nor the current one may come before the search path.
@@ -43,7 +43,7 @@ def python_call(
 
 
 class LaunchedProgram:
-    """A program on this machine, started by this process and reaped by it."""
+    """A program on this machine. This process started it and reaps it."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class LaunchedProgram:
     ) -> None:
         """Start the program in `folder` with the variables of `environment`; None: those of this process.
 
-        It inherits `descriptors` under the same numbers. `secret`, at most 64 KiB, is its standard input instead of
-        `stdin`. Raises OSError if the machine cannot start it.
+        It inherits `descriptors` under the same numbers. `secret`, at most 64 KiB, replaces `stdin` as standard input.
+        Raises OSError if the machine cannot start it.
         """
         self._process = subprocess.Popen(
             command,
@@ -84,14 +84,14 @@ class LaunchedProgram:
 
     @property
     def stderr(self) -> IO[bytes]:
-        """Standard error of the program, to be read and closed. Only with `PIPE`."""
+        """Standard error of the program, for the caller to read and close. Only with `PIPE`."""
         assert self._process.stderr is not None
         return self._process.stderr
 
     def exit_code(self, seconds: float = 0.0) -> int | None:
-        """Wait up to `seconds` for the end. Return the exit code, or None if the program runs.
+        """Wait up to `seconds` for the end. Return the exit code, or None if the program still runs.
 
-        A negative code is the number of the signal that killed it.
+        A negative code is the number of the signal that killed the program.
         """
         try:
             return self._process.wait(seconds)
@@ -122,6 +122,6 @@ class LaunchedProgram:
         self._process.send_signal(number)
 
     def kill(self) -> int:
-        """Kill the program alone, reap it, and return its exit code."""
+        """Kill the program, but not its children. Reap it and return its exit code."""
         self._process.kill()
         return self._process.wait()

@@ -1,4 +1,4 @@
-"""Addresses of this machine's HTTP servers: whether one is free, and how it is written in a URL."""
+"""Addresses of this machine's HTTP servers: whether an address is free, and how a host is written in a URL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 def listen_fault(host: str, port: int) -> str | None:
     """Return why a server could not listen at an address of this machine; None if it could.
 
-    The address is free again afterwards. Another process may still take it before the server starts.
+    The check leaves the address free. Another process may still take it before the server starts.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -25,10 +25,10 @@ def listen_fault(host: str, port: int) -> str | None:
 
 
 def taken_text(host: str, port: int, reason: str) -> str:
-    """Return the part of an error after the field: what is wrong with an address, and what to do."""
+    """Return the end of an error message: what is wrong with an address, and what to do."""
     return f"cannot listen on {host}, port {port} ({reason}); give another port, 0 takes any that is free"
 
 
 def in_url(host: str) -> str:
-    """Return the host as it is written in a URL: IPv6 addresses in brackets."""
+    """Return the host as a URL has it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

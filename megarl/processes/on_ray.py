@@ -18,13 +18,15 @@ from megarl.types import PeerLostError
 
 
 def round_robin_over_nodes() -> MakeServer:
-    """Return a function creating processes on the nodes of the Ray cluster, one node after the other."""
+    """Return a function that creates processes on the nodes of the Ray cluster, one node after the other."""
     nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
     return lambda settings, log_file: RayServerProcess(nodes, settings, log_file)
 
 
 class RayServerProcess:
-    """A process answering requests, in a Ray actor on the next of `nodes`; on another node if that one is lost."""
+    """A process that answers requests, in a Ray actor on the next of `nodes`. If this node is lost, another one is
+    used.
+    """
 
     def __init__(self, nodes: Iterator[str], settings: ServerSettings, log_file: str | None) -> None:
         self._is_closed = False
@@ -43,20 +45,20 @@ class RayServerProcess:
     def wait_until_ready(self) -> dict[str, Any]:
         """Wait until the process is ready, and return its introduction.
 
-        Raises ConfigError if it refuses or takes too long. Raises PeerLostError if it ends, if no node takes the actor
-        in time, or if the actor's constructor fails.
+        Raises ConfigError if the process refuses or takes too long. Raises PeerLostError if it ends, if no node takes
+        the actor in time, or if the actor's constructor fails.
         """
         deadline = time.monotonic() + self._settings.start_seconds
         while True:
             try:
                 return ray.get(self._actor.wait_until_ready.remote())
             except RayActorError as error:
-                # Its constructor would fail again.
+                # On another node the actor's constructor would fail again.
                 if error.actor_init_failed:
                     raise PeerLostError(f"a process on Ray cannot be started: {error}") from None
                 if time.monotonic() > deadline:
                     raise PeerLostError(f"a process on Ray is lost: {error}") from None
-            # Its node is lost. Ray may take a moment to notice that.
+            # The actor's node is lost. Ray may take a moment to notice the loss.
             if not self._is_closed:
                 time.sleep(1.0)
             with self._lock:
@@ -71,7 +73,7 @@ class RayServerProcess:
             return {"lost": f"is lost on Ray: {error}"}
 
     def close(self) -> None:
-        """Kill the actor. The process and all its descendants end with it."""
+        """Kill the actor, and with it the process and all its descendants."""
         with self._lock:
             self._is_closed = True
             with suppress(RayError):

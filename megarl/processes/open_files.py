@@ -14,7 +14,7 @@ _OTHER_FILES = 256
 
 
 def allow_open_files(number: int) -> int:
-    """Raise this process's limit of open files to `number`, or to the hard limit if lower. Returns the new limit."""
+    """Raise this process's limit of open files to `number`, at most to the hard limit. Returns the new limit."""
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < number:
         limit = min(number, highest)
@@ -23,9 +23,9 @@ def allow_open_files(number: int) -> int:
 
 
 def provide_open_files(number: int, subject: str) -> None:
-    """Raise this process's limit of open files so that `number` more can be opened.
+    """Raise this process's limit of open files so that it can open `number` more.
 
-    Raises ConfigError if the hard limit is too low. `subject` is the subject of its message, a plural noun.
+    Raises ConfigError if the hard limit is too low. `subject`, a plural noun, begins the message.
     """
     # The limit stays at about a million: some programs close all possible file descriptors one by one.
     is_open = len(os.listdir("/proc/self/fd"))

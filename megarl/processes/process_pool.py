@@ -1,4 +1,4 @@
-"""Pool of processes answering requests. Each serves one user at a time, so killing it affects no other.
+"""Pool of processes that answer requests. Each serves one user at a time, so killing it affects no other user.
 
 A thread exchanges messages with a process over a socket, and the event loop waits for the thread.
 """
@@ -23,7 +23,7 @@ class ProcessPool:
     """Pool of up to `num_processes` processes: started on demand, reused until `close`, replaced after a kill.
 
     Output of the processes goes to `log_folder/LOG_NAME_NNNN.log`, numbered from `first_log`. `make_server` starts a
-    process, on this machine or another one. A pool may be used by one event loop after another.
+    process, on this machine or another one. Different event loops may use a pool one after another.
     """
 
     def __init__(
@@ -53,13 +53,15 @@ class ProcessPool:
         return len(self.places)
 
     def start(self) -> None:
-        """Start all processes without waiting for them. Raises PeerLostError if the machine cannot start one."""
+        """Start all processes without waiting for them. Raises PeerLostError if the machine cannot start one of
+        them.
+        """
         for place in self.places:
             place.start()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
-        """Reserve a place for one process, as soon as one is free."""
+        """Reserve a place for one process, as soon as a place is free."""
         place = await self._take()
         try:
             place.num_killed = 0
@@ -68,7 +70,7 @@ class ProcessPool:
             self._give_back(place)
 
     def close(self) -> None:
-        """Kill the processes. A second call does nothing."""
+        """Kill all processes. A second call does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -79,8 +81,9 @@ class ProcessPool:
         self._threads.shutdown()
 
     async def run_in_thread(self, call: Callable[[], Result]) -> Result:
-        """Run a blocking call in a thread and return its result. Raises PeerLostError if the pool is closed before or
-        meanwhile.
+        """Run a blocking call in a thread and return its result.
+
+        Raises PeerLostError if the pool is closed before or during the call.
         """
         if self.is_closed:
             raise PeerLostError("the pool of child processes is closed")
@@ -90,7 +93,7 @@ class ProcessPool:
         return result
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run a blocking call in a thread and return at once. `close` waits for the call."""
+        """Run a blocking call in a thread, without waiting for it. `close` waits for it."""
         self._threads.submit(call)
 
     async def _take(self) -> Place:
@@ -125,19 +128,19 @@ class Place:
         self.process: Server | None = None
         self._introduced: tuple[Server, dict[str, Any]] | None = None
         self.num_killed = 0
-        """Number of processes killed or ended since the place was reserved."""
+        """Number of this place's processes killed or ended since a user reserved it."""
 
     def start(self) -> Server:
-        """Start a process in this place if there is none, without waiting for it."""
+        """Start a process if the place is empty, without waiting for it."""
         if self.process is None:
             self.process = self._make()
         return self.process
 
     async def ready(self) -> dict[str, Any]:
-        """Start a process if there is none, wait until it is ready, and return its introduction.
+        """Start a process if the place is empty, wait until it is ready, and return its introduction.
 
-        If it ends meanwhile, another is started once. Raises ConfigError if it refuses to start, PeerLostError if it
-        ends again or the pool is closed.
+        If the process ends meanwhile, a second one is started. Raises ConfigError if the process refuses to start,
+        PeerLostError if the second one ends too or the pool is closed.
         """
         with suppress(PeerLostError):
             return await self._ready()
@@ -177,7 +180,7 @@ class Place:
         return answer
 
     def kill(self) -> None:
-        """Kill the process, if there is one, and all its descendants, without waiting."""
+        """Kill the process and its descendants, without waiting. Does nothing if the place is empty."""
         process, self.process = self.process, None
         if process is not None:
             self.num_killed += 1

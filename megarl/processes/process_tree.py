@@ -1,7 +1,6 @@
 """Linux functions for trees of processes: forks, death signals, adoption of orphans, limits.
 
-This module imports only the standard library, because supervisors import it, and interpreters of other libraries load
-it by path.
+This module imports only the standard library, because supervisors and interpreters of other libraries load it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _OUT_OF_MEMORY = 9
-"""Exit code by which the child of `fault_of` reports a MemoryError."""
+"""Exit code of the child in `fault_of` after a MemoryError."""
 _FAULT_BYTES = 1000
-"""Maximum length of the text of an FaultyInputError."""
+"""Maximum bytes of a FaultyInputError's text."""
 _WALL_PER_CPU_SECOND = 10.0
 """Wall-clock seconds allowed per second of CPU time in `fault_of`, because a busy machine runs slowly."""
 # Loaded once: after a raw clone the child should not run the dynamic linker.
@@ -38,7 +37,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when the thread that started it ends. Exit if `parent` has ended already."""
+    """Have the kernel kill this process when the thread that started it ends. Exit if `parent` has already ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that ended before the call sends no signal any more. A parent outside of this PID namespace is 0.
     if os.getppid() not in (parent, 0):
@@ -51,7 +50,8 @@ def adopt_orphans() -> None:
 
 
 def fork(clone: Callable[[], int] = os.fork) -> int:
-    """Fork a process that leads a session of its own and dies with the calling thread. Return 0 in it, else its id.
+    """Fork a process that leads a session and dies with the calling thread. Returns 0 in the child, else the child's
+    id.
 
     `clone` is the function that forks; it must return what `os.fork` returns. Raises OSError if the limit of processes
     is reached.
@@ -65,7 +65,7 @@ def fork(clone: Callable[[], int] = os.fork) -> int:
 
 
 def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -> int:
-    """Fork a process (see `fork`) that calls `work`, and return its id.
+    """Fork a process that calls `work`, leads a session and dies with the calling thread. Returns its id.
 
     The process exits with 0 after `work`, and with 1 and a traceback after an exception.
     """
@@ -83,7 +83,7 @@ def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process not reaped yet."""
+    """Send a signal to a process that has not been reaped."""
     os.kill(pid, number)
 
 
@@ -104,7 +104,7 @@ def kill_tree(pid: int) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the descendants of `pid`, parents before children. Processes starting or ending meanwhile may be missed."""
+    """Yield the descendants of `pid`, parents before children. Some that start or end meanwhile may be missing."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -117,8 +117,9 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all descendants of this process. Call `adopt_orphans` first; no other thread may wait for
-    children.
+    """Kill and reap all descendants of this process.
+
+    Call `adopt_orphans` first. No other thread may wait for children.
     """
     # One pass may miss new processes. Repeat until no child is left: orphans become children, so none can escape.
     while True:
@@ -134,7 +135,7 @@ def kill_descendants() -> None:
 
 
 def cpu_seconds_below(pid: int) -> float:
-    """Return the CPU seconds of all descendants of `pid`, including reaped ones."""
+    """Return the CPU seconds of all descendants of `pid`, also of reaped ones."""
     _, _, *ended = _cpu_ticks(pid)
     ticks = sum(ended)
     for descendant in descendants(pid):
@@ -163,16 +164,15 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 class FaultyInputError(Exception):
-    """Raised by the work of `fault_of` in the child. The text says what is wrong with the input, beginning with a
-    verb."""
+    """Raised by `work` in `fault_of`. The text says what is wrong with the input, and begins with a verb."""
 
 
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
-    """Run `work` on untrusted input in a forked process. Returns which limit it exceeds, time or memory.
+    """Run `work` on untrusted input in a forked process, and return what is wrong with the input; None: nothing.
 
-    It also returns the text of a FaultyInputError, and the signal by which `work` ends its process. `seconds` is CPU
-    time; wall-clock time may be 10 times as long. Returns None if `work` stays within the limits, even if it raises.
-    Deterministic work then stays within them in this process too. What the child prints is discarded.
+    The text is the exceeded limit (time or memory), the text of a FaultyInputError, or the signal that ended the
+    process. `seconds` is CPU time; wall-clock time may be 10 times as long. Other exceptions of `work` are not faults.
+    If `work` is deterministic, it then stays within the limits in this process too. Output of the child is discarded.
     """
     readable, writable = os.pipe()
     with warnings.catch_warnings():
@@ -197,7 +197,7 @@ def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -
         return text or None
     if code == _OUT_OF_MEMORY:
         return f"takes more than {memory_bytes >> 20} MiB of memory"
-    # RLIMIT_CPU ends a process by one of these two.
+    # RLIMIT_CPU ends a process by SIGXCPU or SIGKILL.
     if -code in (signal.SIGKILL, signal.SIGXCPU):
         return f"takes more than {seconds:g} s"
     end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -227,7 +227,7 @@ def _try_and_exit(work: Callable[[], object], report: int, seconds: float, memor
 
 
 def _discard_output() -> None:
-    """Discard what this process prints, and tracebacks of crashes: the caller reports a fault once."""
+    """Discard the output of this process, and tracebacks of crashes, because the caller reports a fault once."""
     faulthandler.disable()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

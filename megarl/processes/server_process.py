@@ -1,4 +1,4 @@
-"""A supervised process answering requests, one after the other, within time limits."""
+"""A supervised process that answers requests, one after the other, within time limits."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
 
 _SHORT_SECONDS = 0.05
-"""Answers within these seconds are not measured in CPU time: measuring takes time itself."""
+"""The CPU time of answers within these seconds is not measured, because measuring takes time itself."""
 _LONGEST_WAIT_SECONDS = 3600.0
-"""Longest wait between two checks of a request without limits. Sockets do not accept infinity."""
+"""Longest wait, in seconds, between two checks of a request without limits. Sockets do not accept infinity."""
 _MAX_OUTPUT_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Program of a server process, and its limits."""
+    """Program and limits of a server process."""
 
     server: str | tuple[str, ...]
-    """Function `package.module:name` starting the process; or a program calling `answer_requests`."""
+    """Function `package.module:name` that starts the process; or a program that calls `answer_requests`."""
     name: str
-    """Name of the process's code, for error messages."""
+    """Name of the code that the process runs, for error messages."""
     field: str
-    """Recipe field that error messages name if the process does not start."""
+    """Recipe field to name in an error message if the process does not start."""
     start: Mapping[str, Any]
     """First message to the process."""
     search_path: tuple[str, ...]
-    """Import paths (`sys.path`) of the process; not used for a program."""
+    """Import paths (`sys.path`) of the process. A program does not get them."""
     folder: str
     _: KW_ONLY
     memory_bytes: int | None
-    """Limit of the address space in bytes, in addition to that of the imports; for a program, in total."""
+    """Limit of the address space in bytes: for a function in addition to its imports, for a program in total."""
     start_seconds: float = 300.0
-    """Limit of wall-clock seconds until the process is ready."""
+    """Maximum wall-clock seconds until the process is ready."""
     max_answer_bytes: int = 16 << 20
 
 
@@ -53,7 +53,7 @@ class RequestLimits:
     """Time limits of a request. None: no limit."""
 
     cpu_seconds: float | None = None
-    """Limit of CPU seconds, for the process and its descendants."""
+    """Maximum CPU seconds of the process and its descendants."""
     wall_seconds: float | None = None
 
 
@@ -61,7 +61,7 @@ NO_LIMITS = RequestLimits()
 
 
 class Server(Protocol):
-    """Protocol of a process answering requests, on this node or another one."""
+    """Protocol of a process that answers requests, on this node or another one."""
 
     def wait_until_ready(self) -> dict[str, Any]: ...
 
@@ -71,11 +71,11 @@ class Server(Protocol):
 
 
 MakeServer = Callable[[ServerSettings, str | None], Server]
-"""Function starting a process. Its second argument is the path of the log for the process's output."""
+"""Function that starts a process. Its second argument is the path of the log for the process's output."""
 
 
 class ServerProcess:
-    """A process on this machine answering requests. One thread at a time may call it; any thread may close it."""
+    """A process on this machine that answers requests. One thread at a time may call it; any thread may close it."""
 
     def __init__(self, settings: ServerSettings, log_file: str | None = None) -> None:
         """Start the process without waiting for it. Raises PeerLostError if the machine cannot start it."""
@@ -101,13 +101,13 @@ class ServerProcess:
 
     @property
     def connection(self) -> socket.socket:
-        """This side of the socket, for a caller with its own messages once the process is ready."""
+        """This side of the socket. Once the process is ready, a caller may send messages of another kind."""
         return self._process.connection
 
     def wait_until_ready(self) -> dict[str, Any]:
         """Wait until the process is ready, and return its introduction.
 
-        Raises ConfigError if it refuses or takes too long, PeerLostError if it ends or is closed.
+        Raises ConfigError if the process refuses or takes too long, PeerLostError if it ends or is closed.
         """
         if self._introduction is not None:
             return self._introduction
@@ -134,12 +134,16 @@ class ServerProcess:
         return message
 
     def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
-        """Send a request. Returns the answer, or a dictionary that says why there is none, with one of these keys and a
-        text.
+        """Send a request. Returns the answer, or a dictionary with one of these keys and a text if there is none:
 
-        `invalid`: the message is not JSON. `overdue`: a limit is exceeded. `ended`: the process ended; `output` is its
-        last output. `violation`: it broke the protocol. `lost`: its node is lost. The last three texts continue a
-        sentence whose subject is the process. After any key except `invalid` a new process is needed.
+            invalid: the message is not JSON
+            overdue: a limit was exceeded, `cpu` or `wall`
+            ended: the process ended; `output` is its last output
+            violation: the process broke the protocol
+            lost: the process's node is lost
+
+        The last three texts continue a sentence about the process. After any key except `invalid` a new process is
+        needed.
         """
         self._num_requests += 1
         clock = _Clock(self._process.pid, limits)
@@ -167,7 +171,7 @@ class ServerProcess:
             self._ended = self._ended or self._process.kill()
 
     def end(self) -> Ended:
-        """Wait until the process has ended, after it closed its connection, and return how it ended."""
+        """Wait for the end of a process that closed its connection. Returns how it ended."""
         with self._lock:
             self._ended = self._ended or self._process.end()
             return self._ended
@@ -197,7 +201,7 @@ class _Clock:
         self._cpu_used = 0.0
 
     def remaining(self) -> float:
-        """Return the seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
+        """Return the seconds until the next check of the limits. Raises _OverdueError if a limit is exceeded."""
         elapsed = time.monotonic() - self._started
         if elapsed >= self._wall_limit:
             raise _OverdueError("wall")

@@ -1,4 +1,4 @@
-"""A supervised child process. It is killed with all its descendants, also when this process ends."""
+"""A supervised child process. It is killed with all its descendants, at the latest when this process ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
 _OWN_END_SECONDS = 2.0
-"""Seconds for a process to exit by itself after it closed its connection, so its exit code is known."""
+"""Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
 _END_SECONDS = 10.0
-"""Seconds that the supervisor has to kill its processes and to report."""
+"""Seconds for the supervisor to kill its processes and to report."""
 _PART_BYTES = 1 << 20
 _SUPERVISOR = """
 import json, sys
@@ -34,14 +34,14 @@ _ROOT = str(PACKAGE.parent)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended, with the last output (at most 64 KiB each of stdout and stderr) unless a log has it."""
+    """How a process ended, with the last 64 KiB of stdout and of stderr unless a log has them."""
 
     exit_code: int | None
-    """Exit code; 128 plus the signal's number if a signal killed the process; None if this process killed it."""
+    """Exit code; 128 plus the signal's number if a signal killed the process; None: this process killed it."""
     stdout: str = ""
     stderr: str = ""
     refused: str = ""
-    """Why the program could not be started at all."""
+    """Why the program could not be started; empty: it was started."""
 
     def __str__(self) -> str:
         if self.refused:
@@ -57,11 +57,10 @@ class Ended:
 
 
 class SupervisedProcess:
-    """A program under a supervisor process, which stands between the program and this process. It ends with this
-    process.
+    """A program whose parent is a supervisor process. The supervisor kills the program when this process ends.
 
-    `stdin` is the program's standard input. Its output goes to `log_file`, at most 1 MiB. Without one, the last 64 KiB
-    of each output are in `Ended`. With `has_connection` the program gets one end of a socket: the descriptor's number
+    `stdin` is the program's standard input. Its output goes to `log_file`, at most 1 MiB. Without a log, `Ended` has
+    the last 64 KiB of each output. With `has_connection` the program gets one end of a socket: the descriptor's number
     is appended to `command`, and `connection` is the other end. Raises OSError if the machine cannot start a process.
     """
 
@@ -123,7 +122,7 @@ class SupervisedProcess:
         return self._ended is not None or bool(self._control_poll.poll(0))
 
     def end(self) -> Ended:
-        """Wait 2 s for a program that closed its connection to exit; then kill it. Returns how it ended."""
+        """Wait 2 s for the exit of a program that closed its connection, then kill it. Returns how it ended."""
         if self._ended is None:
             self._receive_report(_OWN_END_SECONDS)
         return self.kill()
@@ -180,11 +179,11 @@ class SupervisedProcess:
         return self._ended
 
     def _read_report(self, code: int) -> Ended:
-        """Return how the process ended, from the report of its supervisor and the supervisor's own exit code."""
+        """Return how the process ended, from the supervisor's report and exit code."""
         # A supervisor that was killed reports nothing; its child died with it.
         if code < 0:
             return Ended(128 - code)
-        # After a report it exits with 0, so it failed before the start of the program or while watching it.
+        # A supervisor exits with 0 after its report. So it failed before the program's start, or while watching the program.
         if code > 0:
             return Ended(None, refused=f"its supervisor ended with {code}")
         try:

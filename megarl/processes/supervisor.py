@@ -1,7 +1,7 @@
 """Supervisor: the parent process of a child process. It limits the child's log and kills it when the driver ends.
 
-The supervisor is a separate process, so it can adopt orphans: all descendants of the child, even after they left
-its process group. It kills all of them when the child or the driver ends.
+As a separate process the supervisor can adopt orphans: all descendants of the child, even outside its process group.
+All of them are killed when the child or the driver ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NoReturn, Protocol
 from megarl.processes.process_tree import ENDING_SIGNALS, adopt_orphans, fork_child, kill_descendants
 
 MAX_LOG_BYTES = 1 << 20
-"""Maximum bytes of a process's log; further output is dropped."""
+"""Maximum bytes of a process's log. Further output is dropped."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes stored from the end of each output of a process without a log."""
+"""Maximum bytes stored from the end of each output of a process without a log."""
 _PART_BYTES = 64 << 10
 """Bytes per read: the capacity of a pipe on Linux (pipe(7))."""
 
@@ -30,10 +30,11 @@ _PART_BYTES = 64 << 10
 def supervise(settings: Mapping[str, Any]) -> NoReturn:
     """Run the program `settings["command"]`, and report its end on the socket `control`. Never returns.
 
-    When the driver closes `control`, all processes are killed. With `control` None the program outlives the driver.
-    `connection` is a descriptor passed to the program, or None. With `log_file` all output goes there. Otherwise the
-    ends of standard output and of standard error are part of the report, a JSON object: `exit_code` (128 + signal if
-    killed, null if the driver ended it), `stdout`, `stderr`, and `refused`, the reason why the program cannot be
+    When the driver closes `control`, all processes are killed. With `control` = None the program outlives the driver.
+    `connection` is a descriptor for the program, or None. With `log_file` all output goes there.
+
+    The report is a JSON object. `exit_code` is 128 + signal if a signal killed the program, null if the driver ended
+    it. `stdout` and `stderr` are the last output unless a log has it. `refused` is the reason why the program cannot be
     started.
     """
     # Before the fork, so that no descendant can escape.
@@ -51,7 +52,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
         ends.append(printed)
     refused, refuse = os.pipe()
     child = fork_child(lambda: become_program(settings["command"], ends[0], ends[-1], refuse))
-    # Without these the driver would not see the child's end, and the pipes would never report theirs.
+    # Open copies here would hide the child's end from the driver, and the pipes' ends from this process.
     for descriptor in {*ends, refuse, settings["connection"]} - {None}:
         os.close(descriptor)
     exit_code = _watch(child, control, sinks)
@@ -75,8 +76,8 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
 
 
 def become_program(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
-    """Replace this process by a program, keeping the supervisor's standard input."""
-    # Python ignores these, and a program would inherit that: a writer would not end with the reader of its pipe.
+    """Replace this process by a program with the same standard input. A failure is written to `refuse`."""
+    # Python ignores these signals, and a program would inherit this: a writer would outlive the reader of its pipe.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(stdout, 1)
@@ -152,7 +153,7 @@ class OutputTail:
 
 
 class _CappedLog:
-    """A log file created with its first byte and limited to `MAX_LOG_BYTES`."""
+    """A log file of at most `MAX_LOG_BYTES`. Its first byte creates it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
