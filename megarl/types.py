@@ -1,7 +1,7 @@
 """Types exchanged between driver and workers: requests, completions, trajectories, sequences, errors.
 
 They are plain data (tuples, numpy arrays), small enough for a control connection. Arrays of a sequence are indexed by
-the predicted token. Entry t of a log-prob, weight or advantage belongs to the prediction of token t from the tokens
+the predicted token: entry t of a log-prob, weight or advantage belongs to the prediction of token t from the tokens
 before it. So entry 0 is never trained.
 """
 
@@ -24,9 +24,11 @@ refused a request.
 """
 
 
-# Exit codes follow sysexits.h where it has a fitting one: 65 data, 70 internal, 73 cannot create, 74 I/O, 75 try again.
+# Exit codes follow sysexits.h where it fits: 65 data, 70 internal, 73 cannot create, 74 I/O, 75 try again.
 class MegarlError(Exception):
-    """Error for the user: one message with field or file, value and remedy. `exit_code` is the process's."""
+    """Error for the user: one message with field or file, value and remedy. `exit_code` is the exit code of the
+    process.
+    """
 
     exit_code = 70
 
@@ -60,7 +62,7 @@ class DiskFullError(StorageError):
 
 
 class StoppedError(MegarlError):
-    """The run was asked to stop, saved a checkpoint and stopped. --resume continues it."""
+    """The run saved a checkpoint and stopped, as requested. --resume continues it."""
 
     exit_code = 75
 
@@ -87,7 +89,7 @@ class PeerLostError(MegarlError):
 class FaultyNodeError(PeerLostError):
     """A rank computes wrong results. The run must go on elsewhere.
 
-    `nodes` must not be used again; empty if the faulty one is not known. `rank` is the faulty rank, None if not known.
+    `nodes` must not be used again; empty: the faulty node is not known. `rank` is the faulty rank; None: not known.
     """
 
     def __init__(self, text: str, *, rank: int | None = None, nodes: tuple[str, ...] = ()) -> None:
@@ -99,8 +101,8 @@ class FaultyNodeError(PeerLostError):
 class Problem:
     """Record of an RL data set, with its prompt as tokens.
 
-    `index` is its index in the data, equal in every epoch. `answer` is the gold answer: a text or another JSON value.
-    `record` is the parsed line.
+    `index` is its index in the data, the same in every epoch. `answer` is the gold answer: a text or another JSON
+    value. `record` is the parsed line.
     """
 
     index: int
@@ -109,18 +111,18 @@ class Problem:
     answer: Any
     record: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
-    """Name of its source in the mixture. Without a mixture: the environment's name."""
+    """Name of the problem's source in the mixture. Without a mixture: the environment's name."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The record's tools, JSON schemas in OpenAI's form. The prompt has them."""
+    """The record's tools, JSON schemas in OpenAI's form. The prompt includes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """Sampling parameters of a completion.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. Training has `repetition_penalty`
-    1. `ignore_eos`: the model's end-of-sequence tokens do not end the completion. `num_top_tokens`: the completion has
-    this many most likely tokens at each position.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. Training uses `repetition_penalty`
+    1. `ignore_eos`: end-of-sequence tokens do not end the completion. `num_top_tokens` is the number of most likely
+    tokens to return at each position.
     """
 
     max_new_tokens: int
@@ -149,9 +151,9 @@ class TopTokens:
 # eq=False: comparing arrays has no single truth value. Requests are compared by identity.
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """Request to sample a completion from exactly these prompt tokens, int32 [prompt], with its own seed.
+    """Request to sample a completion from exactly these prompt tokens, int32 [prompt].
 
-    The last `num_retained` of them were sampled before the completion was paused. A stop string may begin in them.
+    The last `num_retained` prompt tokens were sampled before a pause. A stop string may begin in them.
     """
 
     request_id: str
@@ -160,21 +162,22 @@ class Request:
     seed: int
     num_retained: int = 0
     adapter: str | None = None
-    """Name of the adapter to sample with, in engines with slots for several; None: the base model."""
+    """Name of the adapter to sample with; None: the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
     """Arrays and measured times of saved records. Names begin with the record's prefix.
 
-    Both stay out of the records' JSON values: arrays are large, and times differ between two otherwise equal runs.
+    Both are stored apart from the records' JSON values: arrays are large, and times differ between two otherwise equal
+    runs.
     """
 
     arrays: dict[str, Any] = field(default_factory=dict)
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
-        """Add these array fields of a record, except None, and its sampling sets."""
+        """Add these array fields of a record, except None, and the record's sampling sets."""
         arrays = {name: getattr(record, name) for name in names}
         if (sets := record.retained_sets) is not None:
             # The key has an older name, so that checkpoints of earlier versions can be read.
@@ -182,7 +185,7 @@ class Archive:
         self.arrays.update({f"{prefix}{name}": array for name, array in arrays.items() if array is not None})
 
     def fields(self, names: tuple[str, ...], prefix: str) -> dict[str, Any]:
-        """Return the array fields of a record written by `put`."""
+        """Return the array fields of a record that `put` stored."""
         fields = {name: self.arrays[prefix + name] for name in names if prefix + name in self.arrays}
         # A handle is a tuple of integers; it was stored as an array.
         if "routed_experts" in fields:
@@ -194,7 +197,9 @@ class Archive:
 
 
 class ExpertsHandle(NamedTuple):
-    """Reference to the routed experts (MoE) of a completion. These are large: they stay on its rank, under `number`."""
+    """Reference to the routed experts (MoE) of a completion. They are large, so rank `rank` keeps them under
+    `number`.
+    """
 
     rank: int
     number: int
@@ -204,8 +209,8 @@ class ExpertsHandle(NamedTuple):
 class RetainedSets:
     """Sampling sets: the tokens left by top-p, top-k and min-p, for each token of a completion, sequence or batch.
 
-    `counts` int32 [tokens] are the sizes of the sets; 0 if nothing was excluded or nothing sampled. `token_ids` int32
-    [sum of counts] are the sets, one after another.
+    `counts` int32 [tokens] are the sizes of the sets; 0: nothing was excluded, or the token was not sampled.
+    `token_ids` int32 [sum of counts] are the sets, one after another.
     """
 
     counts: NDArray[np.int32]
@@ -220,14 +225,13 @@ class RetainedSets:
 class Completion:
     """Completion of a request.
 
-    `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]. Log-probs, in nats, are those under the
-    sampling distribution (after temperature, min-p, top-p and top-k). A sampled end-of-sequence token is the last
-    token.
+    `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]. Log-probs, in nats, are under the sampling
+    distribution (after temperature, min-p, top-p and top-k). A sampled end-of-sequence token is the last token.
 
-    `weight_versions` count the reshards before each token. `retained_sets` are the sampling sets of the new tokens, in
-    training with truncation only. `routed_experts`, if requested, cover every token read by the model: the prompt and
-    all new tokens except the last. `expert_digests` uint32 [read tokens] has a hash of each one's experts. A refused
-    request has no tokens, finish reason `error`, and the engine's message in `error`.
+    `weight_versions` count the weight updates of the engine before each token. `retained_sets` are the sampling sets of
+    the new tokens, in training with truncation only. `routed_experts`, if requested, cover every token read by the
+    model: the prompt and all new tokens except the last. `expert_digests` uint32 [read tokens] has a hash of each
+    token's experts. A refused request has no tokens, finish reason `error`, and the engine's message in `error`.
     """
 
     request_id: str
@@ -245,7 +249,7 @@ class Completion:
     """The most likely tokens at each new token's position, under the sampling distribution; None: not requested."""
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return its JSON values. Its arrays go to the archive under names beginning with `prefix`."""
+        """Return the completion as JSON values. Its arrays go to the archive under names beginning with `prefix`."""
         archive.put(self, _COMPLETION_ARRAYS, prefix)
         return {"request_id": self.request_id, "finish_reason": self.finish_reason, "error": self.error}
 
@@ -259,7 +263,7 @@ _COMPLETION_ARRAYS = ("token_ids", "rollout_logprobs", "weight_versions", "route
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call in a completion, with arguments or an `error`. `id` names it in the one message answering it."""
+    """Tool call in a completion, with arguments or an `error`. The reply to it has the same `id`."""
 
     id: str
     name: str
@@ -275,7 +279,7 @@ declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, 
 
 
 def strongest(judgings: Iterable[Judging]) -> Judging:
-    """Return how several reward functions judge together. One with verdicts is enough."""
+    """Return how several reward functions judge together. A single function with verdicts is enough."""
     kinds = set(judgings)
     return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
@@ -284,8 +288,8 @@ def strongest(judgings: Iterable[Judging]) -> Judging:
 class Reward:
     """Reward of a completion: the trained score, and two flags with logged rates.
 
-    A reward function returns the first three fields, and optionally `metrics`. The sum over functions has each one's
-    score too, and their metrics as FUNCTION/NAME. `answer_correct` is None if nothing judged the answer.
+    A reward function returns the first three fields, and optionally `metrics`. The sum over functions also has each
+    function's score in `scores`, and metrics as FUNCTION/NAME. `answer_correct` is None if nothing judged the answer.
     """
 
     score: float
@@ -294,7 +298,7 @@ class Reward:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Unweighted score by function. None: the function does not apply to the sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of a function. Each is logged as reward/FUNCTION/NAME, a mean over the samples with a value."""
+    """Numbers of a function, logged as reward/FUNCTION/NAME: means over the samples with a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +306,7 @@ class Segment:
     """Token sequence of a trajectory: prompt, completions and the observations between them.
 
     All arrays are [tokens]. `loss_mask` is True for tokens sampled in this segment. A segment may begin with a copy of
-    an earlier one; the mask is False there.
+    an earlier segment; there the mask is False.
     """
 
     token_ids: NDArray[np.int64]
@@ -310,19 +314,19 @@ class Segment:
     rollout_logprobs: NDArray[np.float32]
     """Log-probs of the sampled tokens under the sampling distribution, in nats; 0 elsewhere."""
     weight_versions: NDArray[np.int32]
-    """Number of reshards before each token was sampled; -1 for untrained tokens."""
+    """Number of the engine's weight updates before each token was sampled; -1 for untrained tokens."""
     turns: NDArray[np.int16]
-    """Index of the model call sampling each token; -1 for untrained tokens."""
+    """Index of the model call that sampled each token; -1 for untrained tokens."""
     old_logprobs: NDArray[np.float32] | None = None
-    """Log-probs of the trainer with the sampling weights, in nats; 0 for tokens not sampled."""
+    """The trainer's log-probs under the sampling weights, in nats; 0 for tokens not sampled."""
     entropies: NDArray[np.float32] | None = None
-    """Entropies of the trainer with the sampling weights, in nats; 0 for tokens not sampled."""
+    """Entropies of the trainer's distributions under the sampling weights, in nats; 0 for tokens not sampled."""
     routed_experts: ExpertsHandle | None = None
-    """Routed experts of the last completion. Its prompt is the rest of the segment, so all tokens are covered."""
+    """Routed experts of the last completion. Its prompt is the rest of the segment, so they cover all tokens."""
     expert_digests: NDArray[np.uint32] | None = None
     """A hash of each token's routed experts; 0 for the last token, which the engine has not read."""
     retained_sets: RetainedSets | None = None
-    """Sampling sets of the tokens, if top-p, top-k or min-p excluded any."""
+    """Sampling sets of the tokens; None if top-p, top-k and min-p excluded nothing."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -335,13 +339,14 @@ _SEGMENT_ARRAYS = (
 
 
 MAIN_AGENT = "main"
-"""Name of an attempt's first agent, which starts all others."""
+"""Name of an attempt's first agent. It starts all other agents."""
 
 
 class Caller(NamedTuple):
-    """Agent that made a model call, as its client names it. `parent` is the agent that started it; None: the main one.
+    """Agent that made a model call, as its client names it. `parent` is the agent that started it; None: the main
+    agent.
 
-    `kind` is the purpose of the call, like `turn` or `compaction`; empty: the client names none.
+    `kind` is the purpose of the call, such as `turn` or `compaction`; empty: the client names none.
     """
 
     agent: str = MAIN_AGENT
@@ -354,7 +359,7 @@ class Trajectory:
     """Attempt at a problem: sampled segments and their reward.
 
     `group` numbers the prompt in the step, `number` the attempt in its group. `turn_rewards` are pairs (index of the
-    model call, reward). `metrics` are the environment's own.
+    model call, reward). `metrics` are numbers reported by the environment.
     """
 
     environment: str
@@ -363,19 +368,19 @@ class Trajectory:
     number: int
     segments: tuple[Segment, ...]
     reward: Reward | None
-    """None: not scored. Then the group's statistics exclude it, and its tokens are not trained."""
+    """None: not scored. Group statistics then exclude the trajectory, and its tokens are not trained."""
     failure: str | None = None
-    """Why there is no score: `error`, `timeout` or `parse_error` of the reward functions. Or the error ending the
-    attempt: its kind, a colon and its text.
+    """Why there is no score: `error`, `timeout` or `parse_error` of the reward functions, or `KIND: text` of the error
+    that ended the attempt.
     """
     texts: tuple[str, ...] = ()
     """Completions as text without special tokens, one per model call."""
     messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
-    """New messages before each completion, and after the last: JSON values for people to read. The first entry is the
-    prompt. A completion not continuing the previous one has all messages it answers.
+    """New messages before each completion, and after the last one: JSON values for people to read. The first entry is
+    the prompt. If a completion does not continue the previous one, its entry has all messages before it.
     """
     callers: tuple[Caller, ...] = ()
-    """Agents that made the model calls, one per call; empty if megarl made them itself."""
+    """Agents that made the model calls, one per call; empty: megarl made the calls."""
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     turn_states: tuple[str | None, ...] = ()
@@ -384,18 +389,19 @@ class Trajectory:
     """Role that the policy played, as named by the environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_in_thoughts: bool = False
-    """Whether the last completion ended before its thoughts were closed. It then gives no answer."""
+    """Whether the last completion ended within its thoughts. It then gives no answer."""
     restarts: int = 0
-    """Restarts of the attempt because its environment was unavailable."""
+    """Number of restarts because the environment was unavailable."""
     temperature: float = 1.0
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the tools in its first prompt."""
+    """JSON schemas of the tools in the first prompt."""
     journaled_as: str = ""
-    """Name of its record in the run's journal of attempts; empty: it has none."""
+    """Name of the attempt's record in the run's journal of attempts; empty: there is none."""
     engine_seconds: float = 0.0
-    """Seconds spent waiting for its completions, without pauses of the engines."""
+    """Seconds of waiting for completions, without pauses of the engines."""
     environment_seconds: float = 0.0
-    """Seconds spent waiting for its environment, tools and a free process. For an agent: without a pending completion.
+    """Seconds of waiting for environment, tools and a free process. For an agent: seconds without a pending
+    completion.
     """
 
     @property
@@ -404,7 +410,7 @@ class Trajectory:
 
     @property
     def first_prompt(self) -> NDArray[np.int64] | None:
-        """Return the prompt of the first model call, int64 [tokens]. None if nothing was sampled."""
+        """The prompt of the first model call, int64 [tokens]. None if nothing was sampled."""
         if not self.segments or not self.segments[0].loss_mask.any():
             return None
         first = self.segments[0]
@@ -416,10 +422,10 @@ class Trajectory:
 
     @property
     def num_observed(self) -> int:
-        """Return the number of tokens between completions: the text of environment and tools, in the chat template.
+        """Number of tokens between completions: the text of environment and tools, in the chat template.
 
-        Counted from the first to the last sampled token of each segment: a fork cannot separate its prefix from the
-        history.
+        Tokens before a segment's first sampled token do not count. After a rewritten history they repeat earlier
+        tokens.
         """
         places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
         return sum(int(sampled[-1] - sampled[0]) + 1 - len(sampled) for sampled in places if len(sampled))
@@ -430,18 +436,20 @@ class Trajectory:
 
     @property
     def turn_tokens(self) -> list[int]:
-        """Return the token counts of all non-empty completions."""
+        """Token counts of all non-empty completions."""
         turns = [segment.turns[segment.loss_mask].tolist() for segment in self.segments]
         return list(Counter(turn for of_segment in turns for turn in of_segment).values())
 
     @property
     def oldest_version(self) -> int:
-        """Return the weight version of the oldest sampled token. Raises ValueError if none was sampled."""
+        """Weight version of the oldest sampled token. Raises ValueError if none was sampled."""
         sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
         return min(int(versions.min()) for versions in sampled if len(versions))
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return its JSON values. Its arrays and times go to the archive under names beginning with `prefix`."""
+        """Return the trajectory as JSON values. Arrays and times go to the archive under names beginning with
+        `prefix`.
+        """
         for place, segment in enumerate(self.segments):
             archive.put(segment, _SEGMENT_ARRAYS, f"{prefix}{place}.")
         # An environment's metrics named `..._seconds` are times too.
@@ -497,8 +505,8 @@ class Trajectory:
     def record(self) -> dict[str, object]:
         """Return the trajectory as a JSON object for samples/ in the run folder.
 
-        With several turns, `turns` with completions, rewards and the messages answering them replace `completion`.
-        Turns of an agent name their caller, and the training segment that has their tokens; null: none is trained.
+        With several turns, `turns` replaces `completion`: completions, rewards and the messages that answer them. Turns
+        of an agent name their caller, and the training segment with their tokens; null: the turn is not trained.
         """
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
@@ -528,16 +536,16 @@ class Trajectory:
 
 _TRAJECTORY_VALUES = ("environment", "group", "number", "failure", "ended", "restarts", "temperature")
 FindProblem = Callable[[str, int], Problem]
-"""Returns the problem of a source with an index. Raises ConfigError if the run no longer has it."""
+"""Function that returns a problem by source and index. Raises ConfigError if the run no longer has the problem."""
 Group = list[Trajectory]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """Sequence to train on, with optional values per token (indexed as in the module docstring).
+    """Sequence to train on, with optional values per token. Entry t belongs to the prediction of token t.
 
-    All arrays are [tokens]. `token_weights` are the weights in the global batch (`algorithms.reduction.token_weights`);
-    they are zero for masked tokens.
+    All arrays are [tokens]. `token_weights` are the weights of the tokens' losses in the global batch; zero for masked
+    tokens.
     """
 
     token_ids: NDArray[np.int64]
@@ -545,9 +553,11 @@ class TrainingSequence:
     token_weights: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
-    """Denominator of the policy ratio, in nats. NaN (or None for all tokens): use the update's own forward pass."""
+    """Denominator of the policy ratio, in nats. NaN (or None for all tokens): the update's own forward pass gives
+    it.
+    """
     rollout_logprobs: NDArray[np.float32] | None = None
-    """Log-probs of the engine, in nats. NaN if the trainer's, with the same weights, are not available."""
+    """Log-probs of the engine, in nats. NaN if the trainer has no log-probs under the same weights."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
     """Factors of the policy loss: importance-sampling weights between trainer and engine. Zero for tokens excluded by
@@ -562,9 +572,9 @@ class TrainingSequence:
     desirable: NDArray[np.float32] | None = None
     """1 for trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
-    """1 for tokens of supervised conversations (PPO-ptx). These have a likelihood loss; others 0."""
+    """1 for tokens of supervised conversations (PPO-ptx), which have a likelihood loss; else 0."""
     retained_sets: RetainedSets | None = None
-    """Sampling sets to renormalise log-probs over. None: the whole vocabulary for all tokens."""
+    """Sampling sets for renormalising log-probs. None: the whole vocabulary for all tokens."""
     temperature: float = 1.0
 
     def __len__(self) -> int:
@@ -575,4 +585,4 @@ PER_TOKEN = (
     "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
     "log_ratio_penalties", "values", "returns", "desirable", "supervised",
 )  # fmt: skip
-"""Names of the optional arrays [tokens] of a TrainingSequence, for code that handles all of them."""
+"""Names of the optional arrays [tokens] of a TrainingSequence."""

@@ -1,1 +1,1 @@
-"""Data sets of a recipe: their records are read, counted and surveyed with the recipe's settings."""
+"""Data sets of a recipe: reading, counting and surveying their records with the recipe's settings."""

@@ -1,4 +1,4 @@
-"""Numbers of records read by a recipe's run, and the steps of its epochs."""
+"""Numbers of records that a recipe's run reads, and the steps of its epochs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
 
 
 RecordDigests = dict[str, str]
-"""Number and digest of the training records remaining after leaving out long ones, keyed by recipe field."""
+"""Number and digest of the training records of each recipe field, without records left out as too long."""
 
 
 def count_records(
     recipe: Recipe, dropped: Dropped | None = None, digests: RecordDigests | None = None
 ) -> dict[str, int]:
-    """Count the records of each data source, parsed and tokenised as in a run. Keys are `train` and the validation
-    names.
+    """Count the records of each data source, parsed and tokenised as in a run. Keys: `train` and validation names.
 
-    Records left out as too long are counted in `dropped`. Digests of the remaining training records go into `digests`.
+    Records left out as too long are counted in `dropped`. Digests of the other training records go into `digests`.
     Raises one DataError with the first wrong line of each source.
     """
     dropped = Counter() if dropped is None else dropped
@@ -66,7 +65,7 @@ def count_records(
 def with_steps(recipe: Recipe) -> Recipe:
     """Return the recipe with train.steps computed from train.epochs and the number of training records.
 
-    If the data cannot be read, the recipe is returned unchanged, and the checks of data report the error.
+    If the data cannot be read, the recipe is returned unchanged, because other checks report the error.
     """
     epochs, data = recipe.train.epochs, recipe.data
     if epochs is None:
@@ -119,7 +118,7 @@ def _count_of_source(
 def _count_and_hash(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Count the records, and hash the position of each one that is not dropped."""
+    """Count the records, and hash the position of each record that is not dropped."""
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
@@ -136,7 +135,8 @@ def _count_name(field: str) -> str:
 
 
 def recognised_formats(recipe: Recipe) -> dict[str, str]:
-    """Return each training source's recognised format with the names of its record fields: `verl (prompt prompt, ...)`.
+    """Return the recognised format of each training source with the names of its record fields: `verl (prompt prompt,
+    ...)`.
 
     If a source has several files, their number follows.
     """

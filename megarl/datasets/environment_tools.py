@@ -1,4 +1,4 @@
-"""The environment of a recipe, made once before a run to ask it for its tools."""
+"""The environment of a recipe, made once before a run to find its tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
 
 @contextmanager
 def environment_errors(recipe: Recipe) -> Iterator[None]:
-    """Raise ConfigError, naming `rollout.environment_kwargs`, for any error of the environment."""
+    """Context that turns any error of the environment into a ConfigError naming `rollout.environment_kwargs`."""
     rollout = recipe.rollout
     try:
         yield
@@ -36,7 +36,7 @@ def environment_errors(recipe: Recipe) -> Iterator[None]:
 
 
 def tools_of_environment(recipe: Recipe) -> Sequence[ToolSchema]:
-    """Return the tools that the recipe's environment offers. An agent program has its own, which megarl does not know.
+    """Return the tools that the recipe's environment offers; empty for agent programs, whose tools are unknown.
 
     Raises ConfigError if the environment cannot be made.
     """

@@ -1,4 +1,4 @@
-"""Fields of a recipe for data sets: their paths, kinds of records, limits of tokens, and system message."""
+"""Data fields of a recipe: paths, kinds of records, token limits, and the system message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def data_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def data_sets(recipe: Recipe) -> dict[str, DataSet]:
-    """Return the data sets in the recipe of one source, keyed by recipe field."""
+    """Return the data sets in the recipe of one source, by recipe field."""
     data = recipe.data
     sets: dict[str, DataSet] = {"data.train": data.train}
     sets |= {f"data.validation.{name}": data_set for name, data_set in data.validation.items()}
@@ -34,7 +34,10 @@ def data_sets(recipe: Recipe) -> dict[str, DataSet]:
 
 
 def kind_of_set(recipe: Recipe, field: str) -> KindName:
-    """Return the kind of training examples (problems, conversations, pairs) in a recipe field's data set."""
+    """Return the kind of training examples in a recipe field's data set.
+
+    The kinds are problems, conversations, pairs of answers, and single judged answers (kto).
+    """
     if recipe.loop in ("preference", "reward_model"):
         return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"
     is_trained_text = field == "data.train" and recipe.loop == "sft"
@@ -48,9 +51,9 @@ def takes_problems(recipe: Recipe, field: str) -> bool:
 
 
 def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> FieldNames:
-    """Return the names of a data set's record fields: its own, or those under `data`.
+    """Return the names of a data set's record fields: its own names, or those under `data`.
 
-    `field` is the recipe field in the error's remedy. Default: the first recipe field with this data set.
+    `field` is the recipe field named in an error's remedy. Default: the first recipe field with this data set.
     """
     has_own = isinstance(data_set, DataSetConfig) and data_set.has_own_names
     settings = data_set if has_own else recipe.data
@@ -71,7 +74,7 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
 
 
 def context_fields(recipe: Recipe) -> dict[str, str]:
-    """Return the record fields for the teachers' prompts, each with the recipe field naming it."""
+    """Return the record fields for the teacher's prompts, each with the recipe field that names it."""
     if recipe.loop != "distillation" or recipe.distillation.teacher_prompt is None:
         return {}
     sources = [source for source in recipe.distillation.context if source.startswith(RECORD)]
@@ -81,7 +84,7 @@ def context_fields(recipe: Recipe) -> dict[str, str]:
 def system_prompt(recipe: Recipe) -> str | None:
     """Return the system message for conversations without one, or None.
 
-    Raises ConfigError if `data.system_prompt` is `default`, and no reward function has an instruction about its format.
+    Raises ConfigError if `data.system_prompt` is `default` and no reward function has a format instruction.
     """
     setting = recipe.data.system_prompt
     if setting in (None, "none"):
@@ -102,7 +105,7 @@ def system_prompt(recipe: Recipe) -> str | None:
 
 
 def max_tokens(recipe: Recipe, kind: KindName) -> int:
-    """Return the most tokens that a recipe allows in a record: in a prompt, a conversation, or a pair together."""
+    """Return the maximum tokens of a record: of a prompt, a conversation, or both answers of a pair together."""
     if kind == "problems":
         return recipe.data.max_prompt_tokens
     # A row is padded up to a multiple, so the longest sequence is the limit rounded down.

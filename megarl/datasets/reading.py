@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 Dropped = Counter[str]
-"""Number of records left out as too long, keyed by data source."""
+"""Number of records left out as too long, by data source."""
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return a function that collects training records: in memory, or with `data.streaming` in files of a folder."""
+    """Return a function that collects training records in memory, or with `data.streaming` in files of a folder."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
@@ -45,7 +45,7 @@ def _read_examples(
     """Return the training examples of a data set.
 
     A record that is too long raises an error. With `data.overlong` = drop, it is left out and counted in `dropped`.
-    Raises DataError if no record is left.
+    Raises DataError if no record remains.
     """
     source = path_of(data_set)
 
@@ -80,9 +80,9 @@ def read_problems(
 ) -> Sequence[Problem]:
     """Read the problems (prompts with gold answers) of a data source, tokenised as in a run of this recipe.
 
-    If the source is `environment:COUNT`, the environment makes them; `is_heldout` asks it for validation problems.
-    `name` is the name of the source in messages. Prompts left out as too long are counted in `dropped`. DataError names
-    a wrong line.
+    For `environment:COUNT` the environment makes the problems; with `is_heldout` they are for validation. `name` is the
+    name of the source in messages. Prompts left out as too long are counted in `dropped`. Raises DataError for a wrong
+    line.
     """
     path = path_of(data_set)
     if (count := num_made(path)) is not None:
@@ -130,10 +130,10 @@ def read_preferences(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[Answers]:
-    """Read the answer pairs of a data source (kto: single labelled answers). Raises DataError if one exceeds a
-    microbatch.
+    """Read the answer pairs of a data source (kto: single judged answers).
 
-    In loop reward_model each answer is scored at its last token only (see `data.kinds.preferences.with_score_mask`).
+    In loop reward_model each answer is scored at its last token only. Raises DataError if an answer or pair exceeds a
+    microbatch.
     """
     longest, prompt = max_tokens(recipe, "pairs"), system_prompt(recipe)
     kind: Judged | Pairs
@@ -146,7 +146,9 @@ def read_preferences(
 
 
 def harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
-    """Return the tasks of the recipe's data without faulty ones. The survey of the data reports these."""
+    """Return the agent tasks in the recipe's data folders. Faulty tasks are skipped, because the data survey reports
+    them.
+    """
     tasks: list[Mapping[str, Any]] = []
     for path in data_paths(recipe).values():
         if Path(path).is_dir():

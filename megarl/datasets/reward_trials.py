@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
     """Import each reward function in a separate process and call it once, with the first record's answer as completion.
 
-    A reward server is called once too, unless `is_start` is False: this machine may not reach it. Every record must
-    have the fields that a reward needs. Raises one ConfigError listing all functions with errors, each with the first
-    line that it cannot score.
+    A reward server is called once too, unless `is_start` is False, because this machine may not reach it. Every record
+    must have the fields that a reward needs. Raises one ConfigError listing all functions with errors, each with the
+    first line that it cannot score.
     """
     wrong: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
@@ -81,7 +81,7 @@ Check = Callable[[Record], None]
 
 
 def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Iterator[str]:
-    """Yield an error for each reward function with the first record lacking a needed field.
+    """Yield an error for each reward function with the first record that lacks a needed field.
 
     `of_functions` are the functions' checks by name.
     """
@@ -107,7 +107,7 @@ def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Ite
 
 
 def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
-    """Return the checks of records, keyed by the name of the reward function. Some functions have none."""
+    """Return the checks of records, by the name of the reward function. Functions without a check are missing."""
     checks_by_name: dict[str, Check] = {}
     servers = {reward.name: reward for reward in served}
     for function in recipe.reward.functions:
@@ -142,7 +142,7 @@ def _check_of(
 async def _check_and_score(
     recipe: Recipe, function: RewardFunctionConfig, pool: RewardPool, sample: Sample
 ) -> tuple[list[str], Scored | None]:
-    """Return an error if a record lacks a field that the function's parameters name, else the sample's score."""
+    """Return errors if a record lacks a field that the function's parameters name, else the sample's score."""
     fields = await pool.record_fields()
     # Without fields no record needs to be read again.
     lacking = list(_faults_of_records(recipe, {function.name: _check_of_fields(fields)})) if fields else []
@@ -158,7 +158,7 @@ def _check_of_fields(fields: Sequence[str]) -> Check:
 
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
-    """Call a reward server once, and yield an error if the call fails or its answer has no readable score."""
+    """Call a reward server once. Yield an error if the call fails or the answer has no readable score."""
     from megarl.rewards.scoring.http_rewards import ServerFailedError
 
     # parse_error_score hides unreadable answers during a run; here they must be found.
@@ -180,7 +180,7 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
 
 
 def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
-    """Yield the errors of one reward function."""
+    """Call one reward function in a separate process, and yield its errors."""
     # Loads the HTTP client, too.
     from megarl.rewards.scoring.reward_pool import RewardPool
 

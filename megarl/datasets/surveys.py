@@ -35,8 +35,7 @@ def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, 
 
 
 def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
-    """Survey one data set, read like the recipe's training data. Its prompts are compared with those of held-out
-    sets."""
+    """Survey one data set, read like the recipe's training data, and compare its prompts with the `heldout` sets."""
     return _survey(recipe, "data.train", path, tokenizer, heldout)
 
 
