@@ -6,8 +6,8 @@
         run = megarl.train("recipe.yaml", {"train.steps": 3, "reward.functions": [my_reward]})
         print(run.metrics().select(["step", "reward/mean"]))
 
-Each call that trains or samples runs the command of its name in a process of its own. A notebook, or a program with
-its own event loop and signals, is therefore not disturbed.
+Each call that trains or samples runs the command of its name in a separate process. So it does not disturb a notebook,
+or a program with an event loop and signal handlers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RecipeSource = str | Path | Mapping[str, Any]
-"""YAML file of a recipe, a name that `megarl recipes` lists, or the recipe's sections as a mapping."""
+"""YAML file of a recipe, a name in the list of `megarl recipes`, or the recipe's sections as a mapping."""
 _SHOWN_LINES = 20
-"""Lines of output in an error without a message of its own, such as that of a killed process."""
+"""Lines of output in an error without a message, such as that of a killed process."""
 Overrides = Mapping[str, Any]
-"""Values by dotted field name. Functions and classes of a Python file may stand for their import paths."""
+"""Values by dotted field name. Functions and classes of a Python file may replace their import paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Fields of the run's recipe, keyed by dotted name."""
+        """Fields of the run's recipe, by dotted name."""
         return dict(self._read().config)
 
     @property
@@ -70,13 +70,14 @@ class Run:
         return folder if folder.is_dir() else None
 
     def metrics(self) -> pa.Table:
-        """Return the metrics: one row per step with the column `step`, one column per metric, null where a step has
-        no value. METRICS.md explains the names.
+        """Return the metrics: one row per step with the column `step`, one column per metric.
+
+        A cell is null where a step has no value. METRICS.md explains the names.
         """
         return _table([{"step": step, **values} for step, values in self._read().rows])
 
     def samples(self, step: int | None = None) -> pa.Table:
-        """Return the recorded samples of a step; None: of all steps. Objects and lists are columns of JSON text.
+        """Return the recorded samples of a step; None: of all steps. Objects and lists become JSON text.
 
         Raises ConfigError if no samples were recorded for the step.
         """
@@ -102,7 +103,7 @@ def train(
     resume: bool | Literal["must"] = False,
     restart: bool = False,
 ) -> Run:
-    """Run `megarl train` in a process of its own, show its output here, and return the finished run.
+    """Run `megarl train` in a separate process, show its output here, and return the finished run.
 
     If this process is killed, the training goes on to its end. `resume` continues the run from its newest checkpoint;
     `restart` moves an earlier run aside. Raises ConfigError if the recipe cannot run. Any other failure is the subclass
@@ -117,12 +118,14 @@ def train(
 
 
 def plan(recipe: RecipeSource, overrides: Overrides | None = None) -> dict[str, Any]:
-    """Return the plan of a recipe, the object printed by `megarl plan --json`: memory by phase in bytes, `fits`, and
-    the reshard's bytes and seconds. Nothing starts. Raises ConfigError for a recipe that cannot run.
+    """Return the plan of a recipe, the object printed by `megarl plan --json`. Nothing is started.
+
+    It has memory by phase in bytes, `fits`, and the bytes and seconds of a weight update of the engines. Raises
+    ConfigError for a recipe that cannot run.
     """
     with _recipe_file(recipe) as file:
         code, output, error = _program("plan", file, *_overrides(overrides), "--json", captures_output=True)
-    # Exit code 2 is also that of a plan that does not fit; only then is there an object.
+    # A plan that does not fit has exit code 2 too, but prints its object.
     if code and not output.strip():
         raise _error_of(code, error)
     return json.loads(output)
@@ -140,9 +143,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate a model or a run on a recipe's validation sets, as `megarl eval` does.
 
-    `n` is the number of attempts per problem, `sets` the names of validation sets; none: all. `out` is a new folder for
-    the results (default: one in evaluations/ of the run or of the current folder). Returns the contents of its
-    metrics.json: for each set its measures with 95 % intervals. Raises the errors of `megarl eval`.
+    `n` is the number of attempts per problem, `sets` the names of validation sets; empty: all. `out` is a new folder
+    for the results (default: one in evaluations/ of the run or of the current folder). Returns the contents of its
+    metrics.json: the measures of each set with 95 % intervals. Raises the errors of `megarl eval`.
     """
     source = model.path if isinstance(model, Run) else Path(model)
     place = source / "evaluations" if isinstance(model, Run) else Path("evaluations")
@@ -159,7 +162,7 @@ def evaluate(
 
 
 def load_run(path: str | Path) -> Run:
-    """Return the run in a folder. Raises ConfigError if the folder is not that of a run."""
+    """Return the run in a folder. Raises ConfigError if the folder is not a run folder."""
     from megarl.tracking.run_record import refuse_other_folders
 
     refuse_other_folders(Path(path))
@@ -168,9 +171,10 @@ def load_run(path: str | Path) -> Run:
 
 @contextmanager
 def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
-    """Context with the path of a recipe's file; that of a mapping exists within the context only.
+    """Context with the path of a recipe's file. The file of a mapping exists only within the context.
 
-    Raises ConfigError while megarl imports a file for a function in it: that file would start commands without end.
+    Raises ConfigError while megarl imports a file for a function in it, because that file would start commands without
+    end.
     """
     if source := source_being_imported():
         raise ConfigError(
@@ -255,7 +259,9 @@ def _error_of(code: int, error_output: str) -> MegarlError:
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return records as a table with a column for every key, in order of appearance; null where a record lacks it."""
+    """Return records as a table with a column for every key, in order of appearance; null where a record lacks the
+    key.
+    """
     import pyarrow as pa
 
     names = list(dict.fromkeys(name for record in records for name in record))
