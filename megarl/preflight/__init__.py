@@ -1,4 +1,4 @@
-"""Checks before any process starts: recipe fields, model folders, data files, rewards. One message lists all errors."""
+"""Checks before a run starts: recipe fields, model folders, data files, rewards. One message lists all errors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ __all__ = [
 def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> ParallelConfig:
     """Check a recipe and its files, and return the parallel layout of its ranks.
 
-    `is_start` False: the run would start on other machines. `is_trained` False: only engines start, so the folders of
-    further models (critic, reward model, teachers) may be absent. Raises one exception with all errors: ConfigError if
-    any is in the recipe, DataError if all are in files.
+    `is_start` = False: the run would start on other machines. `is_trained` = False: only engines start, so the folders
+    of further models (critic, reward model, teachers) may be absent. Raises one exception with all errors: ConfigError
+    if any is in the recipe, DataError if all are in files.
     """
     errors = _faults(recipe, is_start=is_start, is_trained=is_trained)
     if errors.recipe:
@@ -63,8 +63,8 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
     """Load the recipe of a file, and check it.
 
-    `is_of_run` is explained at `config.recipe.read`. Raises one ConfigError if a recipe cannot be read in full. It also
-    lists the errors found by `check`, except those depending on unreadable fields.
+    `is_of_run`: the file is the saved recipe of a run folder. Raises one ConfigError if a recipe cannot be read in
+    full. It also lists the errors of `check`, except those that depend on unreadable fields.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
@@ -83,7 +83,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """Errors of a recipe and of its files. `parallel` is valid only if both lists are empty."""
+    """Errors of a recipe and of its files. `parallel` is valid only if there are none."""
 
     recipe: list[Finding]
     files: list[Finding]
@@ -156,8 +156,8 @@ def _is_of_recipe(fault: Finding) -> bool:
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     """Return the policy's shape and the parallel layout, for `megarl plan`. config.json is the only file needed.
 
-    The trainer's ranks are not permuted yet, because that takes longer (see `align_parallel`). Raises DataError for an
-    invalid config.json, or one ConfigError listing all sizes that do not fit.
+    The trainer's ranks are not yet permuted for the weight update of the engines, because that takes longer. Raises
+    DataError for an invalid config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*ranks(recipe), *model_fit(recipe, shape)]:

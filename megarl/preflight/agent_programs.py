@@ -1,4 +1,4 @@
-"""Checks of the agent program of environment `command`, and of its container."""
+"""Checks of the agent program (environment `command`), and of its container."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def command_faults(agent: AgentConfig) -> Iterator[str]:
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """Return the script run by an interpreter: the first argument ending like a script, or None.
+    """Return the script that an interpreter runs: the first argument with a script's ending, or None.
 
     After -m or -c, all arguments belong to a module or to code, so there is no script.
     """
@@ -72,7 +72,7 @@ def _script(command: Sequence[str]) -> str | None:
 
 @checks("rollout")
 def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if programs of other nodes could not reach the endpoint."""
+    """Yield an error if agent programs on other nodes could not reach the policy's endpoint."""
     rollout = recipe.rollout
     is_elsewhere = rollout.agent.nodes == "all" and recipe.cluster.launcher != "local"
     if is_elsewhere and rollout.endpoint.host in LOOPBACK:
@@ -84,7 +84,7 @@ def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of programs that outlive the driver, and could not go on with the next one."""
+    """Yield errors of programs that outlive the driver but could not go on with the next driver."""
     rollout = recipe.rollout
     where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
     if rollout.agent.outlive_seconds is None:
@@ -107,7 +107,7 @@ def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def containers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the container: missing folders, or a machine unable to start one."""
+    """Yield errors of the container: missing folders, or a machine that cannot start a container."""
     agent = recipe.rollout.agent
     tasks = harbor_tasks(recipe)
     if tasks and (recipe.rollout.environment != "command" or agent.sandbox == "process"):
@@ -133,7 +133,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
     # A start with these faults would fail again, with a less clear message.
     if faults:
         return
-    # Unpacked images are alike; of the others, each may be missing.
+    # Try only one of the unpacked images, because they are alike. Any other image may be missing.
     for image in list(images)[: 1 if agent.images_are_files else None]:
         settings = ContainerSettings(
             kind=agent.sandbox,
@@ -162,7 +162,6 @@ def _socket_fault(place: int, folder: str) -> str | None:
 
 
 def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
-    """Return the error of an image; None: there is none."""
     if agent.sandbox != "sandbox":
         if shutil.which(agent.sandbox) is None:
             return (
@@ -187,7 +186,7 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
 
 
 def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
-    """Yield errors of a task not fitting the recipe's containers."""
+    """Yield errors of a task that does not fit the recipe's containers."""
     where = f"{task['folder']}/{TASK_FILE}"
     yield from _limit_faults(task, agent, where)
     is_known = task["image"] is not None and not agent.images_are_files
@@ -204,7 +203,7 @@ def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
 
 
 def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
-    """Yield errors of limits that a task needs and the recipe's containers do not give."""
+    """Yield errors of limits: the task needs more than the recipe's containers provide."""
     caps = (
         ("agent.timeout_sec", task["agent_seconds"], 1, "rollout.agent.timeout_seconds", agent.timeout_seconds),
         ("environment.memory_mb", task["memory_bytes"], 1 << 20, "rollout.agent.memory_gib", agent.memory_gib),

@@ -1,4 +1,4 @@
-"""Download of the models and data sets that a recipe names on the Hub and this machine lacks, before they are read."""
+"""Download of a recipe's models and data sets from the Hugging Face Hub, if this machine lacks them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.types import DataError
 
 
 def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_models: bool = True) -> bool:
-    """Download a recipe's models and data sets that are names on the Hub and not in its cache.
+    """Download a recipe's models and data sets that are names on the Hub and missing in this machine's cache.
 
     `notify` gets a line before and after each download. Without `with_models` only data sets are downloaded. Returns
-    whether anything was. Raises DataError with the recipe field, the reason and the command to run where there is a
-    network.
+    whether anything was downloaded. Raises DataError with the recipe field, the reason, and the command to run where
+    there is a network.
     """
     paths = recipe.model_paths if with_models else {}
     was_downloaded = [download_model(path, field, notify) for field, path in paths.items()]
@@ -33,9 +33,10 @@ def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_mo
 
 
 def download_model(path: str, field: str, notify: Callable[[str], object]) -> bool:
-    """Download a model if `path` is its name on the Hub and the cache lacks it or some of its files.
+    """Download a model if `path` is its name on the Hub and the cache lacks some of its files.
 
-    Returns whether it was downloaded. `field` and `notify` are those of `download_missing`.
+    Returns whether it was downloaded. `field` is the recipe field for messages. `notify` gets a line before and after
+    the download.
     """
     if not names_repository(path):
         return False

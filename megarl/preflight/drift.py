@@ -1,4 +1,4 @@
-"""Checks of losses comparing the policy with the sampling one, or needing one advantage per sequence."""
+"""Checks of losses that compare the trained policy with the sampling policy, or need one advantage per sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.effects import unmet
 from megarl.preflight.registry import checks
 
 _SEQUENCE_LOSSES = ("vespo",)
-"""Policy losses with one weight for each sequence, chosen by the sign of its advantage."""
+"""Policy losses with one weight for each sequence. The sign of the sequence's advantage decides about it."""
 
 _SAME_POLICY = (
     "compares the policy with the one before the step's first update. With algorithm.old_logprobs = trainer and one "
@@ -20,7 +20,7 @@ _SAME_POLICY = (
 
 @checks("algorithm")
 def without_drift(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting without effect, because it would compare the policy with itself."""
+    """Yield an error for each setting without effect because it would compare the policy with itself."""
     algorithm, train = recipe.algorithm, recipe.train
     if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
         return
@@ -43,7 +43,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
 
 @checks("algorithm")
 def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting needing one advantage per sequence, if tokens or turns have their own."""
+    """Yield an error for each setting that needs one advantage per sequence, if tokens or turns have different ones."""
     algorithm = recipe.algorithm
     if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
         return
@@ -58,7 +58,9 @@ def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
 
 
 def _token_advantages(recipe: Recipe) -> str | None:
-    """Return which setting gives the tokens of one sequence different advantages, and its remedy. None: no setting."""
+    """Return which setting gives the tokens of a sequence different advantages, with its remedy; None: no setting
+    does.
+    """
     algorithm = recipe.algorithm
     if recipe.loop == "distillation":
         return "loop = distillation gives each token its own; set loop=rl"
@@ -84,7 +86,7 @@ def _token_advantages(recipe: Recipe) -> str | None:
 
 @checks("algorithm")
 def covariances(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the choice of tokens by their covariance of log-prob and advantage."""
+    """Yield errors of the choice of tokens by the covariance of log-prob and advantage."""
     algorithm = recipe.algorithm
     if recipe.loop != "rl":
         return

@@ -1,5 +1,6 @@
-"""Checks of a recipe's environment: it can be imported, and the chat template can add a message after a model's
-turn."""
+"""Checks of a recipe's environment: its import, and whether the chat template can add a message after a model's
+turn.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ _OWN_KEYS = frozenset(
         "TRACKIO_WRITE_TOKEN",
     )
 )
-"""Environment variables with API keys of trackers and of the Hugging Face Hub. They are never passed to agent
-programs."""
+"""Environment variables with API keys of trackers and of the Hugging Face Hub. Agent programs never get them."""
 
 
 @checks("rollout", Cost.FILES)
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
-    """Yield the errors of `rollout.environment`. `has_model`: the policy's folder is complete, so its tokenizer can be
-    read."""
+    """Yield the errors of `rollout.environment`.
+
+    `has_model`: the policy's folder is complete, so its tokenizer can be read.
+    """
     if not recipe.has_engine:
         return
     name = recipe.rollout.environment
@@ -84,8 +86,9 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 
 
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
-    """Return the environment's tools before an attempt. Raises ConfigError if it cannot be
-    constructed."""
+    """Return the tools that the environment has before an attempt. Raises ConfigError if the environment cannot be
+    used.
+    """
     make = environment_factory(recipe)
     with environment_errors(recipe):
         instance = make()
@@ -100,9 +103,9 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
 
 
 def _missing_state_and_role_names(recipe: Recipe, instance: object) -> Iterator[str]:
-    """Yield an error if the algorithm needs states or roles that the environment `instance` does not name.
+    """Yield an error if the algorithm needs states or roles, but the environment `instance` does not name them.
 
-    None: a program, which returns no steps.
+    None: a program, which returns no steps and so no names.
     """
     is_trained = recipe.trains_rewards and bool(recipe.train.steps)
     if recipe.algorithm.advantage == "rae" and is_trained and not getattr(instance, "names_roles", False):
@@ -127,7 +130,7 @@ def _refuse_made_problems(recipe: Recipe) -> None:
 
 
 def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
-    """Yield errors of the tools' JSON schemas, and of a chat template that cannot render tools, calls and replies."""
+    """Yield errors of the tools' JSON schemas, or of a chat template that cannot render tools, calls and replies."""
     try:
         check_tools(tools)
     except ValueError as error:
@@ -157,8 +160,7 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
 
 
 def _inherited_variables(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each variable in `rollout.agent.environment` that is unset or holds one of the run's API
-    keys."""
+    """Yield an error for each variable in `rollout.agent.environment` that is unset, or is an API key of the run."""
     functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
     for place, name in enumerate(recipe.rollout.agent.environment):

@@ -17,9 +17,9 @@ from megarl.types import DataError
 
 @checks("runs_folder", Cost.FILES)
 def runs_folder(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if the run folder cannot be created. A folder is made in the nearest existing parent and removed.
+    """Yield an error if the run folder cannot be created, tried with a temporary folder in its nearest existing parent.
 
-    A full disk is not an error of the recipe: the run itself ends with an exit code for it.
+    A full disk is not an error of the recipe: the run itself then ends with a separate exit code.
     """
     runs_path = Path(recipe.runs_folder).absolute()
     nearest = next(folder for folder in (runs_path, *runs_path.parents) if folder.exists())

@@ -22,18 +22,17 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("rewards", "groups"),
     "algorithm.policy_loss": ("policy_logprobs", "old_logprobs", "advantages"),
 }
-"""Names of the tensors passed by position to a user's own function."""
+"""Names of the tensors passed by position to a user's own function, by recipe field."""
 _OF_SEQUENCES = ("cu_seqlens", "mask")
-"""Further tensors for a user's policy loss over whole sequences. A parameter `cu_seqlens` marks such a loss."""
+"""Further tensors for a user's policy loss over whole sequences. The loss is one if it has a parameter `cu_seqlens`."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Name of the module calling a function on small tensors. It imports torch, so it is imported only for a user's own
-function."""
+"""Module that calls a function on small tensors. It imports torch, so it is imported only for a user's function."""
 
 
 @checks("algorithm", Cost.FILES)
 def keywords(recipe: Recipe) -> Iterator[str]:
-    """Yield the errors of all keyword arguments and of a user's own functions, which are imported here."""
+    """Yield the errors of all keyword arguments and of a user's own functions. The functions are imported here."""
     for field in formula_fields():
         name, further = value_at(recipe, field), kwargs_field(field)
         if unmet(recipe, field) is not None or name is None or further is None:
@@ -90,7 +89,7 @@ def _failed_call(
 
 
 def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, keywords: Keywords) -> Iterator[str]:
-    """Yield an error for each unknown keyword of the function, and for each value of the wrong type."""
+    """Yield an error for each keyword that the function does not have, and for each value of the wrong type."""
     measured = formula_fields()[field].measured
     open_to_recipe = [
         keyword for keyword in keywords if keyword not in keyword_fields(field) and keyword not in measured
@@ -111,15 +110,14 @@ def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, keywords:
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
-    """Return whether a value fits a type annotation. None fits only if the annotation allows it, unlike in
-    `accepts`."""
+    """Return whether a value fits a type annotation. None fits only if the annotation allows it."""
     if value is None:
         return "None" in ast.unparse(annotation) or "Optional" in ast.unparse(annotation)
     return accepts(annotation, value)
 
 
 def _unfit_positional(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
-    """Return why the run cannot call the function with its tensors, or None if it can."""
+    """Return why the run cannot call the function with its tensors; None: it can."""
     keywords = _keywords_of(signature, len(positional))
     try:
         signature.bind(*positional, **{name: None for name, keyword in keywords.items() if keyword.is_required})
@@ -155,7 +153,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 
 def _idle_fields(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
-    """Yield an error for each recipe field without a keyword in the user's function."""
+    """Yield an error for each recipe field set by the user that has no keyword in the user's function."""
     recipe_fields = set(fields_set_by_user(recipe))
     for keyword, own_field in keyword_fields(field).items():
         if own_field in recipe_fields and keyword not in keywords:

@@ -1,4 +1,4 @@
-"""Checks of recipe fields depending on each other: optimizer, algorithm, critic, rewards; and the health rules."""
+"""Checks of recipe fields that depend on each other (optimizer, algorithm, critic, rewards), and the health rules."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def best(recipe: Recipe) -> Iterator[str]:
 
 
 def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Return why the validation set `name` will not have a metric like accuracy, or None if it will."""
+    """Return why the validation set `name` will lack a metric such as accuracy; None: it will have it."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
@@ -113,7 +113,7 @@ def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
-    """Return why a validation set with sampled answers will not have a metric like accuracy, or None if it will."""
+    """Return why a validation set with sampled answers will lack a metric such as accuracy; None: it will have it."""
     from megarl.rewards import metric_name
     from megarl.rewards.functions.final_answers import reader_of
 
@@ -182,8 +182,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each warm-up longer than the run. The run shortens it, to reach the peak rate at its
-    end."""
+    """Yield a notice for each warm-up longer than the run. The run shortens it, to reach the peak rate at the end."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
             yield (
@@ -216,7 +215,7 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
 
 @checks("model")
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if the policy's folder has the wrong head, or if a value head that it needs is not supported."""
+    """Yield an error if the policy's folder has the wrong head, or cannot get the value head that the run needs."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
             f"model.path = {recipe.model.path}: is a reward model without a language head; set model.path to a "
@@ -263,8 +262,10 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trackers", Cost.FILES)
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
-    """Yield an error for each tracker that cannot be used. Training (`is_trained`) imports every tracker. An evaluation
-    uses none, so only their names are checked."""
+    """Yield an error for each tracker that cannot be used.
+
+    With `is_trained` every tracker is imported. An evaluation uses no tracker, so only their names are checked.
+    """
     from megarl.tracking.trackers import check, locate
 
     # A job's environment is not that of the node that submits it.
@@ -280,8 +281,10 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of algorithm.reward_order normalize_then_sum: all parts of the reward must come from reward
-    functions."""
+    """Yield errors of algorithm.reward_order = normalize_then_sum.
+
+    All parts of the reward must then come from reward functions.
+    """
     setting = "algorithm.reward_order = normalize_then_sum"
     algorithm = recipe.algorithm
     if unmet(recipe, "algorithm.reward_order") is not None:
@@ -410,12 +413,11 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
 
 _OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")
 _OF_SAMPLES = ("entropy_collapsed",)
-"""Health rules disabled for supervised loops. There a falling entropy is no fault: models should learn the given
-answers."""
+"""Health rules disabled for supervised loops, where a falling entropy is desired."""
 
 
 def thresholds(recipe: Recipe) -> HealthConfig:
-    """Return the recipe's section `health` with the rules disabled that do not apply to its loop or algorithm."""
+    """Return the recipe's section `health`, with rules disabled that do not apply to its loop or algorithm."""
     off = set(recipe.health.off)
     if recipe.loop != "rl":
         off.update(_OF_REWARDS)
@@ -439,7 +441,7 @@ def learning_rate_finding(recipe: Recipe, step: int = 0) -> BrokenRule | None:
     """Return a finding if the learning rate is unusual for the model. `step` is the last step before the start.
 
     None: the rate is usual, or nothing is trained. Optimizers whose updates differ in size from Adam's have no usual
-    range, unless the recipe gives one.
+    range, unless the recipe sets one.
     """
     usual_rates = recipe.health.learning_rate
     if (

@@ -1,6 +1,6 @@
 """Checks of recipe fields passed on to Megatron-Core and vLLM, against the fields in the installed sources.
 
-The sources are parsed, not imported: importing either library takes longer than all other checks together.
+The sources are parsed, not imported, because importing either library takes longer than all other checks together.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 @checks("trainer")
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of `trainer.megatron`: fields that Megatron-Core's TransformerConfig lacks, or that have no
-    effect."""
+    """Yield errors of `trainer.megatron`: fields without effect, or missing in Megatron-Core's TransformerConfig."""
     settings = recipe.trainer.megatron
     # Parsing the libraries' sources below takes 0.1 s of CPU time.
     if not settings:
@@ -78,8 +77,9 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of router settings conflicting with router replay (the trainer uses the experts chosen by an
-    engine)."""
+    """Yield errors of router settings that conflict with router replay (the trainer uses the engine's choice of
+    experts).
+    """
     if settings.get("moe_router_fusion"):
         yield (
             "trainer.megatron.moe_router_fusion = True: the fused router chooses experts itself, so "
@@ -100,7 +100,7 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of `rollout.vllm`: fields that vLLM's EngineArgs lacks, that megarl refuses, or of a wrong type."""
+    """Yield errors of `rollout.vllm`: fields missing in vLLM's EngineArgs, refused by megarl, or of a wrong type."""
     settings = recipe.rollout.vllm
     # Parsing vLLM's source takes 0.1 s of CPU time, and few recipes set its fields.
     known_fields = class_fields("vllm", "engine/arg_utils.py", "EngineArgs") if settings else {}
@@ -126,7 +126,7 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 
 
 def supported_head_sizes() -> list[int]:
-    """Return the head sizes supported by vLLM's attention on CPUs. Empty if they cannot be read from its source."""
+    """Return the head sizes that vLLM's attention on CPUs supports. Empty if its source cannot be read."""
     # vLLM 0.30 lists them in this function's return statement; a later form of it yields an empty list.
     source = _read("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
@@ -167,8 +167,8 @@ def _format_value(section: str, field: str, value: Any) -> str:
 def accepts(annotation: ast.expr, value: Any) -> bool:
     """Return whether a recipe's value fits the type annotation of a library's field.
 
-    Checked are bool, int, float, str, literals, lists of these, and unions. Any other annotation accepts everything.
-    None fits all annotations, because libraries have fields with default None whose annotation does not mention it.
+    bool, int, float, str, literals, lists of these, and unions are checked. Any other annotation accepts everything.
+    None fits all annotations, because libraries have fields with default None and an annotation without it.
     """
     if value is None:
         return True

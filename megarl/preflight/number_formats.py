@@ -20,9 +20,9 @@ from megarl.preflight.registry import checks
 
 @checks("trainer", per_run=True)
 def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
-    """Yield errors if GPUs or installed libraries lack a number format needed by the recipe.
+    """Yield errors if GPUs or installed libraries lack a number format that the recipe needs.
 
-    `is_start`: this machine's GPUs are checked. Otherwise the GPUs named in the recipe count.
+    With `is_start` this machine's GPUs are checked, else the GPUs named in the recipe.
     """
     # `sizes.fp8_fit` reports a missing Transformer Engine with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
@@ -40,7 +40,7 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
 
 @checks("cluster", per_run=True)
 def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
-    """Yield an error if this machine lacks the device of cluster.device. Only local starts are checked."""
+    """Yield an error if this machine lacks the device of cluster.device. Runs on other machines are not checked."""
     device = recipe.cluster.device
     if not is_start or recipe.cluster.launcher != "local":
         return
@@ -72,12 +72,14 @@ def _list_named_gpus(field: str, memory: float | str | None) -> list[Gpu]:
 
 
 EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
-"""Values of vLLM's option `moe_backend` that can lead to an FP8 backend supported by the reshard
-(`layouts.vllm_quantised.EXPERT_BACKENDS`)."""
+"""Values of vLLM's option `moe_backend` that may lead to an FP8 backend whose weights megarl can write
+(`layouts.vllm_quantised.EXPERT_BACKENDS`).
+"""
 LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass", "torch")
-"""Values of vLLM's option `linear_backend` that can lead to an FP8 kernel supported by the reshard
+"""Values of vLLM's option `linear_backend` that may lead to an FP8 kernel whose weights megarl can write
 (`layouts.vllm_quantised.LINEAR_KERNELS`). The kernel selected by `auto` is checked before an engine gets its first
-weights."""
+weights.
+"""
 
 
 @checks("rollout")
@@ -108,12 +110,13 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 GROUP_COLUMNS = 128
-"""Columns of an activation that share an FP8 scale. vLLM 0.30 asserts whole groups, on GPUs alone
-(fp8_utils.per_token_group_quant_fp8), when the engine measures its memory."""
+"""Columns of an activation that share an FP8 scale. On GPUs, vLLM 0.30 asserts whole groups when the engine measures
+its memory (fp8_utils.per_token_group_quant_fp8).
+"""
 
 
 def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
-    """Yield an error for each layer whose input, split over the engine's ranks, is not made of whole groups."""
+    """Yield an error for each layer whose input on one engine rank does not consist of whole groups."""
     tp = recipe.rollout.tp
     attention, router = shape.attention, shape.router
     inputs = {

@@ -1,4 +1,4 @@
-"""Checks of the difference between the engines' distribution and the trained one: sampling, stale tokens, rounding."""
+"""Checks of differences between the sampled and the trained distribution: sampling settings, stale tokens, rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.preflight.registry import checks
 
 @checks("rollout")
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of sampling settings not reproducible by the trainer.
+    """Yield errors of sampling settings that the trainer cannot reproduce.
 
     The trainer applies temperature, top-p, top-k and min-p to its log-probs, and nothing else.
     """
@@ -45,8 +45,9 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def stragglers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of rollout.stragglers, the treatment of groups still incomplete when a step has enough complete
-    ones."""
+    """Yield errors of rollout.stragglers, which handles groups still incomplete when a step has enough complete
+    groups.
+    """
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return
@@ -94,7 +95,7 @@ def staleness(recipe: Recipe) -> Iterator[str]:
 
 
 def off_policy_notices(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each difference of the sampling policy from the trained one, as the recipe allows it."""
+    """Yield a warning for each allowed difference between the sampling policy and the trained policy."""
     yield from uncorrected_staleness(recipe)
     yield from uncorrected_fp8(recipe)
     yield from kept_kv(recipe)
@@ -111,7 +112,7 @@ def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
 
 
 def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if engines sample with FP8 weights, and nothing corrects for the difference from the trainer."""
+    """Yield a warning if engines sample with FP8 weights and nothing corrects for the difference from the trainer."""
     plain = {"quantization": "none", "kv_cache_dtype": "auto"}
     values = {name: getattr(recipe.rollout, name) for name in plain}
     settings = [f"rollout.{name} = {value}" for name, value in values.items() if value != plain[name]]
@@ -123,7 +124,7 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
 
 
 def kept_kv(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if rollout.recompute_kv is false: several weight versions then contribute to a log-prob."""
+    """Yield a warning if rollout.recompute_kv is false: a log-prob then mixes several weight versions."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (
             "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "

@@ -1,4 +1,4 @@
-"""Rows of the table printed by a dry run: environment, rewards, algorithm, optimizer, evaluation."""
+"""Rows of a dry run's table: environment, rewards, algorithm, optimizer, evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.preflight.learning import num_updates
 
 
 def overview(recipe: Recipe) -> dict[str, str]:
-    """Return the rows of the table, keyed by title. A loop without an engine has fewer."""
+    """Return the rows of a dry run's table, by title. A loop without an engine has fewer rows."""
     rows: dict[str, str] = {}
     if recipe.has_engine:
         rows["environment"] = _by_source(recipe, _environment)
@@ -31,7 +31,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
-    """Return a text about the recipe's sources. If they have different texts, each text follows its source's name."""
+    """Return a text about the recipe's sources. Different texts of sources follow the source's name."""
     texts = {source.name: describe(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -101,9 +101,9 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
 
 
 def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
-    """Return which groups dynamic sampling trains, in words.
+    """Return, in words, which groups dynamic sampling trains.
 
-    If the recipe does not name a metric, it depends on whether answers have verdicts.
+    If the recipe does not name a metric, whether answers have verdicts decides.
     """
     accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
     metric = recipe.algorithm.dynamic_sampling_metric

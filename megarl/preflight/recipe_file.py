@@ -1,4 +1,4 @@
-"""Check of a recipe's file with further overrides by the rules of a start, for a search that prints overrides."""
+"""Check of a recipe's file with further overrides, by the rules of a start."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megarl.types import ConfigError
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's file with the overrides of the command line: where the overrides of a layout are added."""
+    """A recipe's file with the overrides of the command line, to which further overrides are added."""
 
     path: str | Path
     overrides: tuple[str, ...] = ()
 
     def refusal(self, overrides: Sequence[str]) -> str | None:
-        """Return the first error of the recipe with further overrides. None: a start would accept them.
+        """Return the first error of the recipe with further overrides; None: a start would accept them.
 
-        Checked are all rules about fields, not files. Errors of the recipe itself do not count.
+        Only rules about fields are checked, not files. Errors of the recipe without the further overrides do not count.
         """
         try:
             recipe = load(self.path, (*self.overrides, *overrides))

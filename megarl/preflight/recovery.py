@@ -10,7 +10,7 @@ from megarl.preflight.registry import checks
 
 @checks("cluster", training_only=True)
 def recovery(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if the run could not recover from a lost rank in the way that cluster.recover asks for."""
+    """Yield errors if the run could not recover from a lost rank as cluster.recover says."""
     is_replaced = recipe.cluster.recover == "restart" and recipe.cluster.launcher == "slurm"
     if recipe.cluster.spare_nodes and not is_replaced:
         yield (
@@ -26,7 +26,7 @@ def recovery(recipe: Recipe) -> Iterator[str]:
 
 @checks("checkpoint", training_only=True)
 def replication(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for copies of a state that they cannot contain completely."""
+    """Yield an error if copies of a state in host memory would be incomplete."""
     if recipe.checkpoint.replicate and recipe.trainer.router_replay:
         yield (
             f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies in host memory do not hold the experts "

@@ -1,4 +1,4 @@
-"""Registry of the checks before a start. A module of this package registers its checks when it is imported."""
+"""Registry of the checks before a start. Importing a module of this package registers its checks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Fault = str | DataError
 """Error found by a check: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about its files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
-"""Names of the arguments that a check may have. `recipe`, `shape` (sizes of the policy), `dp` (data-parallel size),
-`is_start` (ranks start from this machine), `is_trained` (they train), `has_model` (the policy's folder is complete).
+"""Names of the arguments that a check may have: `recipe`, `shape` (sizes of the policy), `dp` (data-parallel size),
+`is_start` (ranks start from this machine), `is_trained` (ranks train), `has_model` (the policy's folder is
+complete).
 """
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[Fault]])
@@ -38,7 +39,7 @@ class Cost(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check: a function yielding errors of one recipe section."""
+    """A registered check: a function that yields errors of one recipe section."""
 
     section: str
     cost: Cost
@@ -56,7 +57,7 @@ _CHECKS: list[Check] = []
 def checks(
     section: str, cost: Cost = Cost.FIELDS, *, per_run: bool = False, training_only: bool = False
 ) -> Callable[[Function], Function]:
-    """Register the decorated function, yielding errors of a recipe section. Its parameters are names in `FACTS`."""
+    """Register the decorated function, which yields errors of a recipe section. Its parameters are names in `FACTS`."""
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)

@@ -1,5 +1,4 @@
-"""Checks of settings that vLLM would reject only after its ranks have started: head size, KV cache, platform
-features."""
+"""Checks of settings that vLLM would reject only after its start: head size, KV cache, platform features."""
 
 from __future__ import annotations
 
@@ -38,15 +37,16 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""vLLM's speculative-decoding methods that draft tokens on the host. With these methods, vLLM cannot start a step
-before the previous one is read."""
+"""vLLM's speculative-decoding methods that draft tokens on the host. They delay a step until the previous step is
+read.
+"""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 _CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 
 
 def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of `speculative_config`: draft models and methods unsupported by megarl's engines."""
+    """Yield errors of `speculative_config`: draft models and methods that megarl's engines do not support."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
@@ -81,7 +81,7 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
-    """Yield errors of an EAGLE-3 drafter with files of its own."""
+    """Yield errors of an EAGLE-3 drafter with separate files."""
     settings = recipe.rollout.vllm["speculative_config"]
     for name in ("draft_load_config", "quantization", "parallel_drafting"):
         if settings.get(name):
@@ -103,8 +103,9 @@ def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str
 
 
 def _method_of(model: object) -> str | None:
-    """Return the speculative method that vLLM 0.30 derives from a draft model's name. None: a draft model with
-    weights."""
+    """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: a draft model with
+    weights.
+    """
     if model in ("ngram", "[ngram]"):
         return "ngram"
     # vLLM 0.30 treats a dotted import path as a custom drafter class.
@@ -141,7 +142,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     needed = needed_bytes(recipe, shape, block=block, tokens=longest)
     if needed > rollout.kv_cache_gib * 2**30:
         block_bytes = needed_bytes(recipe, shape, block=block, tokens=0)
-        # vLLM holds one block back, so it is not counted here.
+        # vLLM reserves one block, which is therefore not counted.
         cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
             f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {cached_tokens} tokens on a rank, but one "
@@ -152,8 +153,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error for each stop token id outside the vocabulary. vLLM would accept it, but no completion could ever
-    contain it."""
+    """Yield an error for each stop token id outside the vocabulary. vLLM would accept it, but never sample it."""
     stop_tokens = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),

@@ -1,4 +1,4 @@
-"""Free space on the disk of a run's folder, before anything of the run starts."""
+"""Check of the free space on the disk of a run's folder, before the run starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megarl.tracking.run_folder import run_path
 
 
 def check_disk(recipe: Recipe) -> None:
-    """Raise DiskFullError if the disk of the run's folder has no room for the run's files and its largest save."""
+    """Raise DiskFullError if the disk of the run's folder lacks space for the run's files and its largest save."""
     check_space(run_path(recipe), LEAST_FREE_BYTES + _largest_save(recipe))
 
 
 def _largest_save(recipe: Recipe) -> int:
-    """Return the bytes of a checkpoint or of the exported model, whichever is larger.
+    """Return the bytes of a checkpoint or of the exported model, whichever is larger; 0: unknown.
 
-    0: the model is not downloaded yet, or the run is on other machines, whose disk may be another one. Faults of a
-    recipe and of its model have messages of their own.
+    Unknown means that the model is not downloaded yet, that the run is on other machines, or that the recipe has faults
+    reported elsewhere.
     """
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
     if not is_here or not recipe.train.steps or (models := planned_models(recipe)) is None:

@@ -15,7 +15,7 @@ from megarl.platform.visible_gpus import installed_gpu_gib
 from megarl.types import DataError
 
 _SAME_GPU = 0.95
-"""Fraction of a GPU kind's nominal memory from which an installed GPU counts as this kind."""
+"""Fraction of the memory of cluster.gpu_memory_gib that an installed GPU must have at least."""
 
 
 def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -> Iterator[str]:

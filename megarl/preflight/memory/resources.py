@@ -1,4 +1,6 @@
-"""Warnings if a machine has too few cores or too little memory, or if a choice is slow or untried there."""
+"""Warnings about a valid recipe: too few cores, too little memory, or a choice that is slow or untried on the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]
 
 
 def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each field whose value, other than the default, has not run on a GPU (`UntriedOnGpu`)."""
+    """Yield a warning for each field with a value, other than the default, that has not been run on a GPU."""
     for name, field in all_fields().items():
         if not annotated_with(name, UntriedOnGpu) or unmet(recipe, name) is not None:
             continue
@@ -88,7 +90,7 @@ def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
 
 
 def slower_layout(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if ranks on this machine's CPU share a model that each of them could hold whole."""
+    """Yield a warning if ranks on this machine's CPU share a model although each could hold it whole."""
     if not runs_on_cpu() or recipe.cluster.launcher != "local":
         return
     sizes_of_recipe = {"trainer.tp": recipe.trainer.tp} | (
@@ -130,7 +132,7 @@ def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield warnings about linear attention on GPUs: kernels that are not installed, prompts without a cache."""
+    """Yield warnings about linear attention on GPUs: missing kernels, and prompts computed without a cache."""
     linear = shape.linear_attention
     if linear is None:
         return
@@ -149,7 +151,7 @@ def slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Iterator[str]:
-    """Yield a warning if ranks on GPUs have the KV cache of CPUs, or if it holds few of the concurrent requests."""
+    """Yield a warning if GPUs get the KV cache size of CPUs, or if the cache holds few of the concurrent requests."""
     if table.cache is None:
         return
     # A Slurm job derives the default on its own node, where the GPUs are known.
@@ -164,7 +166,7 @@ def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) ->
 
 
 def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
-    """Return changes for a small KV cache, in words. The default size is suggested only if it is larger."""
+    """Return, in words, which changes enlarge a small KV cache. The default size is named only if it is larger."""
     alternatives = "or rollout.tp, or offload more (trainer.offload)"
     if recipe.rollout.gpu_memory_utilization is not None:
         return f"raise rollout.gpu_memory_utilization {alternatives}"
@@ -176,7 +178,7 @@ def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice about isolation layers neither present on this machine nor listed in sandbox.require."""
+    """Yield a notice about isolation layers that this machine lacks and sandbox.require does not demand."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):

@@ -1,1 +1,1 @@
-"""Checks of a recipe against the models that it names: sizes, folders, adapters, exact arithmetic."""
+"""Checks of a recipe against its models: sizes, folders, adapters, exact arithmetic."""

@@ -1,4 +1,4 @@
-"""Checks of draft layers of the policy's checkpoint: layers for multi-token prediction (MTP), trained or drafting."""
+"""Checks of the draft layers in the policy's checkpoint (multi-token prediction, MTP), for training or drafting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draft_layers_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"{field}: the engine records no experts of MTP layers to replay; set trainer.router_replay=false"
     if trainer.fp8 != "none":
         yield f"{field}: not tested with trainer.fp8 = {trainer.fp8}; set trainer.fp8=none"
-    # Megatron's router adds these losses to any gradient, and `models.experts` counts layers of the policy only.
+    # Megatron's router would add these losses to the draft layers too, but `models.experts` counts only the policy's.
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"):
         if trainer.megatron.get(name):
             yield f"trainer.megatron.{name} = {trainer.megatron[name]}: not supported with MTP layers; leave one out"

@@ -1,4 +1,4 @@
-"""Checks of trainer.exact: models, layouts and settings in which trainer and engine cannot be bit-equal."""
+"""Checks of trainer.exact: models, layouts and settings with different results in trainer and engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.preflight.registry import checks
 ENGINE_OPTIONS = (
     "max_num_batched_tokens", "enable_prefix_caching", "disable_custom_all_reduce", "enable_expert_parallel",
 )  # fmt: skip
-"""Fields of rollout.vllm that change no arithmetic on a CPU."""
+"""Fields of rollout.vllm that do not change the arithmetic on a CPU."""
 
 
 @checks("trainer", training_only=True)
@@ -84,10 +84,10 @@ def _layout_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _adds_alike(first: int, second: int) -> bool:
-    """Return whether groups of these sizes can add products of ranks in the same order."""
+    """Return whether tensor-parallel groups of these sizes can add the products of ranks in the same order."""
     small, large = sorted((first, second))
-    # A rank of the smaller side adds its blocks in pairs. The sum is that of the other side's ranks only if their
-    # number is a power of two.
+    # Each rank of the smaller group adds its blocks in pairs. This is the order of the larger group's ranks only if
+    # their ratio is a power of two.
     return small == 1 or (large % small == 0 and (large // small).bit_count() == 1)
 
 

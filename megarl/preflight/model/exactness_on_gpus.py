@@ -1,7 +1,7 @@
 """Operators in which trainer and engine cannot be bit-equal on NVIDIA GPUs, read from the sources of both.
 
 vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) is compared with Megatron-Core's (`batch_invariant_mode`). Neither
-has run under megarl.
+mode has been run under megarl.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.families.parts import GroupedQuery
 from megarl.families.shape import ModelShape
 
 BLOCK = 64
-"""Elements of K that Megatron-Core's batch-invariant product adds at once, in bfloat16."""
+"""Elements of the inner dimension K that Megatron-Core's batch-invariant product adds at once, in bfloat16."""
 
 UNEQUAL_PRODUCTS = {
     "ada": frozenset({(2048, 6144)}),
@@ -28,8 +28,8 @@ UNEQUAL_PRODUCTS = {
         }
     ),
 }  # fmt: skip
-"""Shapes (outputs, inputs) of weights for which vLLM's tuned table has other blocks of K than `BLOCK`, by the table's
-name of the GPU architecture.
+"""Shapes (outputs, inputs) of weights where vLLM's tuned table has another block size of the inner dimension than
+`BLOCK`. Keys are the table's names of GPU architectures.
 """
 
 OPERATORS = {
@@ -45,7 +45,9 @@ OPERATORS = {
 
 
 def gpu_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a reason for each operator without equal arithmetic on GPUs, and at last that no operator was run."""
+    """Yield a reason for each operator with different arithmetic on GPUs. The last reason: no operator was run
+    there.
+    """
     for operator, reason in OPERATORS.items():
         yield f"on GPUs {operator} rounds differently: {reason}; train on CPUs"
     if not recipe.rollout.vllm.get("enforce_eager"):

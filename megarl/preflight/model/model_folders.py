@@ -1,4 +1,4 @@
-"""Checks of the model folders of policy, critic, reward model and teachers, and whether they fit each other."""
+"""Checks of the model folders of policy, critic, reward model and teachers, and whether the models fit each other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from megarl.types import DataError
 
 @checks("distillation", training_only=True)
 def teachers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if a source of the mixture has no teacher, or if the teachers' parallel sizes do not fit the
-    ranks."""
+    """Yield errors if a source of the mixture lacks a teacher, or if the teachers' parallel sizes do not fit the
+    ranks.
+    """
     if recipe.loop != "distillation" or not recipe.train.steps:
         return
     # Teachers with sizes of their own repeat the trainer's checks. Drop faults already reported for the trainer.
@@ -43,7 +44,7 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """Yield errors if a teacher's sizes are not divisible by its parallel sizes (its own, else the trainer's)."""
+    """Yield errors if a teacher's sizes are not divisible by its parallel sizes (by default the trainer's)."""
     teacher_recipe = recipe.for_teachers
     # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
     teacher_recipe = teacher_recipe.model_copy(
@@ -60,13 +61,15 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
 
 
 def _name_teachers_sizes(text: str) -> str:
-    """Replace the names of the trainer's parallel sizes in an error line by those of the teachers."""
+    """Replace the names of the trainer's parallel sizes in an error line by the teachers' names."""
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
 
 def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
-    """Yield errors if a teacher has no language-model head, or shares fewer than `distillation.top_k` tokens with the
-    policy."""
+    """Yield errors if a teacher has no language-model head, or shares too few tokens with the policy.
+
+    `distillation.top_k` is the minimum.
+    """
     folder, config = recipe.further_models[field], recipe.distillation
     if teacher.has_value_head:
         yield f"{field} = {folder}: is a reward model without a language head; give a language model"
@@ -91,8 +94,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
 
 @checks("model", training_only=True)
 def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
-    """Yield errors in the folders of critic, reward model and teacher. An error in a file is a DataError, others are
-    texts."""
+    """Yield errors in the folders of critic, reward model and teacher: DataErrors for files, else texts."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
@@ -152,7 +154,7 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
 def _tokens(folder: str) -> tuple[object, object]:
     """Return vocabulary and added tokens of a folder's tokenizer, to compare two tokenizers.
 
-    Equal embedding sizes do not prove it, because models pad the embedding differently.
+    Embedding sizes would not do, because models pad the embedding differently.
     """
     tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

@@ -18,7 +18,7 @@ checks("trainer")(model_sizes.model_fit)
 
 @checks("trainer", training_only=True)
 def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
-    """Yield errors if installed libraries, GPUs or the model's sizes do not allow FP8 training.
+    """Yield errors if libraries, GPUs or the model's sizes do not allow FP8 training.
 
     Without `is_start`, the GPUs named by `cluster.gpu_memory_gib` count instead of this machine's.
     """
@@ -68,7 +68,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of sending tokens to experts with DeepEP (trainer.moe_dispatcher flex)."""
+    """Yield errors of sending tokens to experts by DeepEP (trainer.moe_dispatcher = flex)."""
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
         return
@@ -99,8 +99,10 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("rollout")
 def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
-    """Yield an error if prompt and completion exceed the model's max_position_embeddings. `is_evaluated`: in
-    evaluations too."""
+    """Yield an error if prompt and completion exceed the model's max_position_embeddings.
+
+    `is_evaluated`: completions of evaluations are checked too.
+    """
     if not recipe.has_engine:
         return
     room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
