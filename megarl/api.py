@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 RecipeSource = str | Path | Mapping[str, Any]
 """YAML file of a recipe, a name in the list of `megarl recipes`, or the recipe's sections as a mapping."""
 _SHOWN_LINES = 20
-"""Lines of output in an error without a message, such as that of a killed process."""
+"""Lines of output in an error without a message, like that of a killed process."""
 Overrides = Mapping[str, Any]
 """Values by dotted field name. Functions and classes of a Python file may replace their import paths."""
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """State of the run, such as `running`, `done` or `failed`; `ended unseen` if its process is gone."""
+        """State of the run, like `running`, `done` or `failed`; `ended unseen` if its process is gone."""
         return self._read().state
 
     @property

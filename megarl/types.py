@@ -346,7 +346,7 @@ class Caller(NamedTuple):
     """Agent that made a model call, as its client names it. `parent` is the agent that started it; None: the main
     agent.
 
-    `kind` is the purpose of the call, such as `turn` or `compaction`; empty: the client names none.
+    `kind` is the purpose of the call, like `turn` or `compaction`; empty: the client names none.
     """
 
     agent: str = MAIN_AGENT
@@ -505,7 +505,7 @@ class Trajectory:
     def record(self) -> dict[str, object]:
         """Return the trajectory as a JSON object for samples/ in the run folder.
 
-        With several turns, `turns` replaces `completion`: completions, rewards and the messages that answer them. Turns
+        With several turns, `turns` replaces `completion`: completions, rewards and the messages answering them. Turns
         of an agent name their caller, and the training segment with their tokens; null: the turn is not trained.
         """
         rewards = dict(self.turn_rewards)
@@ -536,7 +536,7 @@ class Trajectory:
 
 _TRAJECTORY_VALUES = ("environment", "group", "number", "failure", "ended", "restarts", "temperature")
 FindProblem = Callable[[str, int], Problem]
-"""Function that returns a problem by source and index. Raises ConfigError if the run no longer has the problem."""
+"""Function returning a problem by source and index. Raises ConfigError if the run no longer has the problem."""
 Group = list[Trajectory]
 
 

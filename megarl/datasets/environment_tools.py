@@ -12,7 +12,7 @@ from megarl.types import ConfigError, MegarlError
 
 
 def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
-    """Return the function that makes environments of the recipe. Raises ConfigError for unknown names and settings."""
+    """Return the function making environments of the recipe. Raises ConfigError for unknown names and settings."""
     rollout = recipe.rollout
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
     make = environment_maker(rollout.environment, settings)

@@ -35,7 +35,7 @@ Dropped = Counter[str]
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return a function that collects training records in memory, or with `data.streaming` in files of a folder."""
+    """Return a function collecting training records in memory, or with `data.streaming` in files of a folder."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 

@@ -91,7 +91,7 @@ class Step:
 
 
 class EnvironmentUnavailableError(Exception):
-    """Raised by an environment for a fault outside the policy, such as an unreachable server. The attempt is retried.
+    """Raised by an environment for a fault outside the policy, like an unreachable server. The attempt is retried.
 
     `rollout.budget.attempts` limits the tries. After the last try the attempt has no reward.
     """
@@ -128,7 +128,7 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Protocol of an agent: a program that makes a whole attempt itself and calls the policy over HTTP.
+    """Protocol of an agent: a program making a whole attempt itself, with calls to the policy over HTTP.
 
     The policy is served at `rollout.endpoint`, an OpenAI-compatible server that records the calls for training. Each
     attempt has a new agent object.
@@ -154,7 +154,7 @@ def is_agent(name: str) -> bool:
 METHODS = ("reset", "step", "close")
 """Methods that a class needs to be an environment."""
 TOOL_SCHEMA = "_megarl_tool_schema"
-"""Name of the attribute that marks a method as a tool."""
+"""Name of the attribute marking a method as a tool."""
 PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
 """Default number of processes for an environment with blocking methods: per CPU, and at most."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
@@ -219,7 +219,7 @@ def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, A
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Return a function that makes the environment `name` with `settings` (`rollout.environment_kwargs`).
+    """Return a function making the environment `name` with `settings` (`rollout.environment_kwargs`).
 
     Raises ConfigError if the environment cannot be imported, or for unknown or missing settings.
     """

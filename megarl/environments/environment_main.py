@@ -1,4 +1,4 @@
-"""Main function of a process that runs an environment's attempts, one after the other."""
+"""Main function of a process running an environment's attempts, one after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.types import MegarlError, Problem, ToolCall
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import an environment by its name in the recipe, and return the function that answers requests.
+    """Import an environment by its name in the recipe, and return the function answering requests.
 
     A request has the name of an environment's method in `do`, with the method's arguments. The answer has the `value`
     returned, the `error` raised, or `unavailable` with the reason. `is_last` in an answer means that the process cannot

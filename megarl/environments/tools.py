@@ -237,7 +237,7 @@ class ToolError(Exception):
 def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
     """Start a call of a function, and return an awaitable of its result.
 
-    A blocking function runs in a daemon thread, so that a hanging call does not keep the process from exiting.
+    A blocking function runs in a daemon thread, so a hanging call does not keep the process from exiting.
     """
     if inspect.iscoroutinefunction(function):
         return function(**arguments)

@@ -21,7 +21,7 @@ from megarl.types import ConfigError
 
 
 class Verifiers:
-    """Agent that plays tasks of a verifiers taskset. Its model calls go to the endpoint that records them for training.
+    """Agent playing tasks of a verifiers taskset. Its model calls go to the endpoint that records them for training.
 
     `taskset` is an installed package or a module of the current folder, with settings `config`. `harness` (one of
     verifiers' or your own, with `harness_config`) plays a task in separate processes on this machine. `env` has further

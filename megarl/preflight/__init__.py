@@ -64,7 +64,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     """Load the recipe of a file, and check it.
 
     `is_of_run`: the file is the saved recipe of a run folder. Raises one ConfigError if a recipe cannot be read in
-    full. It also lists the errors of `check`, except those that depend on unreadable fields.
+    full. It also lists the errors of `check`, except those depending on unreadable fields.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:

@@ -84,7 +84,7 @@ def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of programs that outlive the driver but could not go on with the next driver."""
+    """Yield errors that keep programs from going on with the next driver after they outlived one."""
     rollout = recipe.rollout
     where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
     if rollout.agent.outlive_seconds is None:
@@ -186,7 +186,7 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
 
 
 def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
-    """Yield errors of a task that does not fit the recipe's containers."""
+    """Yield errors of a task not fitting the recipe's containers."""
     where = f"{task['folder']}/{TASK_FILE}"
     yield from _limit_faults(task, agent, where)
     is_known = task["image"] is not None and not agent.images_are_files

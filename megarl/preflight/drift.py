@@ -1,4 +1,4 @@
-"""Checks of losses that compare the trained policy with the sampling policy, or need one advantage per sequence."""
+"""Checks of losses comparing the trained policy with the sampling policy, or needing one advantage per sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.effects import unmet
 from megarl.preflight.registry import checks
 
 _SEQUENCE_LOSSES = ("vespo",)
-"""Policy losses with one weight for each sequence. The sign of the sequence's advantage decides about it."""
+"""Policy losses with one weight for each sequence. Its formula depends on the sign of the advantage."""
 
 _SAME_POLICY = (
     "compares the policy with the one before the step's first update. With algorithm.old_logprobs = trainer and one "
@@ -43,7 +43,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
 
 @checks("algorithm")
 def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting that needs one advantage per sequence, if tokens or turns have different ones."""
+    """Yield an error for each setting needing one advantage per sequence, if tokens or turns have different ones."""
     algorithm = recipe.algorithm
     if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
         return

@@ -27,7 +27,7 @@ _OF_SEQUENCES = ("cu_seqlens", "mask")
 """Further tensors for a user's policy loss over whole sequences. The loss is one if it has a parameter `cu_seqlens`."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Module that calls a function on small tensors. It imports torch, so it is imported only for a user's function."""
+"""Module calling a function on small tensors. It imports torch, so it is imported only for a user's function."""
 
 
 @checks("algorithm", Cost.FILES)

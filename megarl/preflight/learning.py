@@ -1,4 +1,4 @@
-"""Checks of recipe fields that depend on each other (optimizer, algorithm, critic, rewards), and the health rules."""
+"""Checks of recipe fields depending on each other (optimizer, algorithm, critic, rewards), and the health rules."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def best(recipe: Recipe) -> Iterator[str]:
 
 
 def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Return why the validation set `name` will lack a metric such as accuracy; None: it will have it."""
+    """Return why the validation set `name` will lack a metric like accuracy; None: it will have it."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
@@ -113,7 +113,7 @@ def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
-    """Return why a validation set with sampled answers will lack a metric such as accuracy; None: it will have it."""
+    """Return why a validation set with sampled answers will lack a metric like accuracy; None: it will have it."""
     from megarl.rewards import metric_name
     from megarl.rewards.functions.final_answers import reader_of
 

@@ -77,7 +77,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of router settings that conflict with router replay (the trainer uses the engine's choice of
+    """Yield errors of router settings conflicting with router replay (the trainer uses the engine's choice of
     experts).
     """
     if settings.get("moe_router_fusion"):

@@ -110,7 +110,7 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 GROUP_COLUMNS = 128
-"""Columns of an activation that share an FP8 scale. On GPUs, vLLM 0.30 asserts whole groups when the engine measures
+"""Columns of an activation sharing an FP8 scale. On GPUs, vLLM 0.30 asserts whole groups when the engine measures
 its memory (fp8_utils.per_token_group_quant_fp8).
 """
 

@@ -39,7 +39,7 @@ class Cost(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check: a function that yields errors of one recipe section."""
+    """A registered check: a function yielding errors of one recipe section."""
 
     section: str
     cost: Cost

@@ -42,7 +42,7 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
 
 @checks("reward")
 def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of recipe fields that need accuracy although no reward function decides whether answers are
+    """Yield errors of recipe fields needing accuracy although no reward function decides whether answers are
     right.
     """
     if not recipe.has_engine or judges_answers(recipe) != "none":

@@ -61,7 +61,7 @@ def _ignore_ending_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
     def block() -> None:
-        """Block stop signals during a fork, so that no signal reaches the child before `restore`."""
+        """Block stop signals during a fork, so no signal reaches the child before `restore`."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

@@ -147,7 +147,7 @@ class ForkServer:
         return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
-        """Fork a process that calls `function` (`package.module:name`) with a connected socket.
+        """Fork a process calling `function` (`package.module:name`) with a connected socket.
 
         Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. It takes only the variables in
         `PROCESS_VARIABLES` from `environment`, and all others from the server.

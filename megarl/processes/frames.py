@@ -31,11 +31,11 @@ It returns the longest time of this wait in seconds, and raises an error after t
 MAX_ERROR_CHARACTERS = 4000
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""Function of a child process that carries out a request (JSON object) and returns its answer."""
+"""Function of a child process carrying out a request (JSON object) and returning its answer."""
 Start = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]
 """Function of a child process, called with the first message.
 
-It returns an introduction, and the function that answers requests. It raises RefusedError if the process cannot start.
+It returns an introduction, and the function answering requests. It raises RefusedError if the process cannot start.
 """
 
 
@@ -158,7 +158,7 @@ def answer_requests(connection: socket.socket, start: Start) -> None:
 def introduce(connection: socket.socket, start: Start) -> Answer | None:
     """Receive the driver's first message, call `start` with it, and send that this process is ready.
 
-    Returns the function that answers requests; None: `start` refused, and the reason was sent.
+    Returns the function answering requests; None: `start` refused, and the reason was sent.
     """
     try:
         introduction, answer = start(receive(connection, None))

@@ -32,7 +32,7 @@ if work is not None:
 def python_call(
     function: str, *arguments: str, path: Sequence[str] | None = None, executable: str = sys.executable
 ) -> list[str]:
-    """Return the command of an interpreter that calls `function` (`package.module:name`) with `arguments`.
+    """Return the command of an interpreter calling `function` (`package.module:name`) with `arguments`.
 
     If the function returns another function, that one is called next: a forked process then has no frames of its server
     on the stack. `path` is the module search path; None: that of this process.

@@ -18,13 +18,13 @@ from megarl.types import PeerLostError
 
 
 def round_robin_over_nodes() -> MakeServer:
-    """Return a function that creates processes on the nodes of the Ray cluster, one node after the other."""
+    """Return a function creating processes on the nodes of the Ray cluster, one node after the other."""
     nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
     return lambda settings, log_file: RayServerProcess(nodes, settings, log_file)
 
 
 class RayServerProcess:
-    """A process that answers requests, in a Ray actor on the next of `nodes`. If this node is lost, another one is
+    """A process answering requests, in a Ray actor on the next of `nodes`. If this node is lost, another one is
     used.
     """
 

@@ -23,7 +23,7 @@ def allow_open_files(number: int) -> int:
 
 
 def provide_open_files(number: int, subject: str) -> None:
-    """Raise this process's limit of open files so that it can open `number` more.
+    """Raise this process's limit of open files so it can open `number` more.
 
     Raises ConfigError if the hard limit is too low. `subject`, a plural noun, begins the message.
     """

@@ -1,4 +1,4 @@
-"""Pool of processes that answer requests. Each serves one user at a time, so killing it affects no other user.
+"""Pool of processes answering requests. Each serves one user at a time, so killing it affects no other user.
 
 A thread exchanges messages with a process over a socket, and the event loop waits for the thread.
 """

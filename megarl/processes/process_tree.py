@@ -50,7 +50,7 @@ def adopt_orphans() -> None:
 
 
 def fork(clone: Callable[[], int] = os.fork) -> int:
-    """Fork a process that leads a session and dies with the calling thread. Returns 0 in the child, else the child's
+    """Fork a process leading a session and dying with the calling thread. Returns 0 in the child, else the child's
     id.
 
     `clone` is the function that forks; it must return what `os.fork` returns. Raises OSError if the limit of processes
@@ -65,7 +65,7 @@ def fork(clone: Callable[[], int] = os.fork) -> int:
 
 
 def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -> int:
-    """Fork a process that calls `work`, leads a session and dies with the calling thread. Returns its id.
+    """Fork a process calling `work`, and return its id. It leads a session, and dies with the calling thread.
 
     The process exits with 0 after `work`, and with 1 and a traceback after an exception.
     """

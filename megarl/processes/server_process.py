@@ -1,4 +1,4 @@
-"""A supervised process that answers requests, one after the other, within time limits."""
+"""A supervised process answering requests, one after the other, within time limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServerSettings:
     """Program and limits of a server process."""
 
     server: str | tuple[str, ...]
-    """Function `package.module:name` that starts the process; or a program that calls `answer_requests`."""
+    """Function `package.module:name` that starts the process; or a program calling `answer_requests`."""
     name: str
     """Name of the code that the process runs, for error messages."""
     field: str
@@ -61,7 +61,7 @@ NO_LIMITS = RequestLimits()
 
 
 class Server(Protocol):
-    """Protocol of a process that answers requests, on this node or another one."""
+    """Protocol of a process answering requests, on this node or another one."""
 
     def wait_until_ready(self) -> dict[str, Any]: ...
 
@@ -75,7 +75,7 @@ MakeServer = Callable[[ServerSettings, str | None], Server]
 
 
 class ServerProcess:
-    """A process on this machine that answers requests. One thread at a time may call it; any thread may close it."""
+    """A process on this machine answering requests. One thread at a time may call it; any thread may close it."""
 
     def __init__(self, settings: ServerSettings, log_file: str | None = None) -> None:
         """Start the process without waiting for it. Raises PeerLostError if the machine cannot start it."""

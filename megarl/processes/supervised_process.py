@@ -19,7 +19,7 @@ from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
 _OWN_END_SECONDS = 2.0
-"""Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
+"""Seconds for a process to exit by itself after it closed its connection, so its exit code is known."""
 _END_SECONDS = 10.0
 """Seconds for the supervisor to kill its processes and to report."""
 _PART_BYTES = 1 << 20
@@ -183,7 +183,7 @@ class SupervisedProcess:
         # A supervisor that was killed reports nothing; its child died with it.
         if code < 0:
             return Ended(128 - code)
-        # A supervisor exits with 0 after its report. So it failed before the program's start, or while watching the program.
+        # A supervisor exits with 0 after its report. So it failed before or while it watched the program.
         if code > 0:
             return Ended(None, refused=f"its supervisor ended with {code}")
         try:

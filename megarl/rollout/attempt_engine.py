@@ -77,7 +77,7 @@ class AttemptEngine:
     ) -> Completion:
         """Return a recorded completion of this prompt, or sample one.
 
-        `affinity` names the trajectory, so that its requests reach the replica with its prefix cached. `is_last`
+        `affinity` names the trajectory, so its requests reach the replica with its prefix cached. `is_last`
         promises that no request follows. If this call is cancelled, `on_abort` gets the number of sampled tokens.
         """
         if self._is_closed:

@@ -96,7 +96,7 @@ class GroupBuffer:
     weight versions old. `rollout.on_stale` decides whether the step waits for a group at this limit or drops it.
 
     Sampling ahead: groups are sampled during training and used in the order of drawing. At most `StepDemand.num_live`
-    groups exist at a time, so that none exceeds the limit.
+    groups exist at a time, so none exceeds the limit.
 
     `sampled` holds the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
     last rewards of a synchronous step are computed.

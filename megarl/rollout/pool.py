@@ -269,7 +269,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count the tokens of requests that stay in an engine during a pause: they may finish in a later step."""
+        """Count the tokens of requests staying in an engine during a pause: they may finish in a later step."""
         try:
             counts, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:

@@ -48,7 +48,7 @@ class PoolMeter:
         self._num_sampled: Counter[str] = Counter()
         """Number of sampled tokens, by purpose: training or evaluation."""
         self._num_counted: dict[str, int] = {}
-        """Tokens already counted, by request id, of requests that stay in their engine during a pause."""
+        """Tokens already counted, by request id, of requests staying in their engine during a pause."""
         self._paused_at: float | None = None
         self._measured_at = time.monotonic()
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
@@ -87,7 +87,7 @@ class PoolMeter:
         return num_new
 
     def expect_again(self, counts: Mapping[str, int]) -> None:
-        """Remember the counted tokens of requests, by request id. `count_tokens` subtracts them, so that none counts
+        """Remember the counted tokens of requests, by request id. `count_tokens` subtracts them, so none counts
         twice.
         """
         self._num_counted |= counts

@@ -25,7 +25,7 @@ class Source:
     """Training problems. Each carries the name of this source."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Returns and resets the counters of the source's scoring, such as calls to scoring servers."""
+    """Returns and resets the counters of the source's scoring, like calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
         """Return the sampling parameters of a step, with the step's scheduled temperature."""
@@ -34,7 +34,7 @@ class Source:
 
 
 def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
-    """Return the counts of all sources' scoring since the last call, by metric name, such as `reward/NAME/calls`."""
+    """Return the counts of all sources' scoring since the last call, by metric name, like `reward/NAME/calls`."""
     total: dict[str, float] = {}
     for source in sources:
         for name, value in source.served_metrics().items():

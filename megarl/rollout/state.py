@@ -63,7 +63,7 @@ class RLState:
     def begin_step(self, *, repeats_draws: bool) -> None:
         """Begin a training step, after the previous step's groups are trained.
 
-        `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so that the next try repeats them.
+        `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so the next try repeats them.
         """
         self._step_groups = []
         self._baselines_before_step = dict(self.role_baselines)
@@ -194,7 +194,7 @@ def problem_lookup(
     origin: str = "the checkpoint",
     remedy: str = "keep the source with a small weight, or start over with --restart",
 ) -> FindProblem:
-    """Return a function that looks up problems by source and index.
+    """Return a function looking up problems by source and index.
 
     The function raises ConfigError if the recipe no longer has the problem. The message names `origin`, where the
     samples come from, and a `remedy`.

@@ -1,4 +1,4 @@
-"""Detection of engine replicas that sample far slower than the others (stragglers)."""
+"""Detection of engine replicas sampling far slower than the others (stragglers)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StragglerDetector:
         self._reported: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Forget the measurements of a lost replica, so that its replacement is measured anew."""
+        """Forget the measurements of a lost replica, so its replacement is measured anew."""
         self._paces.pop(name, None)
         self._reported.discard(name)
 

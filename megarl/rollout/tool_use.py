@@ -26,6 +26,6 @@ class ToolUse:
 
 
 def uncalled_text(tools: Iterable[str], when: str, look: str) -> str:
-    """Return the notice on tools without a call. `look` is the command that prints the prompts."""
+    """Return the notice on tools without a call. `look` is the command printing the prompts."""
     names = ", ".join(tools)
     return f"tools that were never called {when}: {names}; check how the prompt presents them: {look}"

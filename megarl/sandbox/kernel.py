@@ -98,7 +98,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 def mount_mapped(source: str, target: str, users: int) -> None:
     """Mount a folder at `target`. Owners are mapped as in the user namespace with the descriptor `users`.
 
-    Needs Linux 5.12 and a file system that supports mapped mounts. Raises KernelError.
+    Needs Linux 5.12 and a file system supporting mapped mounts. Raises KernelError.
     """
     tree = syscall("open_tree", _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | _O_CLOEXEC)
     try:
@@ -112,7 +112,7 @@ def mount_mapped(source: str, target: str, users: int) -> None:
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
-    """Add flags such as MS_RDONLY to a mount, without removing others. Raises KernelError.
+    """Add flags like MS_RDONLY to a mount, without removing others. Raises KernelError.
 
     `recursive` includes the mounts below it, and needs Linux 5.12.
     """

@@ -54,7 +54,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _TRIAL = "import colorsys, os\nprint(os.getuid(), sum(range(10)))"
-"""Program that tests the sandbox. It imports a module that the spawner has not imported."""
+"""Program testing the sandbox. It imports a module that the spawner has not imported."""
 
 Outcome = Literal["ok", "error", "timeout", "output"]
 

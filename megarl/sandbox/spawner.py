@@ -1,4 +1,4 @@
-"""Spawner of the sandbox: a small process that forks a process for each run, and ends it.
+"""Spawner of the sandbox: a small process forking a process for each run, and ending it.
 
 The spawner passes on a run's file descriptors, and never reads the program or its output. So a run's inherited memory
 holds nothing of other runs.
@@ -27,7 +27,7 @@ from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 
 MAX_MESSAGE_BYTES = 4096
 _DESCRIPTORS = 5
-"""Descriptors of a run: program, standard input, output and error, and a pipe that reports the start."""
+"""Descriptors of a run: program, standard input, output and error, and a pipe reporting the start."""
 _PREIMPORTED = """
 collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
 fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
@@ -35,7 +35,7 @@ fractions decimal time enum dataclasses array queue cmath numbers abc contextlib
 """Modules that test programs often import. Each forked run inherits them."""
 _TMP_BYTES = 64 << 20
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""First kernel version that counts a user's tasks by user namespace. Earlier kernels count tasks elsewhere too."""
+"""First kernel version counting a user's tasks by user namespace. Earlier kernels count tasks elsewhere too."""
 
 
 def spawn(control: int, start: dict[str, Any]) -> NoReturn:

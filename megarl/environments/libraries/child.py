@@ -6,7 +6,7 @@ It is started by its path. It imports nothing from megarl except a few files, al
 
 The descriptor is a socket with messages of `processes/frames.py`. The first message has the adapter's settings and
 `memory_bytes`, the limit of the address space or null. `ADAPTER_adapter.py`, next to this file, has a class
-`Library(settings, load_file)` that loads the library. `load_file` imports a file of megarl by its path in the package.
+`Library(settings, load_file)` loading the library. `load_file` imports a file of megarl by its path in the package.
 The `introduction` of the object, a dictionary, is sent to the driver.
 
 If the library's `is_forked` is False, requests are steps of episodes, carried out one after the other. The method
@@ -39,7 +39,7 @@ import socket
 import sys
 
 MAX_ERROR_CHARACTERS = 2000
-"""Maximum characters of an error's text, so that a fork's answer stays below 32 KiB. Linux writes at most so many bytes
+"""Maximum characters of an error's text, so a fork's answer stays below 32 KiB. Linux writes at most so many bytes
 to the socket in one piece.
 """
 SEED_STEP = 1_000_003
@@ -58,7 +58,7 @@ def load_file(path):
 
 
 class Session:
-    """An episode with a separate state of the global random generators, so that episodes do not interfere."""
+    """An episode with a separate state of the global random generators, so episodes do not interfere."""
 
     def __init__(self, episode):
         self.episode = episode

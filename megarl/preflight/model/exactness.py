@@ -14,12 +14,12 @@ from megarl.preflight.registry import checks
 ENGINE_OPTIONS = (
     "max_num_batched_tokens", "enable_prefix_caching", "disable_custom_all_reduce", "enable_expert_parallel",
 )  # fmt: skip
-"""Fields of rollout.vllm that do not change the arithmetic on a CPU."""
+"""Fields of rollout.vllm not changing the arithmetic on a CPU."""
 
 
 @checks("trainer", training_only=True)
 def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a reason for each model part, layout and setting that makes trainer and engine round differently."""
+    """Yield a reason for each model part, layout and setting making trainer and engine round differently."""
     if not recipe.exact_blocks:
         return
     reasons = (

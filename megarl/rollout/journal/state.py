@@ -288,7 +288,7 @@ class JournalState:
             del self.tries[name]
 
     def totals(self) -> dict[str, Any]:
-        """Return the record that summarises all removed tries."""
+        """Return the record summarising all removed tries."""
         settled = self._settled
         steps = [[step, settled.trained[step], settled.untrained[step]] for step in settled.trained]
         counts = {"sampled": settled.sampled, "dropped": settled.dropped, "lost": settled.lost}

@@ -275,7 +275,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
     """Return advantages [tokens] computed turn by turn, for multi-turn trajectories.
 
     The discounted return of a turn is compared with the same turn's return in the group's other samples. If a scored
-    sample has fewer turns, the advantage of the whole trajectory is used. A reward in `scores` [samples] that belongs
+    sample has fewer turns, the advantage of the whole trajectory is used. A reward in `scores` [samples] belonging
     to no turn counts at the last turn.
     """
     rewards = _rewards_by_turn(scores, batch)
@@ -299,7 +299,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
 def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
     """Return the rewards of turns, float64 [samples, turns].
 
-    A reward in `scores` [samples] that belongs to no turn counts at the last turn.
+    A reward in `scores` [samples] belonging to no turn counts at the last turn.
     """
     rewards, num_turns = torch.from_numpy(batch.turn_rewards).clone(), torch.from_numpy(batch.num_turns)
     has_turns = num_turns > 0

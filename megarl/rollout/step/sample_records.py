@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 512
 """Maximum number of recorded tokens of a sample. A longer sample is cut in the middle."""
 _BYTES_OF_CHARACTER = 4
-"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens that share a character."""
+"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens sharing a character."""
 
 
 def with_rendered_prompts(
@@ -103,7 +103,7 @@ async def token_records(
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
-    """Return the text of each token [tokens]. Of tokens that share a character, the last has its text; the others are
+    """Return the text of each token [tokens]. Of tokens sharing a character, the last has its text; the others are
     empty.
     """
     texts: list[str] = []
@@ -127,7 +127,7 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
 def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected: NDArray[np.int64]) -> list[str]:
     """Return the texts of the tokens at the indices `selected` [selected].
 
-    Decoding a segment of 32k tokens takes seconds. So only the selected tokens are decoded, and neighbours that share a
+    Decoding a segment of 32k tokens takes seconds. So only the selected tokens are decoded, and neighbours sharing a
     character with them.
     """
     texts: list[str] = []

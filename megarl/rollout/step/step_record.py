@@ -53,7 +53,7 @@ _FIRST_ARRAYS = (
 OTHER_LAYOUT_TOLERANCE = 1e-5
 """Relative tolerance for values computed with other parallel sizes, where float32 sums have another order."""
 STATE_FACTOR = 10
-"""Tolerance of state tensors, as a multiple of the tolerance of all other values. Gradients of small tensors, such as
+"""Tolerance of state tensors, as a multiple of the tolerance of all other values. Gradients of small tensors, like
 norms, are sums that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp
 2 in float32.
 """

@@ -42,7 +42,7 @@ class ApptainerPlace:
     has_own_users = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Run `true`, so that a missing image is noticed. Raises OSError."""
+        """Run `true`, so a missing image is noticed. Raises OSError."""
         adopt_orphans()
         program = shutil.which("apptainer")
         if program is None:

@@ -90,10 +90,10 @@ class CommandLinePlace:
         self.pid = self._wait_until_running()
         # podman's monitor of the container (conmon) detaches itself, so this process has adopted it.
         self._monitors = frozenset(descendants(os.getpid()))
-        """Processes that hold the container. They are not programs of an attempt."""
+        """Processes holding the container. They are not programs of an attempt."""
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens on the loopback of the container. Raises OSError."""
+        """Return a socket listening on the loopback of the container. Raises OSError."""
         ours, theirs = socket.socketpair()
 
         def enter() -> None:
@@ -193,7 +193,7 @@ class CommandLinePlace:
 
 
 def _owner_label() -> str:
-    """Return the name of the label that holds the process id of a container's owner."""
+    """Return the name of the label holding the process id of a container's owner."""
     # A daemon serves other users and namespaces too. Their owners' ids are hidden here, or those of other processes.
     place = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
     return f"megarl-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
@@ -213,7 +213,7 @@ def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
 def decode_file(text: str, path: str, max_bytes: int) -> bytes:
     """Return the file that `GET_SCRIPT` printed. Raises OSError for a file of more than `max_bytes` bytes.
 
-    The script must get `max_bytes + 1`, so that a longer file shows.
+    The script must get `max_bytes + 1`, so a longer file shows.
     """
     content = base64.b64decode(text)
     if len(content) > max_bytes:

@@ -32,7 +32,7 @@ _USER_SETTINGS = (
     "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
     "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
 )  # fmt: skip
-"""Environment variables that lead podman, docker and apptainer to their settings, images and daemon."""
+"""Environment variables leading podman, docker and apptainer to their settings, images and daemon."""
 # As long as the keeper may take to remove a container (`command_lines._SECONDS`).
 _REMOVAL_SECONDS = 60.0
 # Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper itself reports a late start.
@@ -94,7 +94,7 @@ class Container:
         """Seconds since the program in `running` began; 0: there is none."""
         self._launched: LaunchedProgram | None = None
         self._supervisor: int | None = None
-        """Pidfd of the process that ends last. Only for a container that outlives its host."""
+        """Pidfd of the process that ends last. Only for a container outliving its host."""
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: SupervisedProcess | None = None
@@ -198,7 +198,7 @@ class Container:
         self._send({"do": "renew"})
 
     async def leave(self) -> None:
-        """Close the connection. A container that outlives its host continues; any other is stopped."""
+        """Close the connection. A container outliving its host continues; any other is stopped."""
         if not self.settings.outlives_host:
             await self.stop()
             return

@@ -24,7 +24,7 @@ class ContainerHost:
         self._starting: dict[str, asyncio.Task[Any]] = {}
         """Tasks that start or adopt a container, by its name."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Tasks that run a program, by the name of its container."""
+        """Tasks running a program, by the name of its container."""
 
     async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a request, and return its answer. A failure gives an answer with `error`, as `KIND: reason`."""
@@ -34,7 +34,7 @@ class ContainerHost:
             return {"error": str(error)}
 
     async def close(self) -> None:
-        """End all containers, except those that outlive their host."""
+        """End all containers, except those outliving their host."""
         containers, self._containers = self._containers, {}
         await asyncio.gather(*(container.leave() for container in containers.values()))
 

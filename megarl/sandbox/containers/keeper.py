@@ -208,7 +208,7 @@ _HOLD = {
     "docker": _hold_command_line,
     "apptainer": _hold_apptainer,
 }
-"""Functions that hold a container, by the value of `rollout.agent.sandbox`."""
+"""Functions holding a container, by the value of `rollout.agent.sandbox`."""
 
 
 def unprivileged_user(proc: int) -> int:

@@ -1,4 +1,4 @@
-"""Containers that outlive their host: how they are started, and how a later host reaches them.
+"""Containers outliving their host: how they are started, and how a later host reaches them.
 
 Such a container listens on a Unix socket of this machine. Its supervisor has no parent process. The end of its lease
 ends it.

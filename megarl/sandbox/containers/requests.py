@@ -31,7 +31,7 @@ _TICK_SECONDS = 0.1
 """Seconds between two checks of a running program's processes and memory."""
 _PART_BYTES = 64 << 10
 _SPARE_TASKS = 64
-"""Tasks that the kernel allows beyond the limit, so that a check can notice the excess."""
+"""Tasks that the kernel allows beyond the limit, so a check can notice the excess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Place(Protocol):
     """Whether the kernel counts the container's processes separately, because it has a user namespace."""
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
-        """Return command, environment and folder of the process that runs the requested program."""
+        """Return command, environment and folder of the process running the requested program."""
         ...
 
     def process_ids(self) -> list[int]:

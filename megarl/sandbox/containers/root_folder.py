@@ -43,7 +43,7 @@ from megarl.sandbox.namespaces import DEVICES, write_process_file
 WORK_FOLDER, HOME_FOLDER = "/workspace", "/home/agent"
 """Folders for the programs: writable, and empty at first unless the image has them."""
 RELAY_PORT = 11811
-"""Port of the endpoint on the container's loopback. It is constant, so that prompts with the address are equal."""
+"""Port of the endpoint on the container's loopback. It is constant, so prompts with the address are equal."""
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt")
 _BUILT_AT = "/sys"
 """Mount point of the new root while it is built. Nothing is run from /sys, and only this process sees the mount."""
@@ -194,7 +194,7 @@ def finish_root() -> None:
 
 
 def open_loopback() -> socket.socket:
-    """Start the loopback of this network namespace. Returns a socket that listens there."""
+    """Start the loopback of this network namespace. Returns a socket listening there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("16sh14x", b"lo", 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(probe, _SIOCGIFFLAGS, request))
