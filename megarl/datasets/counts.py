@@ -129,7 +129,6 @@ def _count_and_hash(
 
 
 def _count_name(field: str) -> str:
-    """Return the name of a recipe field's data set in a table of counts."""
     kind, _, name = field.removeprefix("data.").partition(".")
     return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
 

@@ -200,7 +200,6 @@ def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> 
 
 
 def _on_host(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of optimizer state kept in host memory."""
     trainer = recipe.trainer
     if not trainer.optimizer_offload_fraction:
         return
@@ -232,7 +231,6 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("lora")
 def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of the LoRA settings."""
     lora = recipe.lora
     # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)

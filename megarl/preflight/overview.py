@@ -103,7 +103,7 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
 def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
     """Return, in words, which groups dynamic sampling trains.
 
-    If the recipe does not name a metric, whether answers have verdicts decides.
+    If the recipe does not name a metric, the groups depend on whether answers have verdicts.
     """
     accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
     metric = recipe.algorithm.dynamic_sampling_metric

@@ -16,7 +16,7 @@ from megarl.types import ConfigError
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's file with the overrides of the command line, to which further overrides are added."""
+    """A recipe's file with the overrides of the command line. Callers try further overrides."""
 
     path: str | Path
     overrides: tuple[str, ...] = ()

@@ -23,10 +23,10 @@ class AttemptEngine:
     """The engines for one attempt. Completions are recorded in `calls`, and recorded completions are replayed.
 
     After a resume, an attempt runs again from its start. While its prompts are the same as before, it receives the
-    recorded completions, each once. A deterministic environment so reaches its earlier state without sampling. At the
+    recorded completions, each once. So a deterministic environment reaches its earlier state without sampling. At the
     first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
 
-    `seconds` is the time that the attempt waited for completions; concurrent ones count once. Pauses of the engines
+    `seconds` is the time that the attempt waited for completions; concurrent waits count once. Pauses of the engines
     count only in `seconds_by_clock`. `log` is the attempt's journal, if any: each completion is written there before
     the caller gets it. With `is_followed` another attempt or group starts when this attempt ends, so no completion
     counts as the last one.

@@ -41,7 +41,7 @@ class Generates(Protocol):
         ...
 
     def forget(self, affinity: str) -> None:
-        """Forget the cached prefix of a finished trajectory."""
+        """Forget the replica with the cached prefix of the finished trajectory `affinity`."""
         ...
 
     @property

@@ -147,7 +147,7 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica with the prefix cache of a finished trajectory."""
+        """Forget the replica with the cached prefix of the finished trajectory `affinity`."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
@@ -182,7 +182,7 @@ class EnginePool:
         return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use the replicas with these first ranks, also lost ones, and no others. Call it while the pool is paused.
+        """Use exactly the replicas with these first ranks, even lost replicas. Call it while the pool is paused.
 
         Requests still in the engine of an excluded replica move to the others.
         """
@@ -412,7 +412,6 @@ class EnginePool:
         return self._meter.count_tokens(name, num_tokens, "training" if pending is None else pending.purpose)
 
     def _notify_advance(self) -> None:
-        """Wake all coroutines waiting for a change in the set of running requests."""
         # Waiters keep the old event. A new one makes the next wait block again.
         self._advanced.set()
         self._advanced = asyncio.Event()

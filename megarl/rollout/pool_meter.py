@@ -58,7 +58,6 @@ class PoolMeter:
         return self._paused_at is not None
 
     def begin_pause(self) -> None:
-        """Begin a pause now, if none is in progress."""
         if not self.is_paused:
             self._paused_at = time.monotonic()
 

@@ -48,7 +48,7 @@ class Pace:
 
     @property
     def request_rate(self) -> float:
-        """Sampled tokens per second and running request."""
+        """Sampled tokens per second, per running request."""
         return self.num_tokens / max(self.request_seconds, 1e-9)
 
 

@@ -49,7 +49,7 @@ _NOBODY = 65534
 
 
 def become_unprivileged() -> None:
-    """As root, become a user who owns nothing on this machine, for good. Raises OSError if that is impossible."""
+    """Change this root process irrevocably to a user without files or rights. Raises OSError if that fails."""
     for user in unprivileged_users():
         try:
             become_user(user)
@@ -65,7 +65,7 @@ def unprivileged_users() -> tuple[int, int]:
 
 
 def become_user(user: int) -> None:
-    """As root, become this user for good. Raises OSError."""
+    """Change this root process irrevocably to the user. Raises OSError."""
     # Groups first: after setresuid the process has no right to change them.
     os.setgroups([])
     os.setresgid(user, user, user)

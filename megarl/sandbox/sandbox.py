@@ -235,7 +235,7 @@ class Sandbox:
         return answer["layers"], answer["faults"]
 
     def _run_trial(self) -> None:
-        """Run a program with typical needs. Raises SandboxError if it does not end as expected."""
+        """Run the trial program. Raises SandboxError if its output or user is not as expected."""
         try:
             ran = self._run(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
         except SandboxError as error:

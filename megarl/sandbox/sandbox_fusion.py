@@ -26,9 +26,7 @@ class AnySandbox(Protocol):
     """Protocol of a sandbox, on this machine or on a server."""
 
     @property
-    def settings(self) -> SandboxSettings:
-        """The settings of the sandbox."""
-        ...
+    def settings(self) -> SandboxSettings: ...
 
     def start(self) -> None:
         """Start the sandbox and run a trial program. Raises ConfigError or SandboxError if it does not work."""
@@ -40,9 +38,7 @@ class AnySandbox(Protocol):
         """Run a Python program with this standard input. The arguments override limits of the settings."""
         ...
 
-    def close(self) -> None:
-        """Close the sandbox."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_sandbox(settings: SandboxSettings) -> AnySandbox:

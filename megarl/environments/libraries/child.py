@@ -172,7 +172,7 @@ def reap_forks(running, kill_tree):
 def limit_address_space(limit):
     """Limit the address space of this process, in bytes.
 
-    Raises MemoryError if the process already uses more, because the limit would then refuse hardly any allocation.
+    Raises MemoryError if the process already uses more, because the limit would then have hardly any effect.
     """
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -12,7 +12,6 @@ from megarl.preflight.registry import checks
 
 @checks("lora")
 def adapter_slots(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of a recipe whose engines receive LoRA adapters instead of merged weights."""
     if not recipe.sends_adapter:
         return
     for reason, remedy in find_objections(recipe, shape):

@@ -11,7 +11,6 @@ from megarl.preflight.registry import checks
 
 @checks("trainer", training_only=True)
 def draft_layers_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of the training of draft layers."""
     trainer = recipe.trainer
     field = trainer.draft_layers_setting
     if field is None:

@@ -14,7 +14,6 @@ from megarl.types import DataError
 
 @checks("trainer", training_only=True)
 def drafter_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of the training of the engines' EAGLE-3 drafter."""
     trainer = recipe.trainer
     if trainer.drafter_learning_rate is None:
         return

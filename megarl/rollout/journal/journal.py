@@ -253,7 +253,6 @@ class AttemptLog:
 
     @property
     def name(self) -> str:
-        """Name of the try."""
         return self._attempt.name
 
     def _repeat(self, earlier: JournaledTry) -> None:

@@ -91,7 +91,6 @@ class JournaledTry:
         return sum(self.answers.pop(number).num_tokens for number in stale)
 
     def forget_tokens(self) -> None:
-        """Free the tokens of a try after its last use."""
         # An empty mapping still shows that the try ended, which `_apply_step` checks.
         self.ended = self.ended and {}
         self.chains, self.opened = [], None
@@ -100,7 +99,6 @@ class JournaledTry:
             answer.call = None
 
     def add(self, number: int, answer: JournaledAnswer) -> None:
-        """Add an answer with its number."""
         self.answers[number] = answer
         self.num_begun = number + 1
         if (call := answer.call) is not None:

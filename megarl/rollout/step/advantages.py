@@ -309,7 +309,7 @@ def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
 
 
 def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """Return bool [samples]: whether `holds` [samples] is True for all scored samples of a sample's group."""
+    """Return for each sample whether `holds` [samples] is True for all scored samples of its group: bool [samples]."""
     groups = torch.from_numpy(batch.groups)
     fails = torch.from_numpy(batch.is_scored) & ~holds
     return ~torch.isin(groups, groups[fails])

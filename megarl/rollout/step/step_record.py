@@ -309,9 +309,10 @@ class Difference:
 def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Difference]:
     """Yield the differences between two executions of a step, in the order in which a step computes the values.
 
-    In the same layout all values must be bit-equal, and state tensors are compared rank by rank. In different layouts a
-    value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), a state tensor by STATE_FACTOR times the tolerance of
-    its norm. State tensors are then compared as a whole, and arrays only if both records hold their values.
+    In the same layout (parallel sizes) all values must be bit-equal, and state tensors are compared rank by rank. In
+    different layouts a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), a state tensor by STATE_FACTOR
+    times the tolerance of its norm. State tensors are then compared as a whole, and arrays only if both records hold
+    their values.
     """
     tolerance = 0.0 if recorded.layout == replayed.layout else OTHER_LAYOUT_TOLERANCE
     yield from _array_differences(recorded, replayed, tolerance)

@@ -95,8 +95,8 @@ def splice(
 ) -> Opening | None:
     """Return the teacher's opening of a sequence. `token_ids` [tokens] are its tokens before the first sampled token.
 
-    A later segment may have another end of `prompt` [tokens], for example without the opening of thoughts. Then
-    `prompt` and `teacher_prompt` must share this end. Returns None if the sequence differs from the prompt earlier.
+    A later segment may lack the end of `prompt` [tokens], for example the opening of thoughts. Then both prompts must
+    end with the missing tokens. Returns None if the sequence differs from the prompt earlier.
     """
     num_equal = _common_length(token_ids, prompt)
     # The sequence lacks these tokens of the prompt: both prompts must end with them.
@@ -133,7 +133,6 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
 
 
 def _common_length(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
-    """Return the number of equal tokens at the beginning of both."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if len(differs) else size

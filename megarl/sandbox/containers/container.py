@@ -194,7 +194,6 @@ class Container:
         return (await self._request("get", path=path, max_bytes=max_bytes))["content"]
 
     def renew(self) -> None:
-        """Renew the lease."""
         self._send({"do": "renew"})
 
     async def leave(self) -> None:

@@ -212,8 +212,9 @@ _HOLD = {
 
 
 def unprivileged_user(proc: int) -> int:
-    """Return a user without rights who exists in this process's user namespace. Raises PermissionError if there is
-    none.
+    """Return the id of a user without rights, known in this process's user namespace.
+
+    Raises PermissionError if there is none.
     """
     with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
         ranges = [tuple(map(int, line.split())) for line in file]

@@ -1,7 +1,7 @@
 """Containers outliving their host: how they are started, and how a later host reaches them.
 
-Such a container listens on a Unix socket of this machine. Its supervisor has no parent process. The end of its lease
-ends it.
+Such a container listens on a Unix socket of this machine. Its supervisor has no parent process. It ends with
+its lease.
 """
 
 from __future__ import annotations

@@ -332,7 +332,6 @@ class _Program:
 
 
 def _limit_process(max_tasks: int | None) -> None:
-    """Set the kernel's limits of this process and its children."""
     # A core file of a large program would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if max_tasks is not None:
