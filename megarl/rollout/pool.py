@@ -18,9 +18,8 @@ from megarl.types import Completion, PeerLostError, Request
 BUDGET_SECONDS = 1.0
 """Seconds of sampling before an engine reports to the driver again."""
 _MARGIN = 2
-"""Tolerated extra load of a replica, in requests. A trajectory's next request goes to the replica with its prefix
-cached. If that replica has more extra load than this over the least loaded replica, the request goes to the common
-queue.
+"""Tolerated extra load of a replica over the least loaded one, in requests. A trajectory's next request goes to the
+replica with its prefix cached. With more extra load it goes to the common queue.
 """
 Result = TypeVar("Result")
 
@@ -182,7 +181,7 @@ class EnginePool:
         return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use exactly the replicas with these first ranks, even lost replicas. Call it while the pool is paused.
+        """Use only the replicas with these first ranks, even lost replicas. Call it while the pool is paused.
 
         Requests still in the engine of an excluded replica move to the others.
         """

@@ -35,7 +35,7 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What the spawner passes to every run: folders, address space, and how the kernel counts threads."""
+    """Values from the spawner for every run: folders, address space, and how the kernel counts threads."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]

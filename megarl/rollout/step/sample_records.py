@@ -103,9 +103,7 @@ async def token_records(
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
-    """Return the text of each token [tokens]. Of tokens sharing a character, the last has its text; the others are
-    empty.
-    """
+    """Return the text of each token [tokens]. If tokens share a character, the last has its text, the others none."""
     texts: list[str] = []
     pending: list[int] = []
     for number, token in enumerate(token_ids.tolist(), 1):
