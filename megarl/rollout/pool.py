@@ -146,7 +146,7 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica with the cached prefix of the finished trajectory `affinity`."""
+        """Forget the replica with the prefix cache of the finished trajectory `affinity`."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
