@@ -244,7 +244,6 @@ def _program(*arguments: str | Path, captures_output: bool) -> tuple[int, str, s
 
 
 def _error_of(code: int, error_output: str) -> MegarlError:
-    """Return the error for an exit code, with the command's message."""
     kinds = [MegarlError]
     for kind in kinds:
         kinds += kind.__subclasses__()

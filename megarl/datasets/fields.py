@@ -13,7 +13,6 @@ from megarl.types import ConfigError
 
 
 def data_paths(recipe: Recipe) -> dict[str, str]:
-    """Return the paths of the recipe's data files by field name."""
     paths: dict[str, str] = {}
     for source in recipe.sources:
         sets = data_sets(source.recipe)

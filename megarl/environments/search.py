@@ -84,7 +84,6 @@ class Index:
 
 
 def terms(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
     return re.findall(r"\w+", text.lower())
 
 

@@ -28,7 +28,6 @@ def get_shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
 
 
 async def close_shared() -> None:
-    """Close all objects shared in this event loop."""
     for part in _SHARED.pop(asyncio.get_running_loop(), {}).values():
         await part.close()
 

@@ -186,7 +186,6 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
 
 
 def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
-    """Yield errors of a task not fitting the recipe's containers."""
     where = f"{task['folder']}/{TASK_FILE}"
     yield from _limit_faults(task, agent, where)
     is_known = task["image"] is not None and not agent.images_are_files

@@ -131,7 +131,6 @@ def _unfit_positional(field: str, name: str, signature: inspect.Signature, posit
 
 
 def _keywords_of(signature: inspect.Signature, num_positional: int) -> Keywords:
-    """Return the parameters of a function after those passed by position."""
     keywords: dict[str, Keyword] = {}
     for index, parameter in enumerate(signature.parameters.values()):
         by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

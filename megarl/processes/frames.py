@@ -170,7 +170,6 @@ def introduce(connection: socket.socket, start: Start) -> Answer | None:
 
 
 def answer_request(connection: socket.socket, request: dict[str, Any], answer: Answer) -> None:
-    """Carry out one request by `answer`, and send the answer."""
     process = os.getpid()
     reply = answer(request)
     if os.getpid() != process:

@@ -73,7 +73,6 @@ class RayServerProcess:
             return {"lost": f"is lost on Ray: {error}"}
 
     def close(self) -> None:
-        """Kill the actor, and with it the process and all its descendants."""
         with self._lock:
             self._is_closed = True
             with suppress(RayError):

@@ -402,7 +402,6 @@ class EnginePool:
         return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count_parts(self, parts: Iterable[Completion]) -> int:
-        """Count the tokens in parts of completions, and return how many are new."""
         return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
 
     def _count_tokens(self, name: str, num_tokens: int) -> int:

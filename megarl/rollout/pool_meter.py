@@ -67,7 +67,6 @@ class PoolMeter:
         self._paused_at = None
 
     def _count_pause(self, *, requests_wait: bool) -> None:
-        """Add the pause in progress, up to now, to the seconds paused."""
         if self._paused_at is not None:
             now = time.monotonic()
             seconds, self._paused_at = now - self._paused_at, now

@@ -65,7 +65,6 @@ class StartedGroup:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens sampled for the unfinished attempts of this group."""
         return num_sampled(self._parts)
 
     @property

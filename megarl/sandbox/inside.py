@@ -167,7 +167,6 @@ def _exit_code(code: object) -> int:
 
 
 def _print_error(error: BaseException) -> None:
-    """Print the traceback of a program's error, without frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

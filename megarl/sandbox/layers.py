@@ -41,7 +41,6 @@ class Layers:
         return self.faults.get(layer) or "not tried"
 
     def require(self, required: Collection[str]) -> None:
-        """Raise ConfigError if this machine lacks one of the required layers."""
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             other_layers = ", ".join(layer for layer in required if layer not in missing)

@@ -111,7 +111,6 @@ class Episodes:
 
 
 def answer(play, request):
-    """Return the answer to a request: the value of `play(request)`, or its error."""
     try:
         value = play(request)
         json.dumps(value, allow_nan=False)

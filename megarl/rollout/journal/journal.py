@@ -182,7 +182,6 @@ class AttemptJournal:
         )
 
     def close(self) -> None:
-        """Write pending records, and end the thread."""
         if self._failure is None:
             self._thread.submit(self._write, self._take_pending())
         self._thread.shutdown(wait=True)

@@ -146,7 +146,6 @@ class CommandLinePlace:
         return decode_file(content, path, max_bytes)
 
     def close(self) -> None:
-        """End and remove the container."""
         os.close(self._writing)
         with suppress(OSError):
             self._run("rm", "--force", self._name)

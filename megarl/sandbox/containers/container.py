@@ -210,7 +210,6 @@ class Container:
             self._supervisor = None
 
     async def stop(self) -> None:
-        """End the container with all its programs and files."""
         if self.settings.outlives_host:
             await self._stop_outliving()
         if self._process is not None:

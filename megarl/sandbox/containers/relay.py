@@ -37,7 +37,6 @@ class Relay:
             threading.Thread(target=self._connect, args=(client,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
-        """Pass bytes in both directions until both have ended."""
         try:
             with client, suppress(OSError), self._reach_endpoint() as server:
                 sending = threading.Thread(target=_copy, args=(client, server), daemon=True)
