@@ -37,8 +37,8 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""vLLM's speculative-decoding methods drafting tokens on the host. They delay a step until the previous step is
-read.
+"""vLLM's speculative-decoding methods drafting tokens on the host. They delay a step until the previous
+result is read.
 """
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")

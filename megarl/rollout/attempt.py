@@ -34,8 +34,8 @@ Score = Callable[[Sample], Awaitable[Scored]]
 GRACE_SECONDS = 2.0
 """Seconds to wait for an environment to finish after it was cancelled or closed. Then it is abandoned."""
 _ATTEMPTS_AT_A_LOSS = 2
-"""Tries of an attempt after its environment's process died. The kernel may have killed the process for lack of memory,
-without any fault of the policy.
+"""Least number of tries, in total, of an attempt whose environment's process died. The kernel may have killed the
+process for lack of memory, without any fault of the policy.
 """
 _TICK_SECONDS = 0.05
 """Minimum seconds between two checks of a time limit. Pauses of the engines extend a limit, so one timer is not enough.

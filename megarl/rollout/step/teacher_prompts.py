@@ -44,7 +44,7 @@ class TeacherPrompts:
     context: tuple[str, ...]
     dialogue: Dialogue
     _checked: tuple[bytes, str] | None = None
-    """Hash input of the newest prompt that passed `_check_prompt`. Attempts of a group usually share the prompt."""
+    """Bytes of the newest checked prompt, with its messages and tools. Attempts of a group usually share the prompt."""
 
     def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.
