@@ -193,9 +193,10 @@ def _read_tensor(tensor: Any, place: str) -> NDArray[Any]:
     if tensor.dtype not in kinds:
         raise UserError(f"{place}: has element type {tensor.dtype}; send float32 or int64")
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
+        # Only the first sizes: a client may send millions of them.
         raise UserError(
-            f"{place}: has shape {list(tensor.shape)}; several targets for one position are not supported: send one "
-            "value per token"
+            f"{place}: has shape {list(tensor.shape[:4])}; several targets for one position are not supported: send "
+            "one value per token"
         )
     values = _from_bytes(tensor.dense, kinds[tensor.dtype], place)
     if list(tensor.shape) not in ([], [len(values)]):
