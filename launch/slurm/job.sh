@@ -2,7 +2,7 @@
 # What the batch scripts share: where things are, the site's settings, and a run that is queued again.
 set -uo pipefail
 if [ "$#" -eq 0 ]; then
-    echo "give a recipe: sbatch launch/slurm/train.sbatch RECIPE" >&2
+    echo "give a recipe: sbatch SCRIPT RECIPE" >&2
     exit 2
 fi
 MEGARL_VENV="${MEGARL_VENV:-$MEGARL_HOME/.venv}"
