@@ -137,7 +137,7 @@ class Served:
     def metrics(self, name: str) -> list[dict[str, Any]]:
         file = self._folder / name / "metrics.jsonl"
         # The last line may be incomplete while the loop runs.
-        return [json.loads(line) for line in file.read_text().splitlines()[:] if line.endswith("}")]
+        return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
 @pytest.fixture
