@@ -201,7 +201,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
             await construct_workers(ranks, service)
-            trainer = make_trainer(ranks, service, idle_folder)
+            trainer = make_trainer(ranks, service, idle_folder, display.warn)
             display.info(await trainer.start())
             checkpoints = Checkpoints(
                 service.folder / "service" / "checkpoints", most_bytes=service.most_checkpoint_bytes
@@ -233,10 +233,10 @@ async def construct_workers(ranks: RunRanks, service: Service) -> None:
     await together([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", settings), *engines])
 
 
-def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path) -> RankTrainer:
+def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path, report: Callable[[str], object]) -> RankTrainer:
     """Return the trainer of a service on ranks with workers. Call its `start` before anything else.
 
-    `idle_folder` exists on every node, for models without calls.
+    `idle_folder` exists on every node, for models without calls. `report` is called with faults of the disk.
     """
     recipe, parallel = service.recipe, service.parallel
     num_running = recipe.rollout.max_concurrent_requests
@@ -250,5 +250,6 @@ def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path) -> RankTr
         idle_folder=idle_folder,
         num_slots=service.num_slots,
         num_sequences=num_running * len(parallel.leaders()),
+        report=report,
         most_bytes=service.most_host_bytes,
     )

@@ -66,8 +66,8 @@ class RankTrainer:
 
     The engines have `num_slots` slots for adapters (0: none, they get merged weights), and sample at most
     `num_sequences` at once. `idle_folder` exists on every node, for models without calls. `most_bytes` is the room for
-    models and copies of weights in the memory of each host; None: a share of it. `failure` gets the first error of the
-    ranks: the service cannot go on then.
+    models and copies of weights in the memory of each host; None: a share of it. `report` is called with faults of the
+    disk. `failure` gets the first error of the ranks: the service cannot go on then.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class RankTrainer:
         idle_folder: Path,
         num_slots: int,
         num_sequences: int,
+        report: Callable[[str], object],
         most_bytes: int | None = None,
     ) -> None:
-        self.served = served
+        self.served, self._report = served, report
         self._idle_folder = idle_folder.absolute()
         self._ranks, self._pool, self._model = ranks, pool, model
         self._reshard_calls = ReshardCalls(ranks)
@@ -176,13 +177,17 @@ class RankTrainer:
             raise OSError(f"idle models stay in memory: {error}")
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
+        async def remove() -> None:
+            for model_id in models:
+                self._models.pop(model_id, None)
+            self._on_disk.difference_update(models)
+            self._versions.difference_update(versions)
+
         # First here: accounts' calls have another order than their requests, so one may still wait for its turn.
-        for model_id in models:
-            self._models.pop(model_id, None)
-        self._on_disk.difference_update(models)
-        self._versions.difference_update(versions)
+        await remove()
         if models or versions:
-            await self._train("forget", list(models), list(versions))
+            # Again in its turn: a call that was making room meanwhile has noted its model or version after that.
+            await self._train("forget", list(models), list(versions), prepare=remove)
 
     async def sample(
         self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]
@@ -286,7 +291,9 @@ class RankTrainer:
                     "of weights. End sessions that you do not need, or try again when other programs have finished "
                     "their steps"
                 )
-            await self._move([movable.pop(0)])
+            if fault := await self._move([movable.pop(0)]):
+                # The client learns only that memory is full: the text names folders of the service.
+                self._report(f"a model stays in host memory: {fault}")
 
     async def _move(self, models: Sequence[str]) -> str | None:
         """Move models to disk. Returns the error of the disk. Call it in a turn of training."""

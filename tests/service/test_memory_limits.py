@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.reports: list[str] = []
+        self.while_moving: Callable[[], Awaitable[object]] | None = None
         self.pending: set[str] = set()
         self.is_disk_full = False
         self.trainers = self
@@ -45,6 +49,8 @@ class Ranks:
             return [RankMemory("n1", 100, 10, 10**9)] * 2
         self.calls.append((name, *arguments))
         if name == "move_to_disk":
+            if self.while_moving is not None:
+                await self.while_moving()
             moved = [] if self.is_disk_full else [model for model in arguments[0] if model not in self.pending]
             return [(moved, "full" if self.is_disk_full else None), (arguments[0], None)]
         return [(1.0, True), (1.0, True)]
@@ -61,7 +67,7 @@ class Ranks:
 def make_trainer(ranks: Any, most_bytes: int) -> RankTrainer:
     return RankTrainer(
         FakeTrainer().served, ranks, ranks, ranks,
-        idle_folder=Path("idle"), num_slots=1, num_sequences=8, most_bytes=most_bytes,
+        idle_folder=Path("idle"), num_slots=1, num_sequences=8, report=ranks.reports.append, most_bytes=most_bytes,
     )  # fmt: skip
 
 
@@ -107,6 +113,31 @@ async def test_what_does_not_fit_is_refused_and_the_service_goes_on(is_disk_full
     await trainer.forget(models=["b"], versions=[])
     await trainer.create_model("c", 0)
     assert not trainer.failure.done()
+    assert ranks.reports == ["a model stays in host memory: full"] * (4 if is_disk_full else 0)
+
+
+async def test_a_session_that_ends_while_its_call_makes_room_leaves_nothing() -> None:
+    ranks = Ranks()
+    trainer = make_trainer(ranks, 480)
+    await trainer.start()
+    for name in "abc":
+        await trainer.create_model(name, 0)
+    assert ranks.moved() == ["a"]
+    endings: list[asyncio.Task[None]] = []
+
+    async def end_session() -> None:
+        endings.append(asyncio.create_task(trainer.forget(models=["a"], versions=["v"])))
+        await asyncio.sleep(0)
+
+    ranks.while_moving = end_session
+    # "a" is on the disk, so its call needs the room of another model. Its session ends meanwhile.
+    await trainer.publish("a", "v")
+    ranks.while_moving = None
+    await asyncio.gather(*endings)
+    assert len(endings) == 1 and ranks.moved() == ["b"]
+    # The room of "a" and of its copy is free again: "d" takes it, and nothing moves.
+    await trainer.create_model("d", 0)
+    assert ranks.moved() == []
 
 
 async def test_a_memory_without_room_for_one_model_is_an_error_before_the_start() -> None:

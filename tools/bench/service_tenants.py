@@ -108,7 +108,7 @@ async def measure(service: Service, options: argparse.Namespace, log_folder: Pat
     try:
         ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
         await construct_workers(ranks, service)
-        trainer = make_trainer(ranks, service, log_folder)
+        trainer = make_trainer(ranks, service, log_folder, print)
         await trainer.start()
         ratios: list[float] = []
         seconds: dict[str, list[float]] = {"together": [], "one after the other": []}
