@@ -176,7 +176,7 @@ def train(
             check_disk(written)
             loaded = with_memory_defaults(written, is_start=True)
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
-            parallel, records, dropped, kept_records = check_completely(loaded, display, is_start=not dry_run)
+            parallel, records, dropped, record_digests = check_completely(loaded, display, is_start=not dry_run)
             print_sizes(loaded, parallel, records, dropped)
             if defaults := list(memory_defaults(written, loaded)):
                 print_lines(defaults)
@@ -185,7 +185,7 @@ def train(
             # torch takes seconds to import, so the terminal shows a phase for it.
             with display.phase("loading libraries"), display.live():
                 from megarl.loops.run import run
-    asyncio.run(run(loaded, parallel, resume=resume, restart=restart, kept=kept_records, display=display))
+    asyncio.run(run(loaded, parallel, resume=resume, restart=restart, record_digests=record_digests, display=display))
 
 
 def fork_run(

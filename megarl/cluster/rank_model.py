@@ -49,12 +49,12 @@ class Work:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context whose passes are not counted, for evaluations."""
-        before = replace(self)
+        """Context for evaluations: on leaving, the counts of passes are those from before."""
+        counts_before = replace(self)
         try:
             yield
         finally:
-            self._set(before)
+            self._set(counts_before)
 
     def _set(self, counts: Work) -> None:
         for counter in fields(self):

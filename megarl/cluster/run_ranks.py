@@ -108,10 +108,10 @@ class RunRanks:
             for group in groups:
                 group.report_hangs(self._hang_report, self._notify)
 
-    def on_asked(self, callback: Callable[[str], object]) -> None:
+    def on_stop_signal(self, callback: Callable[[str], object]) -> None:
         """Set the callback(signal name) called when any rank or agent receives a stop signal."""
         for group in self.groups:
-            group.on_asked = callback
+            group.on_stop_signal = callback
         if self.nodes is not None:
             self.nodes.on_signal(callback)
 
@@ -124,14 +124,15 @@ class RunRanks:
         return list(chain.from_iterable(answers))
 
     async def begin_step(self, number: int) -> None:
-        """Set the step in progress in driver and ranks, for faults of tests (`megarl.faults`)."""
+        """Set the number of the step in progress in driver and ranks, so tests can inject faults (`megarl.faults`)."""
         if faults.text():
             faults.begin_step(number)
             await self.call("__step__", number)
 
-    async def call_numbered(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks like `call`. Its last argument is the number, in the run, of a group's first
-        rank.
+    async def call_with_first_rank(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks like `call`, with an additional last argument.
+
+        It is the run-wide number of the first rank in the receiving rank's group.
         """
         engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
         answers = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])

@@ -69,9 +69,9 @@ class OnlyIf:
 
 @dataclass(frozen=True, slots=True)
 class UntriedOnGpu(DescriptionNote):
-    """Values of the annotated field that have not run on a GPU. tests/gpu/README.md lists the runs on GPUs.
+    """Marks a field with values that have never run on a GPU. tests/gpu/README.md lists the runs on GPUs.
 
-    The field's description says so. A start on a GPU says so too, with any value but the default.
+    The field's description names them. A start on a GPU gives a notice if the field has not its default value.
     """
 
     values: str

@@ -217,9 +217,10 @@ def _unify_reasoning(message: dict[str, Any], place: str) -> None:
 
 
 def _unify_weight(message: dict[str, Any], place: str) -> None:
-    """Write under the key `weight` whether a message is trained: 0 if not, no key if it is.
+    """Unify the keys that say whether a message is trained: set `weight` to 0 if it is not, else remove them all.
 
-    Raises ValueError for other numbers, for two names that disagree, and for a trained message of another role.
+    Raises ValueError for weights other than 0 and 1, for keys that contradict each other, and for a trained message
+    of another role than assistant.
     """
     values = {name: message.pop(name) for name in WEIGHT_KEYS if name in message}
     for name, value in values.items():

@@ -104,7 +104,7 @@ def survey(
     DataError for a missing source.
     """
     prompts = {
-        other_source: _prompts_of(other_source, other_names, system_prompt)
+        other_source: _places_by_prompt(other_source, other_names, system_prompt)
         for other_source, other_names in (other_sources or {}).items()
     }
     faults: dict[str, _RepeatedError] = {}
@@ -186,7 +186,13 @@ class _RecordReader:
         self._has_tokenizer = tokenizer is not None
         self._has_limit = max_tokens is not None
         self._max_tokens = max_tokens or MAX_TOKENS
-        self._kind = _make_kind(kind, tokenizer, system_prompt, has_answers, self._max_tokens)
+        self._kind = _make_kind(
+            kind,
+            tokenizer=tokenizer,
+            system_prompt=system_prompt,
+            has_answers=has_answers,
+            max_tokens=self._max_tokens,
+        )
 
     def __call__(self, index: int, record: Record) -> _Surveyed:
         tools = record.tools()
@@ -211,7 +217,7 @@ class _RecordReader:
 
 
 def _make_kind(
-    name: KindName, tokenizer: Tokenizer | None, system_prompt: str | None, has_answers: bool, max_tokens: int
+    name: KindName, *, tokenizer: Tokenizer | None, system_prompt: str | None, has_answers: bool, max_tokens: int
 ) -> AnyKind:
     options: dict[str, Any] = {"has_answers": has_answers} if name == "problems" else {}
     # Without a tokenizer no example is made.
@@ -244,11 +250,18 @@ def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path,
     fault.further += [place] * (len(fault.further) < MAX_LISTED_PLACES)
 
 
-def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
+def _places_by_prompt(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
     """Return the place (file and line) of each prompt of a source, keyed by the prompt's digest."""
     places: dict[bytes, str] = {}
     for record in read_records(source, names, lambda *_: None):
-        kind = _make_kind(kind_of(record.fields, record.format), None, system_prompt, True, MAX_TOKENS)
+        kind = _make_kind(
+            kind_of(record.fields, record.format),
+            tokenizer=None,
+            system_prompt=system_prompt,
+            has_answers=True,
+            max_tokens=MAX_TOKENS,
+        )
+        # The survey of that source reports the errors of its records.
         with suppress(DataError):
             places.setdefault(_digest(_before_answer(kind.prompt(record))), f"{record.unit} {record.line}")
     return places

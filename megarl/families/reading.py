@@ -65,11 +65,11 @@ def read_experts(
     kinds = tuple(
         LayerKind(has_experts=is_moe, window=window) for is_moe, window in zip(has_experts, layer_windows, strict=True)
     )
-    return dense._replace(router=softmax_router(config), kinds=uniform(kinds))
+    return dense._replace(router=softmax_router(config), kinds=layer_kinds_or_empty(kinds))
 
 
-def uniform(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Return an empty tuple if all layers have experts and attention without a window, else each layer's kind."""
+def layer_kinds_or_empty(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """Return each layer's kind, or () if all have the default kind: experts, and attention without a window."""
     return () if set(kinds) == {LayerKind(has_experts=True)} else kinds
 
 
@@ -119,7 +119,7 @@ def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[Laye
     num_dense = size(config, "first_k_dense_replace", null=0)
     if num_dense >= num_layers:
         raise DataError(f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers with experts.")
-    return uniform(tuple(LayerKind(has_experts=layer >= num_dense) for layer in range(num_layers)))
+    return layer_kinds_or_empty(tuple(LayerKind(has_experts=layer >= num_dense) for layer in range(num_layers)))
 
 
 def require_field(config: Mapping[str, Any], field: str, remedy: str) -> Any:

@@ -406,7 +406,7 @@ class Profiles:
         await self._ranks.call("__profile__", self._by_torch)
         yield
         folder = self._folder.profiles_folder.absolute() / f"step_{number:06d}"
-        names = await self._ranks.call_numbered("__profile_end__", folder)
+        names = await self._ranks.call_with_first_rank("__profile_end__", folder)
         files = sum(map(len, names))
         self._tracker.info(f"profile of step {number}: {files} files of {' and '.join(self._by_torch)} in {folder}")
 

@@ -65,12 +65,12 @@ async def run(
     *,
     resume: Resume | None = None,
     restart: bool = False,
-    kept: RecordDigests | None = None,
+    record_digests: RecordDigests | None = None,
     display: Display | None = None,
 ) -> None:
     """Run a checked recipe, from the start or the newest good checkpoint to the exported model.
 
-    `restart` moves the run folder's contents aside. `kept` is the result of `preflight.count_records`.
+    `restart` moves the run folder's contents aside. `record_digests` are those of `datasets.counts.count_records`.
     """
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
@@ -80,7 +80,7 @@ async def run(
     ):
         faults.reach("start")
         async with RankProcesses(recipe, parallel) as processes, RunMonitor(recipe, folder) as monitor:
-            origin = find_origin(recipe, folder, resume, kept)
+            origin = find_origin(recipe, folder, resume, record_digests)
             stop = StopRequest()
             warn = partial(_warn, folder, display)
             while True:
@@ -100,7 +100,7 @@ async def run(
                 else:
                     if processes.recipe.checkpoint.replicate:
                         warn("no complete copies of the state in memory; a checkpoint is used")
-                    origin = find_origin(processes.recipe, folder, "if-any", kept)
+                    origin = find_origin(processes.recipe, folder, "if-any", record_digests)
 
 
 def _warn(folder: RunFolder, display: Display, text: str) -> None:

@@ -21,6 +21,7 @@ _LOWEST_TEMPERATURE = 0.01
 
 
 def parallel_of(recipe: Recipe) -> ParallelConfig:
+    """Return the sizes of parallelism of a recipe's trainers and engines."""
     trainer = recipe.trainer
     return ParallelConfig(
         tp=trainer.tp,

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class EngineSlot:
-    """A slot of all engines. `version` names its adapter (None: an adapter without effect, for the base model)."""
+    """A place for a LoRA adapter, with the same index in all engines.
+
+    `version` names its adapter. None: an adapter without effect, so the base model answers.
+    """
 
     index: int
     version: str | None = None

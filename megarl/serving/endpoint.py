@@ -132,7 +132,7 @@ class Endpoint:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request. Errors become answers in the form of its page. Answers are counted if metrics are on."""
+        """Handle a request, and count its answer if metrics are on. Errors have the format of the requested API."""
         began = time.monotonic()
         status = _CLIENT_LEFT
         try:

@@ -351,7 +351,11 @@ class Session:
         caller: Caller,
         request_digest: bytes,
     ) -> Answer:
-        """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
+        """Sample a completion of a prompt for request `number`.
+
+        A text that begins with an earlier prompt and completion reuses their token ids; only the rest is tokenized.
+        `request_digest` recognises a repeated request. Both digest and caller are written to the journal.
+        """
         continued = None
         if not isinstance(prompt, str):
             token_ids = prompt

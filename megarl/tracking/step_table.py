@@ -42,7 +42,7 @@ _LEFT_WIDTH = 7
 
 
 class StepTable:
-    """Table of a run's steps, made line by line."""
+    """Table of steps and their metrics in the terminal of a run, one line per step."""
 
     def __init__(self) -> None:
         """Make a table without lines. Set `steps` to the run's number of steps, if it is known."""

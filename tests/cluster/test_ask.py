@@ -157,7 +157,7 @@ async def test_close_ends_all_calls_that_are_under_way_or_wait():
 async def test_a_signal_to_a_rank_is_reported_with_its_next_answer(number):
     async with started() as group:
         heard = []
-        group.on_asked = heard.append
+        group.on_stop_signal = heard.append
         os.kill((await group.call("pid"))[1], number)
         await group.ask([0], "product", [1])
         assert heard == []

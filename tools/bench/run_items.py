@@ -143,7 +143,7 @@ class RunItems:
         await ranks.call("__profile__", ["torch"])
         seconds = await self._sample(num_requests, sampling, "profiled")
         folder = self._options.work / f"profiles/{name}"
-        [file, *_] = await ranks.call_numbered("__profile_end__", folder)
+        [file, *_] = await ranks.call_with_first_rank("__profile_end__", folder)
         summary = summary_of(folder / file[0])
         if summary["gpu_busy_share"] is not None:
             write(f"gpu_busy_{name}", [summary["gpu_busy_share"]], "share of time", against="a profiled rollout")

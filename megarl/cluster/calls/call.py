@@ -29,7 +29,7 @@ class Call:
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
     def on_answers(self, use: Callable[[Any], object]) -> None:
-        """Run the callback `use` with each answer as it arrives. Once the call has failed, it no longer runs."""
+        """Call `use` with each rank's answer as it arrives. Failed and cancelled answers are left out."""
 
         def arrived(answer: asyncio.Future[Any]) -> None:
             if not answer.cancelled() and answer.exception() is None:

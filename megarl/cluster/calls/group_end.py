@@ -1,4 +1,4 @@
-"""The one end of a group of ranks. All calls in progress and all later calls raise its error."""
+"""Shuts a group of ranks down, once. All calls in progress and all later calls then raise the error that ended it."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ class WorkerGroup:
     The first failure kills the group: `diagnosis` has the table of failures and their errors. A call cancelled while it
     waits for its ranks does no harm.
 
-    `ranks` are the processes. `deadlines` limit how long a call waits for its slowest rank, by method. `on_asked` is
-    the callback for a stop signal received by a rank. `hosts` holds, for each rank, the address at which other nodes
-    reach it. `topology` holds its node and the network switches above, nearest first.
+    `ranks` are the processes. `deadlines` limit how long a call waits for its slowest rank, by method. A rank that
+    receives a stop signal leads to a call of `on_stop_signal`. `hosts` holds, for each rank, the address at which other
+    nodes reach it. `topology` holds its node and the network switches above, nearest first.
     """
 
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, places: Sequence[RankPlace] = ()) -> None:
@@ -52,7 +52,7 @@ class WorkerGroup:
         """Address at which the ranks meet to create their torch process group, once they have started."""
         self.start_timeout_seconds = 300.0
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
-        self.on_asked: Callable[[str], object] = lambda signal_name: None
+        self.on_stop_signal: Callable[[str], object] = lambda signal_name: None
         self._queues = RankQueues(self.world_size)
         self._calls: set[Call] = set()
         self._seconds_in_calls = self._in_calls_since = 0.0
@@ -250,5 +250,5 @@ class WorkerGroup:
             # Planned working time says nothing about how slow the method is.
             self.deadlines.note(method, max(0.0, time.monotonic() - call.started - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
-                self.on_asked(stop_signal)
+                self.on_stop_signal(stop_signal)
             return [answer.result() for answer in answers.values()]

@@ -143,7 +143,8 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
     """Yield a finding for each package: its version, and whether it meets the requirements of the other packages.
 
     `requires` are the requirements in the packages' metadata. megarl's own requirements are exact versions; a different
-    version is untested, not a fault. `extra` is the extra of megarl's installation.
+    version is untested, not a fault. `extra` is the group of optional dependencies that megarl was installed with, such
+    as `cpu`.
     """
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)

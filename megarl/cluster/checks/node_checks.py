@@ -39,7 +39,7 @@ async def inspect(
     # After a resize a node may have no rank with LOCAL_RANK 0.
     at_once = {node for node, number in zip(nodes, ranks.local_ranks, strict=True) if number == 0}
     indexes = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
-    looked = await ranks.call_numbered("look", models, str(run_folder), indexes)
+    looked = await ranks.call_with_first_rank("look", models, str(run_folder), indexes)
     reports = joined_reports(nodes, looked)
     wrong: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:

@@ -69,11 +69,14 @@ class NodeReport:
         }
 
     def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
-        """Try to connect from this rank's node to other nodes. Returns the reasons of failures by node."""
+        """Try to connect from this rank's node to other nodes. Return the reasons of failures by node.
+
+        Return None if another rank of this node makes the check.
+        """
         if self._server is None:
             return None
         with ThreadPoolExecutor(len(addresses)) as pool:
-            problems = pool.map(_problem, addresses.values())
+            problems = pool.map(_connection_problem, addresses.values())
             return {node: why for node, why in zip(addresses, problems, strict=True) if why}
 
     def close(self) -> None:
@@ -95,7 +98,7 @@ def _shared_memory_faults() -> dict[str, str | None]:
     return faults
 
 
-def _problem(address: tuple[str, int]) -> str | None:
+def _connection_problem(address: tuple[str, int]) -> str | None:
     """Return why a connection to an address fails; None: it succeeds."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()

@@ -70,7 +70,10 @@ def pack_event(message: dict[str, Any]) -> bytes:
 
 
 class Inbox:
-    """Reader of the driver's messages to this rank. A thread handles notices; iterating yields the commands."""
+    """Reader of the driver's messages to this rank. Iterating yields the commands in order.
+
+    A notice cancels a process group. It needs no answer, so a thread handles it at once.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()

@@ -83,7 +83,10 @@ class RankHandle:
         return content
 
     def note_end(self, end: str, at: float, *, is_cut_off: bool = False) -> None:
-        """Record the end of the process. Does nothing if it is known already."""
+        """Record how and when the process ended. Does nothing if its end is known already.
+
+        `at`: seconds since 1970. `is_cut_off`: only the connection to the rank's agent ended.
+        """
         if not self.died.done():
             self.end, self.is_cut_off = end, is_cut_off
             self.died.set_result(at)

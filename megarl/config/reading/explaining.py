@@ -27,7 +27,8 @@ def explain_error(
 ) -> str:
     """Return the message for a pydantic error as one or several lines.
 
-    The arguments are the error's type, its place (keys and indices), the wrong value and pydantic's message.
+    `kind`: pydantic's type of the error. `loc`: its place, as keys and indices. `value`: the wrong value. `message`:
+    pydantic's message. `references`: unresolved texts such as `${model.path}`, by place. The message quotes them.
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def validate_values(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
-    """Return a recipe of plain values, its error lines, and the names of fields left out because of errors.
+    """Make a recipe from plain values. Return it, the error lines, and the names of fields left out because of errors.
 
+    `references` are the unresolved texts such as `${model.path}`, by place. Error lines quote them.
     `values` is changed: wrong values are removed, and missing required ones become the field's name in angle brackets.
     """
     from pydantic import ValidationError

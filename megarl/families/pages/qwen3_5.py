@@ -31,7 +31,7 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def read_dense(config: Mapping[str, Any]) -> Parts:
-    return qwen3_next.read_hybrid(_of_text(config), None, [False] * size(config, "num_hidden_layers"), MTP)
+    return qwen3_next.read_hybrid(_without_image_rope(config), None, [False] * size(config, "num_hidden_layers"), MTP)
 
 
 def read_experts(config: Mapping[str, Any]) -> Parts:
@@ -42,11 +42,11 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
         if config[field] not in values:
             raise DataError(f"{field} is {quote(config[field])}; for this family it is always {values[1]}.")
     router = softmax_router({**config, "norm_topk_prob": True})
-    return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"), MTP)
+    return qwen3_next.read_hybrid(_without_image_rope(config), router, [True] * size(config, "num_hidden_layers"), MTP)
 
 
-def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without the settings of rotary embeddings for images. Text has one position per token."""
+def _without_image_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the rotary settings for images: a text token has a single position."""
     rope = {name: value for name, value in mapping(config, "rope_parameters").items() if name not in _OF_IMAGES}
     return {**config, "rope_parameters": rope}
 

@@ -157,7 +157,7 @@ class RankProcesses:
             folder.use_recipe(self.recipe)
 
     def _lost_ranks(self, error: PeerLostError) -> list[int]:
-        """Return the trainer ranks whose loss raised an error. Raises the error if it was no trainer's loss."""
+        """Return the trainer ranks whose processes died and so caused `error`. Raises `error` if no trainer died."""
         if self._ranks is not None and self._ranks.trainers.end.lost:
             return [handle.rank for handle in self._ranks.trainers.end.lost]
         # The attempt ended while its ranks started.

@@ -42,7 +42,7 @@ async def start_ranks(
     processes: RankProcesses, folder: RunFolder, tracker: Tracker, stop: StopRequest, stacks: StackRequest
 ) -> RunRanks:
     ranks = await processes.start(folder.logs_folder, folder.bad_nodes, tracker.notice)
-    ranks.on_asked(stop.ask)
+    ranks.on_stop_signal(stop.ask)
     ranks.report_hangs(folder.logs_folder, tracker.notice)
     # From now on SIGQUIT prints the stacks of the ranks too.
     stacks.ask_others = ranks.show_stacks
@@ -127,7 +127,7 @@ async def replacing_lost_engines(
     async def start(lost: WorkerGroup) -> WorkerGroup:
         assert ranks.nodes is not None
         group = await ranks.nodes.fork_replica(lost, ranks.groups, folder.logs_folder)
-        group.deadlines, group.on_asked = run_deadlines(cluster), ranks.trainers.on_asked
+        group.deadlines, group.on_stop_signal = run_deadlines(cluster), ranks.trainers.on_stop_signal
         try:
             await _construct_engine(group, recipe, parallel)
         # Includes cancellation: started processes must never outlive the run.

@@ -46,7 +46,8 @@ _MODEL_SECTIONS = ("text_config", "vision_config")
 class Inputs:
     """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
-    `template` is the sha256 of the chat template's text. `kept` says how many records were dropped as too long.
+    `template` is the sha256 of the chat template's text. `kept` has number and digest of the training
+    records left after too long ones were dropped, by data file.
     """
 
     models: Mapping[str, str]
@@ -55,7 +56,7 @@ class Inputs:
     kept: Mapping[str, str]
 
     @classmethod
-    def read(cls, recipe: Recipe, kept: RecordDigests | None = None) -> Self:
+    def read(cls, recipe: Recipe, record_digests: RecordDigests | None = None) -> Self:
         """Hash the files that the recipe names.
 
         Raises DataError for a broken config.json, ConfigError for a missing chat template file, StorageError for
@@ -74,7 +75,7 @@ class Inputs:
                 hashes = [file_record(file)["sha256"] for file in files]
             data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
         template = template_text(recipe.model)
-        return cls(models, data, template and canonical_sha256({"template": template}), kept or {})
+        return cls(models, data, template and canonical_sha256({"template": template}), record_digests or {})
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for `driver.json`."""
@@ -100,17 +101,19 @@ class Origin:
     copied_step: int | None = None
 
 
-def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: RecordDigests | None = None) -> Origin:
+def find_origin(
+    recipe: Recipe, folder: RunFolder, resume: Resume | None, record_digests: RecordDigests | None = None
+) -> Origin:
     """Find the checkpoint to resume from, then register a new start of the run in its folder.
 
-    `kept` says how many records were dropped as too long.
+    A change of `record_digests` since the checkpoint is an error.
 
     Raises ConfigError for another model, chat template or order of the data. Raises DataError for a checkpoint of
     another schema, changed training data, another set of dropped records, or if all checkpoints are damaged. Raises
     StorageError for failed reads or writes. The folder is unchanged after an error.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    inputs = Inputs.read(recipe, kept)
+    inputs = Inputs.read(recipe, record_digests)
     if folder.dead_owner:
         _warn(console, [f"{folder.path}: taken over from a process that ended without a word: {folder.dead_owner}"])
     surveyed = survey(folder.earlier) if resume else Survey(None, {})
@@ -131,7 +134,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
         _refuse_steps_of_epochs(earlier, recipe, position)
         warnings = _data_changes(earlier, recipe, inputs)
-        _refuse_other_kept(earlier, recipe, inputs)
+        _refuse_other_records(earlier, recipe, inputs)
         _warn(console, [f"checkpoint {name} is left out: {reason}" for name, reason in surveyed.damaged.items()])
         console.print(f"resuming from {surveyed.good}")
         _warn(console, warnings)
@@ -373,7 +376,7 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
     return list(changed.values())
 
 
-def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise DataError if other records than before are dropped as too long.
 
     The run's position in the data counts only the other records, so it would point at other records than before.

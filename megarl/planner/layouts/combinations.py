@@ -75,8 +75,8 @@ class Combinations:
         return sizes.parallel_of(self.placed)
 
     @cached_property
-    def rows_of(self) -> dict[TrainerSizes, list[int]]:
-        """Return the indices of each trainer's rows."""
+    def rows_by_trainer(self) -> dict[TrainerSizes, list[int]]:
+        """Return, for each trainer layout, the indices of the rows that combine it with an engine layout."""
         numbers: dict[TrainerSizes, list[int]] = {}
         for number, row in enumerate(self.rows):
             numbers.setdefault(row.trainer, []).append(number)
@@ -89,7 +89,7 @@ class Combinations:
         """
         return {
             number
-            for number in self.rows_of[full.trainer]
+            for number in self.rows_by_trainer[full.trainer]
             if self.rows[number].row_tokens >= full.row_tokens
             and self.rows[number].recomputation in (full.recomputation, Recomputation("none"))
         }

@@ -287,11 +287,14 @@ def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig
 
 
 def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by linear attention. With context parallelism a rank has all tokens of some heads."""
+    """Return the bytes that linear attention saves for the backward pass.
+
+    With context parallelism a rank has all tokens of some heads, which are as many numbers.
+    """
     tokens = _tokens(parallel, settings) / parallel.tp
-    # On CPUs, where attention pads, the rule runs in torch.
-    narrow, wide = linear.saved_numbers(in_torch=settings.pads_attention)
-    saved = tokens * (narrow * settings.itemsize + wide * FLOAT32)
+    # Attention pads on CPUs only. There the delta rule runs in plain torch and saves more.
+    num_in_dtype, num_in_float32 = linear.saved_numbers(in_torch=settings.pads_attention)
+    saved = tokens * (num_in_dtype * settings.itemsize + num_in_float32 * FLOAT32)
     return _norm(parallel, settings, hidden, is_fused=True) + saved
 
 

@@ -167,7 +167,7 @@ class ExplainedTerm:
 
 
 def explain_terms(table: MemoryTable) -> list[ExplainedTerm]:
-    """Return the terms of all uses in a memory table, in the order of its phases."""
+    """Return, for each kind of memory use in a table, its largest bytes, its formula and the formula's source."""
     terms = []
     for kind in table.kinds:
         uses = [phase.use(kind) for phase in table.phases]

@@ -43,7 +43,10 @@ class ModelWork:
         return sum(kind.mixer == "attention" for kind in self.shape.layers)
 
     def attended_tokens(self, context: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the cached tokens that a new token attends to, summed over layers, for `context` tokens [n]."""
+        """Return how many cached tokens a new token attends to, summed over layers: [n].
+
+        `context` [n] is the number of tokens already in the cache. A window limits it per layer.
+        """
         windows = Counter(kind.window for kind in self.shape.layers if kind.mixer == "attention")
         reached = (count * (np.minimum(context, window) if window else context) for window, count in windows.items())
         return np.sum([*reached], axis=0)

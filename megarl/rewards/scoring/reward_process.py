@@ -1,4 +1,4 @@
-"""Settings of reward processes, and the scores in their answers, on the driver."""
+"""The driver's side of reward processes: makes their settings and reads the scores in their answers."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ class Messages:
         if body.get("tools") is not None:
             chat["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(read_objects(body["tools"], "tools"))]
         if (choice := body.get("tool_choice")) is not None:
+            # `_refuse_unsupported` lets only auto and none pass.
             chat["tool_choice"] = choice["type"]
         return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
 
@@ -280,7 +281,7 @@ def _empty_block(kind: str, parts: Any) -> dict[str, Any]:
 
 
 def _block(kind: str, parts: Any) -> dict[str, Any]:
-    """Return a complete block."""
+    """Return a content block with all its contents, for an answer that is not streamed. `parts` are of this kind."""
     if kind == "tool_use":
         return _empty_block(kind, parts) | {"input": _input(parts[2])}
     return {"type": kind, kind: parts} | ({"signature": _SIGNATURE} if kind == "thinking" else {})

@@ -244,7 +244,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of a request as messages of a chat. Raises RequestError for other items."""
+    """Convert the `input` items of a request to chat messages. Raises RequestError for an unsupported type of item."""
     messages: list[dict[str, Any]] = []
     is_answer = False
     for place, item in enumerate(items):

@@ -20,7 +20,7 @@ from megarl.rewards.maths.equality.kinds import (
 from megarl.rewards.maths.equality.labels import (
     assignments,
     is_label,
-    is_sought,
+    may_be_asked_for,
     same_label,
     solutions,
     with_shared_relation,
@@ -144,7 +144,7 @@ class Comparison:
     def _names_or_holds(self, gold: Node, parts: Sequence[Node]) -> bool:
         """Return whether a predicted equation assigns the gold value to a name (`x = 5`) or computes it (`2+3 = 5`)."""
         # An expression of several variables does not determine one of them, so its value is the answer.
-        if not gold.symbols() and is_sought(parts[0]):
+        if not gold.symbols() and may_be_asked_for(parts[0]):
             return all(self.same(gold, value) for value in parts[1:])
         values = [part for part in parts if not is_label(part)]
         # With two names or more, the gold answer must be a symbol itself: y = x.
@@ -165,13 +165,20 @@ class Comparison:
         return len(gold_steps) == len(steps) and all(map(_is_same_step, gold_steps, steps))
 
     def _same_equation(self, gold: Node, prediction: Node) -> bool:
+        """Return whether two equations are the same.
+
+        They are if equal right sides follow the same label (`x =`, `f(x) =`), if one is solved for a variable of the
+        other, or if one is a multiple of the other.
+        """
         left, right = _with_label_first(gold)
         predicted_left, predicted_right = adopt_argument(left, *_with_label_first(prediction))
         has_labels = is_label(left) and is_label(predicted_left) and same_label(left, predicted_left)
         if has_labels and self.same(right, predicted_right):
             return True
+        is_chain = len(gold.parts) > 2 or len(prediction.parts) > 2
         # x = 5 has a single solution, so a multiple such as 2x = 10 must not match it by proportion.
-        if len(gold.parts) > 2 or len(prediction.parts) > 2 or (is_label(left) and not right.symbols()):
+        is_value = is_label(left) and not right.symbols()
+        if is_chain or is_value:
             return False
         difference = join_operands("sum", [left, negative(right)])
         predicted_difference = join_operands("sum", [predicted_left, negative(predicted_right)])

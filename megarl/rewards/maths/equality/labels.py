@@ -19,8 +19,11 @@ def is_label(node: Node) -> bool:
     return False
 
 
-def is_sought(node: Node) -> bool:
-    r"""Return whether a formula of two variables or more can be what a problem asks for: `m+n`, `\frac{m}{n}`."""
+def may_be_asked_for(node: Node) -> bool:
+    r"""Return whether the left side of an equation can be what a problem asks for.
+
+    `m+n = 7` and `\frac{m}{n} = 7` ask for a value: the answer is 7. `2x+3y = 12` is a line.
+    """
     nodes = list(node.walk())
     # 2x + 3y = 12 and x^2 + y^2 = 25 are lines and curves.
     if {symbol("x"), symbol("y")} <= set(nodes) and any(part.kind == "number" for part in nodes):

@@ -58,7 +58,7 @@ class Atoms(Scripts):
 
     def power(self) -> Node:
         """Parse a factor, including its index, powers, factorials and percent sign."""
-        self.descend()
+        self.enter_nesting()
         node = self.atom()
         while True:
             text = self.token.text
@@ -85,7 +85,7 @@ class Atoms(Scripts):
                 node = self._add_primes(node, len(text))
             else:
                 break
-        self.ascend()
+        self.leave_nesting()
         return node
 
     def raise_to_power(self, base: Node) -> Node:
@@ -243,9 +243,9 @@ class Atoms(Scripts):
         if name in GREEK:
             return self._apply_to_arguments(symbol(name))
         if name in DECORATIONS:
-            return symbol(f"{name} {self.spell_argument()}")
+            return symbol(f"{name} {self.read_name_argument()}")
         if name in _SHAPES:
-            return symbol(f"{_SHAPES[name]} {self.spell_argument()}")
+            return symbol(f"{_SHAPES[name]} {self.read_name_argument()}")
         if name in _FONTS:
             return self.argument()
         if name.startswith("mathbb"):

@@ -48,9 +48,9 @@ class Commands(Cursor):
             return number(int(token.text[0]))
         if token.kind == "sign" and token.text != "|":
             raise NotMathematicsError("a LaTeX command has no argument")
-        self.descend()
+        self.enter_nesting()
         node = self.atom()
-        self.ascend()
+        self.leave_nesting()
         return node
 
     def root(self) -> Node:
@@ -63,7 +63,7 @@ class Commands(Cursor):
             return Node("call", (self.until(")"), degree), "root")
         return Node("call", (self.argument(), degree), "root")
 
-    def spell_argument(self) -> str:
+    def read_name_argument(self) -> str:
         """Return a command's next argument as plain text, for use as a name."""
         if self.token.text != "{":
             token = self.token
@@ -158,12 +158,13 @@ class Commands(Cursor):
         return Node("series", (replace_node(body, index, bound), low, high), (SERIES[name], bound.value))
 
     def matrix(self) -> Node:
-        name = self.spell_argument()
+        r"""Parse a matrix after `\begin`, up to its `\end`. `cases` with one column are a list."""
+        name = self.read_name_argument()
         if name not in _MATRICES:
             raise NotMathematicsError(f"the LaTeX environment {name} is not supported")
         # The columns of an array, {cc}, do not matter.
         if name == "array":
-            self.spell_argument()
+            self.read_name_argument()
             name = "matrix"
         self.brackets += 1
         rows: list[Node] = []
@@ -183,7 +184,7 @@ class Commands(Cursor):
                 raise NotMathematicsError(r"a matrix has \begin without \end")
         self.brackets -= 1
         self.advance()
-        self.spell_argument()
+        self.read_name_argument()
         # Cases of one column are a list.
         if name == "cases" and all(len(row.parts) == 1 for row in rows):
             return Node("list", tuple(row.parts[0] for row in rows), ",")

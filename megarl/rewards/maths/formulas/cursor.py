@@ -62,12 +62,12 @@ class Cursor:
     def advance(self) -> None:
         self._place = min(self._place + 1, len(self._tokens) - 1)
 
-    def descend(self) -> None:
+    def enter_nesting(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise NotMathematicsError("the formula is nested too deeply")
 
-    def ascend(self) -> None:
+    def leave_nesting(self) -> None:
         self._depth -= 1
 
     def expect(self, sign: str) -> None:

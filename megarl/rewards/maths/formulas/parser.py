@@ -169,11 +169,11 @@ class _Parser(DigitGroups):
         return node
 
     def sum(self) -> Node:
-        self.descend()
+        self.enter_nesting()
         terms = [self._parse_signed_term(is_first=True)]
         while self._is_sign():
             terms.append(self._parse_signed_term(is_first=False))
-        self.ascend()
+        self.leave_nesting()
         return join_operands("sum", terms)
 
     def _is_sign(self) -> bool:

@@ -53,9 +53,9 @@ class Scripts(Commands):
         # 2^3^2 is 2^(3^2): powers associate to the right.
         if self.token.text == "^" and self.token.kind == "sign":
             self.advance()
-            self.descend()
+            self.enter_nesting()
             node = self.raise_to_power(node)
-            self.ascend()
+            self.leave_nesting()
         return node
 
     def _skip_to_brace(self) -> int:
