@@ -238,7 +238,7 @@ def render(
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of rendered text. No special tokens are added, because the template writes them.
 
-    Raises ValueError for a marked special token that the tokenizer cannot encode as text. Raises DataError if the
+    Raises ValueError if a message contains a special token's name that the tokenizer cannot encode as text. Raises DataError if the
     tokenizer's rules fail on the text.
     """
     with _panics_named(tokenizer):
@@ -301,6 +301,7 @@ class _LiteralEncoder:
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
+        # `ids` maps each mark to a special token of the template. Other special ids come from a message.
         tokens = self.backend.encode(self._move_marks(text), add_special_tokens=False).ids
         # Some tokenizers have the special token's name in their ordinary vocabulary too. Then text would become a
         # control token.

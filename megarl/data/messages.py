@@ -151,7 +151,10 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
 
 
 def _is_unsaid(name: str, value: Any) -> bool:
-    """Return whether a message's key has an empty value: white space counts as empty, and so does a list of calls."""
+    """Return whether a message's key counts as absent: its value is empty or only white space.
+
+    A list or object of empty values is empty too, except `tool_calls`.
+    """
     return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
 
 

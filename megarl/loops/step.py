@@ -12,11 +12,11 @@ from megarl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, the KL coefficient, and the
-    baselines of roles before the step.
+    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, the KL coefficient, and each
+    role's reward baseline before the step (self-play).
 
-    `waiting` are groups left for later steps. A synchronous step computes the log-probs of both in one batch, and the
-    rounding depends on the batch. Asynchronous steps have none here.
+    `waiting` are groups left for later steps. A synchronous step computes the log-probs of `groups` and `waiting` in
+    one batch, because the rounding depends on the batch. Asynchronous steps have no waiting groups here.
     """
 
     groups: Sequence[Group]

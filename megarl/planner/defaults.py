@@ -207,8 +207,10 @@ class _Savings:
         return ranking.changes[0].recipe
 
     def explain(self, field: str, completed: Recipe) -> str:
-        """Return in words why a field of the completed recipe has its value: what the next cheaper value would
-        leave.
+        """Return in words why a field of the completed recipe has its value.
+
+        The cheapest value is explained by the GPU memory left. A dearer one is explained by what the next cheaper one
+        lacks: GPU memory or KV cache.
         """
         choices = self._list_values(field)
         place = next(

@@ -21,9 +21,10 @@ the host. Steps with sampling take tens of seconds, so every step is copied."""
 
 
 def leaves_recovery_open(recipe: Recipe) -> bool:
-    """Return whether a recipe leaves out cluster.recover or checkpoint.replicate, and could recover.
+    """Return whether a run could recover from a lost rank, but its recipe sets cluster.recover or checkpoint.replicate
+    not.
 
-    The run must use this machine's GPUs, because the host memory of other nodes is unknown.
+    Always False unless the run uses this machine's GPUs, because the host memory of other nodes is unknown.
     """
     return bool(_open_fields(recipe)) and recipe.train.steps != 0 and uses_this_machine(recipe)
 

@@ -244,7 +244,10 @@ def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str,
 
 
 def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> list[dict[str, Any]]:
-    """Return the change to the smallest sufficient KV cache on CPUs. Empty: it exceeds a node's memory."""
+    """Return the change to the smallest sufficient KV cache of engines on CPUs, as field values.
+
+    Empty: that cache exceeds `limit_bytes` of a node's memory, or cannot hold the longest request.
+    """
     values = {_CACHE: least_cache_gib(recipe, models.policy.shape)}
     changed = with_field_values(recipe, values)
     table = memory_table(changed, models, CPU)

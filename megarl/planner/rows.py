@@ -17,8 +17,9 @@ fewer rows are harder to balance over ranks."""
 
 
 def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
-    """Return the greatest row length in tokens, below the present one, at which training fits. None: even a row of one
-    sample does not fit.
+    """Return the greatest length of a packed row in tokens, below the present one, at which training fits in memory.
+
+    None: even a row with one sample does not fit.
     """
     multiple = _row_step(recipe, judge.models)
     shortest = -(-(max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)) // multiple)

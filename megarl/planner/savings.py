@@ -40,7 +40,7 @@ class Recomputation(NamedTuple):
 
 
 def recomputations(recipe: Recipe, shape: ModelShape) -> list[Recomputation]:
-    """Return the possible recomputations, least first, without those that router replay excludes."""
+    """Return the settings of recomputation to try, the least recomputed work first. Router replay excludes some."""
     replays = recipe.trainer.router_replay
     choices = [Recomputation("none")]
     if shape.has_dense_layers:

@@ -54,6 +54,10 @@ def row_multiple(recipe: Recipe) -> int:
 
 
 def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:
+    """Return the parallel sizes with the order of ranks that sends least between nodes in a reshard.
+
+    Unchanged without `trainer.align_ranks`.
+    """
     if not recipe.trainer.align_ranks:
         return parallel
     # Only a recipe that aligns ranks pays for importing the reshard's cost model.

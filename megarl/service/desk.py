@@ -26,9 +26,10 @@ IDLE_SECONDS = 1800.0
 
 
 class Desk:
-    """Turns requests into promises, and their work into calls of the trainer.
+    """Front end of the training service: answers a request at once with the id of a future, and runs it as a trainer
+    call.
 
-    Every id in a request is checked against the owner of its key: an id of another owner does not exist.
+    Every id in a request is checked against the owner of its key. An id of another owner is answered as unknown.
     """
 
     def __init__(

@@ -298,7 +298,10 @@ class Ledger:
             raise
 
     def _refuse_large(self, sequence: _Sequence, number: int) -> Work:
-        """Return the work of a request whose body has no room: it fails in its turn."""
+        """Return the work of a request whose body exceeds the free memory for waiting requests. It raises a UserError.
+
+        It is run in the order of the sequence, so the client gets the error of this request and not of a later one.
+        """
         message = self.admission.no_room_message(sequence.owner, BODY_BYTES.get())
 
         async def work() -> Reply:

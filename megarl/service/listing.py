@@ -37,7 +37,10 @@ class Listing:
         return {"checkpoints": [_describe_checkpoint(one) for one in shown], "cursor": cursor}
 
     def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
-        """Return the checkpoints of a run, newest first. Raises NotFoundError for an unknown run."""
+        """Return the checkpoints on disk of a run, newest first. Raises NotFoundError for an unknown run.
+
+        `in_memory` are the models in memory. The run of one of them is known, even if it has no checkpoint yet.
+        """
         stored = self._checkpoints.list_stored(owner, run)
         if not stored and all(state.run != run for state in in_memory):
             raise _unknown_run(run)

@@ -24,8 +24,8 @@ class Weights:
     """Weights of one or more sampling sessions.
 
     `version` is their name in the trainer: None for the base model, and for a checkpoint on disk only.
-    `folder` is the checkpoint, saved at `saved_at` (seconds since 1970). Copies of a model have none, so they end when
-    they leave the memory.
+    `folder` is the checkpoint, saved at `saved_at` (seconds since 1970). Weights of a model in memory have no folder.
+    They are lost when they leave the memory.
     """
 
     owner: str

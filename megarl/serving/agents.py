@@ -350,7 +350,9 @@ class AgentProgram:
         return reward
 
     def _variables(self, session: Session, container: AttemptContainer) -> dict[str, str]:
-        """Return the environment variables of a program. Only those of the machine itself inherit the usual ones."""
+        """Return the environment variables of an agent program. A program without a container also inherits PATH and
+        its like.
+        """
         inherited = INHERITED if self.config.sandbox == "process" else ()
         url = container.url + self.endpoint.url_of(session).removeprefix(self.endpoint.base_url)
         return {

@@ -52,7 +52,7 @@ class Codec:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint_codec")
 
     async def opening(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Return the token ids of a conversation's prompt [prompt].
+        """Return the token ids of the prompt that a conversation begins with: [prompt].
 
         Raises RequestError if the chat template refuses the messages, or if the prompt is too long.
         """

@@ -14,10 +14,10 @@ Credit = Literal["attempt", "final_segment", "by_turn"]
 
 
 def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: Collection[str]) -> list[int]:
-    """Return the places of the answers to train, in ascending order.
+    """Return the indices of the answers to train, in ascending order.
 
-    Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment`, only the sequence with
-    the last answer of the main agent remains.
+    Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment`, only the token
+    sequence that ends with the main agent's last answer remains.
     """
     places = [place for place, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
     if credit != "final_segment" or not places:
@@ -38,9 +38,10 @@ def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: 
 def read_turn_rewards(
     values: Any, session: str, answers: Sequence[Answer], credit: Credit
 ) -> tuple[tuple[int, float], ...]:
-    """Return an agent's rewards of single answers, by the places of the answers. `values` has them by response id.
+    """Return an agent's rewards of single answers, by the index of the answer. `values` has them by response id.
 
-    Raises ValueError for rewards without effect, and for damaged ones.
+    Raises ValueError without `credit` by_turn, for an id that is not of this attempt, and for a reward that is not a
+    finite number.
     """
     if credit != "by_turn":
         raise ValueError(

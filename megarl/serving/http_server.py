@@ -280,7 +280,11 @@ class _BoundedLog(logging.Filter):
 
 
 def _server_log(section: str) -> logging.Logger:
-    """Return a logger of this server alone, so its filter is not added twice to a shared logger."""
+    """Return a logger for the warnings of one server, limited in number. `section` is the recipe's section of that
+    server.
+
+    It is not shared, so the limit is not applied twice.
+    """
     log = logging.Logger("megarl.serving.http_server", logging.WARNING)
     log.parent = logging.getLogger("megarl")
     log.addFilter(_BoundedLog(section))

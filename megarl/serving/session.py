@@ -214,9 +214,10 @@ class Session:
             self._note_received(call, 1)
 
     def withdraw(self, call: ModelCallUnderWay) -> None:
-        """Undo one `deliver`: the client's connection ended before it had read the answer.
+        """Undo one `deliver`, because the client's connection ended before it had read the answer.
 
-        If no client has the answer, a repeat of the request gets it. An answer continued by a later call was read.
+        If no client has the answer, a repeat of the request gets it. If a later call already builds on it, it counts as
+        received.
         """
         if not self.ended.is_set():
             call.num_received -= 1

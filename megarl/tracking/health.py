@@ -118,7 +118,9 @@ def _rises(
 
 
 def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
-    """Find a validation set whose accuracy falls while the training reward rises."""
+    """Return evidence of a validation set whose accuracy falls while the training reward rises. None: there is no such
+    set.
+    """
     rewards = series.get("reward/mean", ())
     for metric in [name for name in series if is_accuracy(name)]:
         evaluated = series[metric]

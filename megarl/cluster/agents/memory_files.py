@@ -62,9 +62,9 @@ class MemoryFiles:
             self._add(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
 
     async def list_files(self, checks: bool) -> dict[str, Any]:
-        """Return the intact files by name, as values of `hold`, and the names of the damaged ones, which are dropped.
+        """Return the files by name, each in the form that `hold` takes, and the names of damaged files.
 
-        Damage is searched for with `checks` only.
+        With `checks`, checksums are compared and damaged files are deleted. Without, none counts as damaged.
         """
         damaged: list[str] = []
         if checks:

@@ -228,7 +228,7 @@ class Diagnosis:
             )
 
     async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
-        """Return the stopped ranks of these, each with what stops it; empty: the rank itself is stopped.
+        """Return the ranks of `handles` that cannot run, each with what stops it: a text, empty for a stopped process.
 
         An agent that does not answer within `patience_seconds` (from a few seconds to a minute) stops all its ranks.
         """

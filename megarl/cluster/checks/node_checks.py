@@ -133,10 +133,10 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, num_ranks: Mapping[str, int], asked: Mapping[str, Need]
 ) -> Iterator[Finding]:
-    """Yield the faults of nodes of one kind, found in their reports, and unmet requirements.
+    """Yield the faults of the trainer's nodes, or of the engines': those in their reports, and unmet requirements.
 
-    `reports` are results of `NodeReport.look` by node, and `num_ranks` the numbers of ranks. `asked` are the ranks'
-    requirements by recipe field.
+    `reports` are results of `NodeReport.look` by node, and `num_ranks` the numbers of ranks by node. `asked` are the
+    ranks' requirements by recipe field.
     """
     ranks_per_node = max(num_ranks.values())
     num_gpus = max(len(report["gpus"]) for report in reports.values())

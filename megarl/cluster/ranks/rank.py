@@ -83,7 +83,10 @@ class _Host:
         self.profile: TorchProfile | None = None
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
-        """Construct the worker, an object of the class "package.module:Class" (`worker`). `path` extends `sys.path`."""
+        """Construct the worker, an object of the class "package.module:Class" (`worker`). `path` extends `sys.path`.
+
+        A fault of a test may be injected here.
+        """
         faults.reach("construct")
         # The worker must be importable as in the driver, whatever started this interpreter.
         sys.path[:] = path
@@ -92,7 +95,7 @@ class _Host:
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with disable_collector():
             imported = importlib.import_module(module)
-        # The predecessor is no worker any more, whatever becomes of this one.
+        # The earlier worker goes first: if this one fails, the rank has none.
         self.worker = None
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 

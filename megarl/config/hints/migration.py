@@ -180,9 +180,9 @@ def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning
 
 
 def describe_option(several: Sequence[Meaning], value: str | None = None, *, with_override: bool = False) -> str:
-    """Return the end of an error message with all meanings of an option.
+    """Return the end of an error message that explains another program's option: the recipe fields that replace it.
 
-    `with_override`: the text has the override to write, if a field takes the option's value.
+    `with_override`: the text also has the override to write, if a field takes the option's value.
     """
     texts = []
     for meaning in several:

@@ -158,9 +158,10 @@ def _elsewhere(place: str) -> list[str]:
 
 
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
-    """Return the error message for an unknown command-line option, for example `--steps 5`.
+    """Return the end of the error message for an unknown command-line option, for example `--steps 5`.
 
-    `options` are the valid options of the command. The message suggests one of them, or the recipe field to override.
+    `options` are the valid options of the command. In this order it explains an option of another program, the recipe
+    field to override, a section, or a similar option or field.
     """
     name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
     matches = [name] if name in recipe_fields else _elsewhere(name)

@@ -117,8 +117,9 @@ class _WrittenText:
         """End of the last text that was found."""
 
     def contains(self, text: str) -> bool:
-        """Return whether the rendered text has a message's text. Its white space may differ, or it is written
-        as JSON.
+        """Return whether the rendered text has a message's text. Its white space may differ, or it is written as JSON.
+
+        The search begins at the end of the last match, then at the start.
         """
         text = text.strip()
         place = self._rendered.find(text, self._place)

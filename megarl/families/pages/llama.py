@@ -19,8 +19,9 @@ DECODER = "decoder.layers.{layer}."
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a Llama model. A tied output layer is a copy of the embedding on the last of several
-    stages.
+    """Return the rules that map each Megatron parameter of a Llama model to Hugging Face tensors.
+
+    With several pipeline stages, a tied output layer is a copy of the embedding on the last one.
     """
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."

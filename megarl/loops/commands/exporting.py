@@ -61,7 +61,10 @@ def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.P
 
 
 def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
-    """Return the model that a run exported itself. Raises ConfigError if there is none."""
+    """Return the model folder that an earlier run exported while it trained: of its best evaluation, or of its end.
+
+    Raises ConfigError if there is none.
+    """
     folder = earlier.path / ("hf_best" if is_best else "hf")
     if is_best and (best := BestRecord.read(folder)) is not None:
         return Exported(folder, best.step, drafter=_exported_drafter(folder))

@@ -21,7 +21,7 @@ class StepChecks(StepObserver):
     """Checks of a run's steps. They warn, or end the run after a step."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker) -> None:
-        """Restore the state of the health rules from earlier attempts."""
+        """Restore the state of the health rules from the steps logged before this start of the run."""
         self._recipe, self._train, self._folder, self._tracker = recipe, recipe.train, folder, tracker
         self._tool_use = ToolUse()
         self._health = Health(thresholds(recipe))

@@ -57,10 +57,10 @@ class Checkpoints:
     ) -> None:
         """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
 
-        `position` is that in the data at the start.
-        `checksum_after` returns the checksum of the weights after a step, None if it was not computed. `check_weights`
-        is called before weights are saved or exported; it raises an error if a bit of them changed. `copies` are those
-        in host memory, made along with the saves. The memory of `spikes` is saved too.
+        `position` is the position in the data at the start. `checksum_after` returns the checksum of the weights after
+        a step, None if it was not computed. `check_weights` is called before weights are saved or exported. It raises
+        an error if their checksum differs. `copies` are the copies of the state in host memory, made along with the
+        saves. The state of `spikes` is saved too.
         """
         self.copies = copies
         self._checksum_after, self._check_weights = checksum_after, check_weights

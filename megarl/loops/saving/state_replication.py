@@ -71,7 +71,9 @@ class StateReplication:
     ) -> None:
         """Start copying the state after a step, if this is due or `is_forced`. Waits for an unfinished earlier copy.
 
-        Does nothing if complete copies of this step exist. `is_resharded`: the engines already have these weights.
+        Does nothing if complete copies of this step exist. `save_driver` writes the driver's state into a folder.
+        `checksum` of the weights and the state of `spikes` are stored with the copy. `is_resharded`: the engines
+        already have these weights.
         """
         if not is_forced and (not self._every or step % self._every):
             return

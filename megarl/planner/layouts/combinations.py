@@ -71,7 +71,7 @@ class Combinations:
 
     @cached_property
     def parallel(self) -> ParallelConfig:
-        """Return the parallel sizes of the recipe itself on this placement."""
+        """Return the parallel sizes that the recipe has today, with this division of GPUs between trainer and engines."""
         return sizes.parallel_of(self.placed)
 
     @cached_property

@@ -114,7 +114,7 @@ def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distribute
 
 
 def _matrices(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
-    """Return the group of a pipeline stage whose ranks send each other whole matrices."""
+    """Return the process group in which the ranks of a pipeline stage gather whole weight matrices (Muon)."""
     stage = parallel.world_size // parallel.pp
     peers = min(stage, ranks_per_node) - 1
     return Communicator(

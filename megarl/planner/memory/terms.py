@@ -151,7 +151,9 @@ _FROZEN = Term("weights of a model that only scores; on GPUs they wait in host m
 
 
 def term_of(kind: str) -> Term:
-    """Return the term of a kind of use (`Use.kind`). A kind without a term is the name of a scoring model."""
+    """Return the formula and source of a kind of memory use (`Use.kind`). An unknown kind is the name of a frozen
+    model.
+    """
     return TERMS.get(kind, _FROZEN)
 
 

@@ -38,7 +38,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStates:
-    """Bytes of a trained model on one rank, by state."""
+    """Bytes of a trained model on one rank: parameters, gradients, and the states of its optimizer."""
 
     parameters: int = 0
     gradients: int = 0

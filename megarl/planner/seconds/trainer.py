@@ -289,7 +289,7 @@ class TrainerCost:
         return RankWeights(experts=experts, dense=dense)
 
     def _end_of_update(self, layouts: Layouts) -> Parts:
-        """Return the seconds of an update's gradient reduction and of its optimizer."""
+        """Return the seconds of an update's gradient reduction and of its optimizer, for each of the `layouts`."""
         weights = self.weights_on_rank(layouts)
         experts, dense = weights.experts, weights.dense
         expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)

@@ -36,7 +36,10 @@ def length(
 
 
 def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
-    """Return the target length in tokens. Raises ValueError if it is missing or not a number from 1."""
+    """Return the target length in tokens: `target`, or the number in the record's `field`. Set one of both.
+
+    Raises ValueError if it is missing or below 1.
+    """
     if (target is None) == (field is None):
         raise ValueError(
             "set either kwargs.target (tokens) or kwargs.field (the record's field with the target), not both"

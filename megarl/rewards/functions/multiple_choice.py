@@ -231,7 +231,10 @@ def _read_choice(text: str, choices: Choices) -> str | None:
 
 
 def _read_agreeing_letter(text: str, statement: re.Match[str], choices: Choices) -> str | None:
-    """Return the letter of a statement. None: a second choice follows, or the text of another one: `C, red`."""
+    """Return the letter that a statement such as `the answer is C` names.
+
+    None: it names a second choice too, or the text of another choice follows the letter (`C, red`, where red is B).
+    """
     # "the answer is A or B" names two choices, so it counts as none.
     if _SECOND.match(text, statement.end()):
         return None

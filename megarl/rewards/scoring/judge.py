@@ -90,7 +90,10 @@ class Judge(ServedReward[JudgeConfig]):
         }
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the lowest score for a completion ending inside its thoughts, if verdicts are right or wrong."""
+        """Return the score of a completion that needs no call of the judge. None: ask the judge.
+
+        A completion that ends inside its thoughts gets the lowest score, if a verdict means right or wrong.
+        """
         if self.config.right_from is None or not sample.in_thoughts:
             return None
         lowest = 0.0 if self.config.scale is not None else min(self.config.choices.values())

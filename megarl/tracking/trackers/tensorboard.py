@@ -90,7 +90,7 @@ class TensorBoard:
         self._last_step = step
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add the first records of a call as texts with the tags `samples/SET/NUMBER`."""
+        """Write up to `_SAMPLES_SHOWN` of the records as texts with the tags `samples/SET/NUMBER`."""
         for number, record in enumerate(records[:_SAMPLES_SHOWN]):
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 

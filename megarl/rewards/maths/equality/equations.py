@@ -18,7 +18,7 @@ class Step(NamedTuple):
 
 
 def list_steps(node: Node) -> list[Step]:
-    """Return a chain of inequalities as pairs (difference, sign). Each difference must be below, or at most, zero."""
+    """Return a chain of relations as pairs (left - right, sign), with > turned into <: `a > b` becomes (b - a, <)."""
     steps = []
     for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
         if sign in (">", ">="):

@@ -66,8 +66,11 @@ def adopt_constant(gold: Node, prediction: Node) -> Node:
     constant = next((symbol(name) for name in ("C", "c") if symbol(name) in gold.parts), None)
     if constant is None or constant in prediction.parts:
         return prediction
-    # In ax^2 + bx + c the last letter is a coefficient.
-    names = _CONSTANTS_OF_INTEGRATION if constant == symbol("C") else () if gold.symbols() & {"a", "b"} else ("C",)
+    # C in the gold answer may have any usual name. c may be called C, but in ax^2 + bx + c it is a coefficient.
+    if constant == symbol("C"):
+        names = _CONSTANTS_OF_INTEGRATION
+    else:
+        names = () if gold.symbols() & {"a", "b"} else ("C",)
     for name in names:
         if symbol(name) in prediction.parts and name not in gold.symbols():
             return replace_node(prediction, symbol(name), constant)
