@@ -238,8 +238,8 @@ def render(
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of rendered text. No special tokens are added, because the template writes them.
 
-    Raises ValueError if a message contains a special token's name that the tokenizer cannot encode as text. Raises DataError if the
-    tokenizer's rules fail on the text.
+    Raises ValueError if a message contains a special token's name that the tokenizer cannot encode as text. Raises
+    DataError if the tokenizer's rules fail on the text.
     """
     with _panics_named(tokenizer):
         # No message contains a special token, so the tokenizer's own encoding is right.

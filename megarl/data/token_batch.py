@@ -19,10 +19,9 @@ from megarl.types import PER_TOKEN, RetainedSets, TrainingSequence
 class TokenBatch:
     """A batch of sequences, concatenated into flat arrays.
 
-    `token_ids` and `loss_mask` are [tokens]; `loss_mask` is True where the log-prob of this token
-    (predicted from the tokens before it) is trained. `cu_seqlens`
-    [sequences + 1] holds the sequence boundaries, from 0 to tokens. `per_token` holds the float32 arrays [tokens] named
-    in `types.PER_TOKEN`.
+    `token_ids` and `loss_mask` are [tokens]. `loss_mask` is True where the log-prob of this token, predicted from those
+    before it, is trained. `cu_seqlens` [sequences + 1] holds the sequence boundaries, from 0 to tokens. `per_token`
+    holds the float32 arrays [tokens] named in `types.PER_TOKEN`.
     """
 
     token_ids: NDArray[np.int64]
