@@ -71,7 +71,7 @@ class Combinations:
 
     @cached_property
     def parallel(self) -> ParallelConfig:
-        """Return the parallel sizes that the recipe has today, with this division of GPUs between trainer and engines."""
+        """Return the parallel sizes that the recipe has today, with this division of the GPUs."""
         return sizes.parallel_of(self.placed)
 
     @cached_property

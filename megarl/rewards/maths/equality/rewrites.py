@@ -70,7 +70,8 @@ def adopt_constant(gold: Node, prediction: Node) -> Node:
     if constant == symbol("C"):
         names = _CONSTANTS_OF_INTEGRATION
     else:
-        names = () if gold.symbols() & {"a", "b"} else ("C",)
+        is_coefficient = bool(gold.symbols() & {"a", "b"})
+        names = () if is_coefficient else ("C",)
     for name in names:
         if symbol(name) in prediction.parts and name not in gold.symbols():
             return replace_node(prediction, symbol(name), constant)
