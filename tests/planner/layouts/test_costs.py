@@ -144,7 +144,7 @@ def test_wider_tensor_parallelism_sends_more_bytes(
     monkeypatch.setattr(Candidates, "trainers", lambda *_: sizes)
     group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
     assert group is not None
-    seconds = [float(group.update.tensor_exchange[group.rows_of[at][0]]) for at in sizes]
+    seconds = [float(group.update.tensor_exchange[group.rows_by_trainer[at][0]]) for at in sizes]
     link = FITTED.on(search.costs.speeds).link_efficiency * search.costs.speeds.nvlink
     sent = np.array(seconds) * link
     # Each of 4 * 40 collectives of a layer's halves sends (tp - 1) / tp of a row's hidden states in bfloat16, on ranks

@@ -246,7 +246,7 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
         group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
         assert group is not None and search.costs.load.scoring_passes == 0.75
         # Rows of a trainer come with the shortest first.
-        first = {at: numbers[0] for at, numbers in group.rows_of.items()}
+        first = {at: numbers[0] for at, numbers in group.rows_by_trainer.items()}
         shortest.append({at: (group.logprobs[number], group.offload[number, 0]) for at, number in first.items()})
     plain, scored = shortest
     assert set(plain) & set(scored)
