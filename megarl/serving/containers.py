@@ -47,7 +47,7 @@ class Node:
     address: tuple[str, int]
     free_bytes: int = field(default_factory=free_memory_bytes)
     capacity_bytes: int | None = None
-    """Memory for containers: what was free before the first one. None: not known yet."""
+    """Memory for containers: the most that was free at a renewal. None: not known yet."""
     reserved_bytes: dict[str, int] = field(default_factory=dict)
     """Limits of memory of the living containers of this driver by name; 0: no limit."""
     start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
@@ -347,6 +347,8 @@ class Containers:
             node.free_bytes = answer["free_bytes"]
             if node.capacity_bytes is None:
                 node.capacity_bytes = node.free_bytes + sum(node.reserved_bytes.values())
+            # Containers of an earlier driver held memory at the first renewal, and end later.
+            node.capacity_bytes = max(node.capacity_bytes, node.free_bytes)
             async with self._changed:
                 self._changed.notify_all()
 

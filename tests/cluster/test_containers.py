@@ -82,15 +82,14 @@ async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path
         await wait_for_end(started[agents[1]])
 
 
-async def test_a_container_waits_for_memory_of_a_node() -> None:
+async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would end programs that together need more memory than a node has."""
     config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01)
+    # Room for two limits of memory.
+    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(0.025 * 2**30))
     containers = Containers(config, ("127.0.0.1", 9))
     await containers.start()
     try:
-        [node] = containers.nodes
-        # Room for two limits of memory.
-        node.capacity_bytes = int(0.025 * 2**30)
         async with AsyncExitStack() as first, AsyncExitStack() as others:
             await first.enter_async_context(containers.container("0.0"))
             await others.enter_async_context(containers.container("0.1"))
@@ -102,6 +101,26 @@ async def test_a_container_waits_for_memory_of_a_node() -> None:
         # One that needs more than the node has would wait for ever.
         async with containers.container("0.3", limits={"memory_bytes": 2**50}):
             assert containers.num_living == 1
+    finally:
+        await containers.close()
+
+
+async def test_memory_of_an_earlier_driver_s_containers_is_used_after_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01)
+    free_gib = 0.015
+    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(free_gib * 2**30))
+    containers = Containers(config, ("127.0.0.1", 9))
+    await containers.start()
+    try:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(containers.container("0.0"))
+            second = asyncio.create_task(stack.enter_async_context(containers.container("0.1")))
+            assert not (await asyncio.wait({second}, timeout=1.0))[0]
+            free_gib = 0.025
+            await containers._renew_on(containers.nodes[0])
+            await asyncio.wait_for(second, 60)
     finally:
         await containers.close()
 
