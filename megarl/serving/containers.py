@@ -170,6 +170,7 @@ class Containers:
         """Task renewing all leases."""
         self._slow: set[str] = set()
         """Nodes reported as slow."""
+        self._is_wait_reported = False
 
     async def start(self) -> None:
         """Begin to renew leases."""
@@ -257,9 +258,19 @@ class Containers:
             candidates = [node for node in nodes if node.has_room(memory_bytes)]
             if candidates or not nodes:
                 break
+            self._report_wait(memory_bytes)
             async with self._changed:
                 await self._changed.wait()
         return min(candidates, key=lambda node: (node in tried, -node.bytes_per_container), default=None)
+
+    def _report_wait(self, memory_bytes: int) -> None:
+        """Report once that containers wait for memory."""
+        if not self._is_wait_reported:
+            self._is_wait_reported = True
+            self._notify(
+                f"containers wait for memory: {self.num_living} live, and no node has {memory_bytes / 2**30:.3g} GiB "
+                "left besides their limits (rollout.agent.memory_gib); one starts when another ends"
+            )
 
     async def _release(self, node: Node, name: str) -> None:
         """Forget a container of a node, and let starts look at its memory again."""

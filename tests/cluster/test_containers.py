@@ -87,14 +87,22 @@ async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.Monkey
     config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01)
     # Room for two limits of memory.
     monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(0.025 * 2**30))
-    containers = Containers(config, ("127.0.0.1", 9))
+    notices: list[str] = []
+    containers = Containers(config, ("127.0.0.1", 9), notify=notices.append)
     await containers.start()
     try:
         async with AsyncExitStack() as first, AsyncExitStack() as others:
             await first.enter_async_context(containers.container("0.0"))
             await others.enter_async_context(containers.container("0.1"))
-            third = asyncio.create_task(others.enter_async_context(containers.container("0.2")))
-            assert not (await asyncio.wait({third}, timeout=1.0))[0] and containers.num_living == 2
+            assert not notices
+            third, fourth = (
+                asyncio.create_task(others.enter_async_context(containers.container(f"0.{n}"))) for n in (2, 3)
+            )
+            assert not (await asyncio.wait({third, fourth}, timeout=1.0))[0] and containers.num_living == 2
+            # Two containers wait, and the user reads of it once.
+            [notice] = notices
+            assert "2 live" in notice and "0.01 GiB" in notice
+            fourth.cancel()
             await first.aclose()
             await third
             assert containers.num_living == 2
