@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,9 @@ class ContainerHost:
         # Its other settings are known to its keeper.
         settings = ContainerSettings(kind="process", name=name, address=("", 0), outlives_host=True)
         container = Container(settings)
-        try:
+        with suppress(ContainerError):
             await container.adopt()
-        except ContainerError:
-            return {}
+        # Also of an ended one: it closes the connection, and removes the file of the socket.
         await container.stop()
         return {}
 
