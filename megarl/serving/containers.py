@@ -58,13 +58,14 @@ class Node:
         return self.free_bytes / (len(self.reserved_bytes) + 1)
 
     def has_room(self, memory_bytes: int) -> bool:
-        """Return whether one container more with this limit of memory fits, besides what the others may still take."""
+        """Return whether the node has memory for one more container with this limit."""
         # A limit above the node's memory must not stop the run.
         if not self.reserved_bytes or self.capacity_bytes is None:
             return True
-        is_free = sum(self.reserved_bytes.values()) + memory_bytes <= self.capacity_bytes
+        # Young containers have not taken theirs yet, so their limits count.
+        are_limits_met = sum(self.reserved_bytes.values()) + memory_bytes <= self.capacity_bytes
         # Other programs of the node may have grown.
-        return is_free and memory_bytes <= self.free_bytes
+        return are_limits_met and memory_bytes <= self.free_bytes
 
     async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
         """Make a request of the node's host. Raises ContainerError."""
@@ -165,7 +166,7 @@ class Containers:
         self._changed = asyncio.Condition()
         """Notified when memory of a node may have become free."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Ends of containers of an earlier driver."""
+        """Tasks that end containers of an earlier driver."""
         self.renewing: asyncio.Task[None] | None = None
         """Task renewing all leases."""
         self._slow: set[str] = set()
