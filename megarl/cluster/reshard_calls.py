@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
+from megarl.cluster.calls.deadlines import Limit
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.reshard_states import MOST_ATTEMPTS, Command, Event, ReshardStates, State, TransitionError
 from megarl.cluster.run_ranks import RunRanks, together
@@ -221,11 +222,13 @@ class ReshardCalls:
         groups late. Its group has ranks outside of a collective; the others only wait for it.
         """
 
+        field = self._ranks.trainers.deadlines.limit_for(method).field
+        latest = Limit(limit + self._slack(limit), field)
+
         async def end_late() -> None:
-            seconds = limit + self._slack(limit)
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
-                await asyncio.gather(*(group.diagnosis.end_if_absent(method, seconds) for group in self._ranks.groups))
+                await asyncio.gather(*(group.diagnosis.end_if_absent(method, latest) for group in self._ranks.groups))
 
         async def end_stopped() -> None:
             await self._cancelled.wait()

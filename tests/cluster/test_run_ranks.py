@@ -249,10 +249,11 @@ async def test_only_the_engine_that_hangs_is_lost_though_all_groups_are_late(
         assert await reshard_calls.run(False, 1) == [ReshardReport()] * 4
         await hanging.call("signal_in_reshard", "for ever", 0)
         # The attempt after the loss has the usual time.
-        ranks.set_deadlines(lambda: Deadlines(Limit(60.0), Limit(60.0), {"reshard": Limit(2.0)}))
+        ranks.set_deadlines(lambda: Deadlines(Limit(60.0), Limit(60.0), {"reshard": Limit(2.0, "cluster.x_seconds")}))
         assert await reshard_calls.run(False, 2) == [ReshardReport()] * 3
         assert [group for group, _ in lost] == [hanging]
-        assert lost[0][1].startswith("rank 2 of 4 did not answer `reshard` within 4 s")
+        named = "rank 2 of 4 did not answer `reshard` within 4 s; if it needs longer, raise cluster.x_seconds"
+        assert lost[0][1].startswith(named)
         assert not ranks.trainers.end.has_begun and ranks.replicas == [other]
         assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         await hanging.close()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.cluster.calls.call import Call
-from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.deadlines import Deadlines, Limit
 from megarl.cluster.calls.group_end import GroupEnd
 from megarl.cluster.calls.group_ranks import GroupRanks
 from megarl.cluster.calls.rank_errors import RankLostError, error_of
@@ -83,19 +83,20 @@ class Diagnosis:
         if stopped := list(await self._find_obstacles(self._ranks.handles, patience_seconds)):
             await self._end.run_once(partial(self._end_silent, what, stopped, await self.read_stacks()))
 
-    async def end_if_absent(self, method: str, seconds: float) -> None:
-        """End the group if ranks have not answered a call of `method` for `seconds`, and wait in no collective.
+    async def end_if_absent(self, method: str, limit: Limit) -> None:
+        """End the group if ranks have not answered a call of `method` within the limit, and wait in no collective.
 
         Does nothing if all silent ranks wait in a collective, perhaps for another group's ranks.
         """
-        late = [call for call in self._calls if call.method == method and time.monotonic() - call.started > seconds]
+        began = time.monotonic() - limit.seconds
+        late = [call for call in self._calls if call.method == method and call.started < began]
         if self._end.has_begun or not late:
             return
         stacks = await self.read_stacks()
         silent = [handle for call in late for handle in call.silent()]
         if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent):
-            what = f"did not answer `{method}` within {seconds:g} s"
-            await self._end.run_once(partial(self._end_silent, what, silent, stacks))
+            what = f"did not answer `{method}` within {limit.seconds:g} s"
+            await self._end.run_once(partial(self._end_silent, what, silent, stacks, _remedy(limit)))
 
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
         """Report the ranks delaying a call, once. End the group if one of them is stopped.
@@ -148,8 +149,7 @@ class Diagnosis:
         calls = list(self._calls)
         if not call.errors():
             what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
-            remedy = f"; if it needs longer, raise {call.limit.field}" if call.limit.field else ""
-            return await self._end_silent(what, call.silent(), await self.read_stacks(), remedy)
+            return await self._end_silent(what, call.silent(), await self.read_stacks(), _remedy(call.limit))
         answers = [answer for pending in calls for answer in pending.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         failures: list[tuple[RankError, Call]] = []
@@ -269,6 +269,10 @@ class Diagnosis:
         # The group must end whatever goes wrong here.
         silent_agent = "no native stacks: the agent of its node does not answer"
         return {handle.rank: answers.get(handle) or silent_agent for handle in handles}
+
+
+def _remedy(limit: Limit) -> str:
+    return f"; if it needs longer, raise {limit.field}" if limit.field else ""
 
 
 class HangReport:
