@@ -31,7 +31,8 @@ _LOOK_SECONDS = 2.0
 """Seconds between looks for groups that hold up the others beyond the time limit."""
 _BLAME_SECONDS = 60.0
 """Seconds from the time limit until a group is ended although its ranks wait in a collective. Until then the group at
-fault ends: 10 s for all stacks, 15 s for the report, 10 s for the end, 5 s until the others have left.
+fault ends: 2 s until the look, 10 s for all stacks, 5 s for its agents, 26 s for the report, 10 s for the end, 5 s
+until the others have left.
 """
 _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
