@@ -242,6 +242,16 @@ def test_stacks_are_whole_when_the_main_thread_is_shown_to_its_beginning() -> No
     assert not any(is_complete("\n".join(lines[:end])) for end in range(len(lines)))
 
 
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+async def test_an_ended_rank_is_not_taken_for_one_of_a_silent_agent() -> None:
+    async with started() as group:
+        (_, pid), handle = await group.call("pid"), group.ranks.handles[1]
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(handle.died), 60)
+        texts = await group.diagnosis.read_native_stacks([handle], 1)
+        assert texts == {1: "no native stacks: the process has ended"}
+
+
 def test_ranks_are_named() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([0, 1]) == "ranks 0, 1"

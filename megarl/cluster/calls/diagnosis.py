@@ -266,9 +266,9 @@ class Diagnosis:
         """Return the native stacks of at most `most` ranks, `first` ones first, or why there are none."""
         handles = sorted(self._ranks.handles, key=lambda handle: handle not in first)[:most]
         answers = await self._ranks.request("native_stacks", handles, _NATIVE_SECONDS + 1.0, seconds=_NATIVE_SECONDS)
-        # The group must end whatever goes wrong here.
+        texts = {handle.rank: answers.get(handle, "no native stacks: the process has ended") for handle in handles}
         silent_agent = "no native stacks: the agent of its node does not answer"
-        return {handle.rank: answers.get(handle) or silent_agent for handle in handles}
+        return {rank: silent_agent if text is None else text for rank, text in texts.items()}
 
 
 def _remedy(limit: Limit) -> str:
