@@ -87,8 +87,9 @@ def replace_folder(partial: Path, folder: Path) -> None:
     # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
     # last.
     replaced = folder.with_name(f".{folder.name}{_REPLACED}")
-    shutil.rmtree(replaced, ignore_errors=True)
+    # After a kill between two renames, `replaced` is the only complete folder until the new one has its name.
     if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     try:
         partial.rename(folder)

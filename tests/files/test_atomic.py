@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.files.atomic import disk_full, disk_full_named, replace_text, storage_error, storage_faults_named
+from megarl.files.atomic import (
+    disk_full,
+    disk_full_named,
+    end_replacements,
+    replace_folder,
+    replace_text,
+    storage_error,
+    storage_faults_named,
+)
 from megarl.types import DiskFullError, StorageError
 
 
@@ -24,6 +32,44 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(
         replace_text(path, "after\n")
     assert path.read_text() == "before\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def make_folder(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(text)
+    return path
+
+
+def test_a_replacement_that_fails_keeps_the_folder_of_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill came between the two renames, so the older folder has its hidden name only."""
+    folder, partial = tmp_path / "step_1", make_folder(tmp_path / ".partial", "newer")
+    make_folder(tmp_path / ".step_1.replaced", "older")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == partial:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            replace_folder(partial, folder)
+    assert (folder / "file").read_text() == "older"
+    replace_folder(partial, folder)
+    assert (folder / "file").read_text() == "newer" and [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("has_newer", [False, True])
+def test_a_killed_replacement_is_undone_or_completed(tmp_path: Path, has_newer: bool) -> None:
+    make_folder(tmp_path / ".step_1.replaced", "older")
+    if has_newer:
+        make_folder(tmp_path / "step_1", "newer")
+    end_replacements(tmp_path)
+    assert (tmp_path / "step_1/file").read_text() == ("newer" if has_newer else "older")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_a_full_disk_ends_with_74_and_the_path() -> None:
