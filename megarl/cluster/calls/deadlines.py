@@ -37,9 +37,9 @@ class Deadlines:
     `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
     """
 
-    def __init__(self, shortest: Limit, longest: Limit, set_limits: Mapping[str, Limit] | None = None) -> None:
+    def __init__(self, shortest: Limit, longest: Limit, limit_by_method: Mapping[str, Limit] | None = None) -> None:
         self._shortest, self._longest = shortest, max(shortest, longest)
-        self._set_limits = dict(set_limits or {})
+        self._limit_by_method = dict(limit_by_method or {})
         self._num_calls: dict[str, int] = {}
         self._slowest: dict[str, float] = {}
 
@@ -55,8 +55,8 @@ class Deadlines:
 
     def limit_for(self, method: str) -> Limit:
         """Return the limit of the next call of a method."""
-        if method in self._set_limits:
-            return self._set_limits[method]
+        if method in self._limit_by_method:
+            return self._limit_by_method[method]
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return self._longest
         fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
