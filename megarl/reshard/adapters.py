@@ -14,10 +14,9 @@ from megarl.reshard.transport import CopyReport
 
 
 class AdapterReshard:
-    """Copies the base weights once, with `base`. Each later reshard copies the adapter's matrices.
+    """Copies the base weights once, with the reshard `base`. Each later reshard copies the adapter's matrices.
 
-    `plan_adapter` returns the reshard of the matrices. `self_test` calls it after the base weights are copied, and must
-    come before all other calls.
+    `plan_adapter` plans the reshard of the matrices. Call `self_test` before all other methods.
     """
 
     is_probed = False
@@ -29,7 +28,7 @@ class AdapterReshard:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the recorded layouts of weights and slots are as computed on every rank."""
+        """Whether every rank's recorded layouts of weights and adapter slots equal the computed ones."""
         return self._base.is_computed and self._adapter.is_computed
 
     @property
@@ -37,11 +36,11 @@ class AdapterReshard:
         return self._adapter.staged_bytes
 
     def run(self) -> CopyReport:
-        """Copy the adapter, together with the other ranks."""
+        """Copy the adapter's matrices. A collective."""
         return self._adapter.run()
 
     def verify(self) -> None:
-        """Compare checksums of the engine's base weights and slots with the trainer's.
+        """Compare checksums of the engine's base weights and adapter slots with the trainer's.
 
         Raises MegarlError naming the first difference.
         """
@@ -49,9 +48,9 @@ class AdapterReshard:
         self._adapter.verify()
 
     def self_test(self) -> CopyReport:
-        """Fill base weights and slots with NaN, copy both, and compare. The report adds up both.
+        """Fill base weights and adapter slots with NaN, copy both, and compare. The report is the sum of both.
 
-        Base weights cannot be copied again afterwards: their staging memory is released. Raises MegarlError naming the
+        Frees the staging memory of the base weights, which cannot be copied afterwards. Raises MegarlError naming the
         first difference.
         """
         base_copies = self._base.self_test()
@@ -67,8 +66,9 @@ def record_slots(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Layout | None, str]:
-    """Record the layout of the slots for an adapter in this rank's engine. Returns the same as `live.record`.
+    """Record the layout of an adapter's slots in this rank's engine. A collective over `group` (default: the world).
 
-    `tensors` maps the names of the adapter's matrices to their shapes. A collective over `group` (default: the world).
+    `tensors` maps the names of the adapter's matrices to their shapes. A rank without an engine has `slots` None.
+    Returns the layout and "", or None and the reason why some rank cannot write in place.
     """
     return all_or_none(lambda: () if slots is None else slots.record_layout(tensors, dtype), group)

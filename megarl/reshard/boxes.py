@@ -1,6 +1,6 @@
 """Boxes and pieces: index ranges of Hugging Face tensors, and where a rank or file stores them.
 
-This module uses integers and names only, no torch. Layouts can be computed, intersected and checked on any machine.
+No torch, only integers and names: layouts can be computed, intersected and checked on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A half-open index range of the Hugging Face tensor `name`. Raises ValueError for an empty range."""
+    """Index range of the Hugging Face tensor `name`, `stop` excluded. Raises ValueError for an empty range."""
 
     name: str
     start: tuple[int, ...]
@@ -48,7 +48,7 @@ class Piece:
 
 
 Layout = tuple[Piece, ...]
-"""All pieces (stored index ranges of Hugging Face tensors) of one rank."""
+"""All pieces of one rank."""
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
-    """Return the piece for a whole tensor stored contiguously from element `offset` on."""
+    """Return the piece of a whole tensor stored contiguously from element `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))
 
 
@@ -71,7 +71,7 @@ def with_prefix(layout: Layout, *, box: str = "", storage: str = "") -> Layout:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the boxes covering elements `start` to `stop` of a row-major tensor, in their order."""
+    """Yield offset and shape of the boxes that cover the elements `start` to `stop` of a row-major tensor, in order."""
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
@@ -90,9 +90,9 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
-    """Yield the parts of a piece that lie in elements `start` to `stop` of its storage.
+    """Yield the parts of a piece within the elements `start` to `stop` of its storage.
 
-    Raises ValueError for a piece whose elements do not follow each other in the storage.
+    Raises ValueError for a piece whose elements are not contiguous in the storage.
     """
     shape = piece.box.shape
     if piece.strides != contiguous_strides(shape):
@@ -111,7 +111,7 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
 def _within(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the boxes that cover a range within one row of a tensor."""
+    """Yield offset and shape of the boxes that cover a range within row `index` of a tensor."""
     before = index * prod(shape[1:])
     for offset, box in flat_boxes(shape[1:], start - before, stop - before):
         yield (index, *offset), (1, *box)

@@ -1,4 +1,4 @@
-"""Conversion of received weights into an engine's own format, chosen in one place when a reshard is planned."""
+"""Conversion of received weights into an engine's own format. A reshard chooses it when it is planned."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Conversion(Protocol):
     """Work of one rank with received weights, beyond copying them into live parameters."""
 
     destinations: Mapping[str, Tensor]
-    """Buffers of received weights, by name."""
+    """Buffers for received weights, by name."""
     converted: Collection[str]
-    """Names of the live parameters computed from these buffers. No copy writes them."""
+    """Names of the live parameters that are computed from these buffers. No copy writes them."""
     stage: BucketStage | None
     """Work after the arrival of each bucket."""
 
@@ -40,13 +40,13 @@ class Conversion(Protocol):
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
 
-        Returns the checksums of the pieces of `ledger` by number, int64 [scalar], and names of differing parameters.
+        Returns the checksums of the pieces of `ledger` by index, int64 [], and names of differing parameters.
         """
         ...
 
 
 class SameFormat:
-    """The conversion of a reshard whose engines all store weights as they are sent: none."""
+    """No conversion: all engines store weights as they are sent."""
 
     destinations: Mapping[str, Tensor] = {}
     converted: Collection[str] = ()
@@ -59,19 +59,21 @@ class SameFormat:
         return nullcontext()
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Return the checksums of the live parameters, int64 [scalar] by number: nothing is sent."""
+        """Return the checksums of the live parameters, int64 [] by index. Sends nothing."""
         return ledger.compute(), []
 
 
 class ConversionChoice:
-    """Whether any rank's engine converts weights, found by a collective over `group` (default: the world)."""
+    """Choice of a conversion. The constructor finds out whether any rank's engine converts: a collective over
+    `group`.
+    """
 
     def __init__(self, engine: nn.Module | None, group: dist.ProcessGroup | None) -> None:
         self._modules, self._group = quantised_modules(engine), group
         self.is_needed = any(gather_values(bool(self._modules), group))
 
     def make(self, plan: Plan, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> Conversion:
-        """Return this rank's conversion. `layout` is the layout of its engine."""
+        """Return this rank's conversion. `layout` is that of its engine."""
         if not self.is_needed:
             return SameFormat()
         return QuantisingConversion(self._modules, plan, layout, dtype=dtype, device=device, group=self._group)

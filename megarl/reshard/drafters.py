@@ -1,4 +1,4 @@
-"""Reshard of an EAGLE-3 drafter, which has files of its own, together with the policy."""
+"""Reshard of an EAGLE-3 drafter together with the policy. The drafter has a model folder of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class ReshardWithDrafter:
         self.converts = policy.converts
 
     def run(self) -> CopyReport:
-        """Copy the weights of policy and drafter to the engine."""
         return self._policy.run() + self._drafter.run()
 
     def verify(self) -> None:
@@ -33,7 +32,7 @@ class ReshardWithDrafter:
         self._drafter.verify()
 
     def self_test(self) -> CopyReport:
-        """Copy the weights of both for the first time, and compare."""
+        """Copy both models' weights for the first time, and compare."""
         return self._policy.self_test() + self._drafter.self_test()
 
 
@@ -43,9 +42,10 @@ def record_drafter(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> tuple[Layout | None, str]:
-    """Record the layout of the drafter in this rank's engine. Returns the same as `live.record`.
+    """Record the layout of the drafter in this rank's engine. A collective.
 
-    `tensors` maps published names of tensors to shapes. A rank without `drafter` has no engine. A collective.
+    `tensors` maps the names in the drafter's files to shapes. A rank without an engine has `drafter` None. Returns the
+    layout and "", or None and the reason why some rank cannot write in place.
     """
     forms = {name: (shape, dtype) for name, shape in tensors.items()}
     return all_or_none(lambda: () if drafter is None else record_layout(drafter, forms), group)

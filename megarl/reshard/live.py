@@ -1,8 +1,7 @@
 """Live reshard: copies the trainer's parameters into the engine's. It is planned once and executed at every step.
 
-`DirectReshard` writes an engine's live parameters in place. Where the engine has another format, it does so by way of a
-`Conversion`. `GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines whose weights cannot be
-written in place.
+`DirectReshard` writes an engine's live parameters in place, if necessary through a `Conversion`. `GatheredReshard`
+passes full tensors to vLLM's own loader, for engines whose weights cannot be written in place.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megarl.reshard.transport import CopyReport, Transport, device_of
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
-"""Function loading checkpoint tensors, given as (name, tensor) pairs, into vLLM."""
+"""Function that loads checkpoint tensors, pairs of name and tensor, into vLLM."""
 
 
 def record(
@@ -42,8 +41,8 @@ def record(
     """Record the layout of this rank's engine. Returns it and "", or None and the reason why direct writes are
     impossible.
 
-    A rank without `model` has no engine: its layout is empty. A collective over `group` (default: the world). If one
-    rank's engine cannot be written in place, no rank writes in place.
+    A rank without an engine has `model` None and an empty layout. If one rank's engine cannot be written in place, no
+    rank writes in place. A collective over `group` (default: the world).
     """
 
     def record_engine() -> Layout:
@@ -69,7 +68,7 @@ def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup |
 
 
 def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
-    """Return the dtypes of the checkpoint's tensors that are float32 in models of any dtype, by name."""
+    """Return the dtype of the checkpoint's tensors that are float32 in models of any dtype, by name."""
     return dict.fromkeys(float32_tensors(shape), torch.float32)
 
 
@@ -78,7 +77,7 @@ class LiveReshard(Protocol):
 
     @property
     def is_probed(self) -> bool:
-        """Whether `verify` cannot compare the weights, so that the caller compares log-probs of a prompt."""
+        """Whether `verify` compares nothing, so that the caller compares log-probs of a prompt."""
         ...
 
     @property
@@ -95,12 +94,14 @@ class LiveReshard(Protocol):
         ...
 
     def self_test(self) -> CopyReport:
-        """Copy all weights for the first time, and compare. The seconds of `verify` are those of the comparison."""
+        """Copy all weights for the first time, and compare. The report has the seconds of the comparison as
+        `verify`.
+        """
         ...
 
 
 class EngineSlots(Protocol):
-    """Tensors written in place of the parameters of an engine's model, by name."""
+    """Tensors, by name, that are written instead of the parameters of an engine's model."""
 
     tensors: dict[str, Tensor]
 
@@ -110,12 +111,12 @@ class EngineSlots(Protocol):
 
 
 class DirectReshard:
-    """Copies the trainer's live parameters into the engine's, by a plan over a group of ranks.
+    """Copies the trainer's live parameters into the engine's, by a plan over a group of ranks (default: the world).
 
-    A rank that only trains has no `engine`; a rank that only samples has no `parameters`. Without `group`, the world is
-    used. `sources` and `destinations` are the computed layouts of all ranks. `recorded` is the recorded layout of this
-    rank's engine. If both agree on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts
-    are exchanged and replace the computed ones. With `slots`, these are written, and `engine` is None.
+    A rank that only trains has no `engine`; a rank that only samples has no `parameters`. `sources` and `destinations`
+    are the computed layouts of all ranks, `recorded` the recorded layout of this rank's engine. If both agree on every
+    rank, only digests of the plan are exchanged. Otherwise the recorded layouts are exchanged and used. With `slots`,
+    these are written, and `engine` is None.
 
     The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
@@ -144,7 +145,7 @@ class DirectReshard:
         )
         choice = ConversionChoice(engine, group)
         self.converts = choice.is_needed
-        """Whether some rank's engine converts the weights it receives."""
+        """Whether some rank's engine converts received weights."""
         plan = make_plan(
             sources,
             engine_layouts,
@@ -180,7 +181,7 @@ class DirectReshard:
 
     @torch.no_grad()
     def run(self) -> CopyReport:
-        """Copy all weights, together with the other ranks."""
+        """Copy all weights. A collective."""
         if self._engine is not None:
             zero_padding(self._engine)
         if self._slots is not None:
@@ -201,7 +202,7 @@ class DirectReshard:
     def verify(self) -> None:
         """Compare the live parameters with the trainer's. Raises MegarlError naming the first difference.
 
-        Converted weights cannot be compared directly. They are sent and converted once more, then compared.
+        Converted weights cannot be compared directly, so they are sent and converted again for the comparison.
         """
         values, differing = self._conversion.compare(self._comparison.engine, self._resend)
         self._comparison.verify(values, differing)
@@ -212,8 +213,9 @@ class DirectReshard:
 
     @torch.no_grad()
     def self_test(self) -> CopyReport:
-        """Fill the engine's parameters with NaN, copy all weights, and compare. Raises MegarlError naming the first
-        difference.
+        """Fill the engine's parameters with NaN, copy all weights, and compare.
+
+        Raises MegarlError naming the first difference.
         """
         for parameter in self._live.values():
             fill_with_nan(parameter)
@@ -232,10 +234,11 @@ class DirectReshard:
 
 
 class GatheredReshard:
-    """Passes full tensors to vLLM's loader `load`, for engines that convert their weights. Converted weights differ
-    from the trainer's, so `checks.probe` compares log-probs instead of bytes. A rank without `load` has no engine and
-    only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in addition to
-    the staging buffers: full tensors of `bucket_bytes`, at least one tensor.
+    """Passes full tensors to vLLM's loader `load`, for engines that convert their weights.
+
+    Converted weights differ from the trainer's, so `checks.probe` compares log-probs instead of bytes. A rank without
+    `load` has no engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have
+    engines. Needs memory for full tensors of `bucket_bytes`, at least one tensor, beyond the staging buffers.
     """
 
     is_probed = True
@@ -278,7 +281,7 @@ class GatheredReshard:
 
     @torch.no_grad()
     def run(self) -> CopyReport:
-        """Send and load all weights, together with the other ranks."""
+        """Send and load all weights. A collective."""
         reports: list[CopyReport] = []
         if self._load is not None:
             self._load(self._gather(reports))
@@ -288,14 +291,13 @@ class GatheredReshard:
         return sum(reports, CopyReport())
 
     def verify(self) -> None:
-        """Return at once: converted weights have no bytes to compare."""
+        """Do nothing: converted weights have no bytes to compare."""
 
     def self_test(self) -> CopyReport:
-        """Send and load all weights once."""
         return self.run()
 
     def _gather(self, reports: list[CopyReport]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor with its name, group by group; add a report for each group."""
+        """Yield every full tensor with its name, group by group; append a report for each group to `reports`."""
         device = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
             shapes = tensors if self._load is not None else {}

@@ -1,7 +1,7 @@
 """Overlap of source and destination layouts: all copies of one kind of tensor, before source ranks are chosen.
 
-An overlap is computed once for all tensors that the same ranks store in the same way. The plan then fills in ranks,
-layers and experts.
+An overlap is computed once for all tensors that the same ranks store in the same way. The plan then adds ranks, layers
+and experts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from megarl.reshard.world import Holding, StorageSlot
 
 
 class CopyTemplate(NamedTuple):
-    """A copy of `shape` elements from a strided view of one storage to a strided view of another, without layer and
-    expert numbers.
-    """
+    """A copy of `shape` elements between strided views of two storages, without layer and expert numbers."""
 
     shape: tuple[int, ...]
     source: StorageSlot
@@ -32,7 +30,7 @@ class CopyTemplate(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a tensor needed by a destination. Each entry of `sources` is a stored box containing the whole part."""
+    """A part of a tensor needed by a destination. Each entry of `sources` is a stored box with the whole part."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -62,7 +60,7 @@ class Flow:
     templates: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
     def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
-        """Return the copies from rank `source` to any destination rank, by slice. Equal copies at constant steps are
+        """Return the copies from rank `source` to any destination rank, by slice. Copies at constant steps are
         merged.
         """
         # Holders with the same kind of holding need the same copies, so the cache key names kinds instead of ranks.
@@ -80,7 +78,7 @@ class Flow:
 class Overlap:
     """All flows from source to destination ranks for one kind of tensor, with `tensor` as its example.
 
-    Sources with the same part are merged into one with all their ranks. Overlapping parts are split first. Raises
+    Equal parts of several sources are merged into one with all their ranks. Overlapping parts are split first. Raises
     ValueError if an element has no source.
     """
 
@@ -119,7 +117,7 @@ class Overlap:
 
 
 def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
-    """Merge equal copies at constant steps into one copy with one more dimension (the groups of a fused projection).
+    """Merge equal copies at constant steps into one copy with one more dimension, as for a fused projection.
 
     Fewer and larger copies mean fewer kernel launches. Merged copies are merged again until nothing changes.
     """
@@ -178,8 +176,7 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
 
 
 def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
-    """Cut a copy along its first dimension into slices of equal size. Yields each with its index; empty slices are
-    omitted."""
+    """Cut a copy along its first dimension into equal slices. Yields index and slice; empty slices are omitted."""
     if num_slices == 1:
         yield 0, copy_template
         return
@@ -201,7 +198,7 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts containing it."""
+    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]

@@ -1,9 +1,9 @@
 """Plan of a reshard: which rank copies which elements to which rank, in which order and bucket. No torch.
 
-A plan is a function of the source and destination layouts. Each rank computes its own part, consistently with its
-peers. The source of a piece is the rank itself if possible. Otherwise it is a rank on the same node with the piece,
-then one under the same switch, then any. Destinations are spread evenly over equally near sources. This choice rotates
-from tensor to tensor.
+A plan is a function of the source and destination layouts. Each rank computes its own part; the parts fit together. The
+source of a piece is the rank itself if possible. Otherwise it is a rank on the same node with the piece, then one under
+the same switch, then any. Destinations are spread evenly over equally near sources. This choice rotates from tensor to
+tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class View(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on the same or another rank."""
+    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on the same or another rank.
+
+    An element takes `width` items of the plan's item size.
+    """
 
     source_rank: int
     destination_rank: int
@@ -48,7 +51,7 @@ class Transfer(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the size in units of the plan's item size."""
+        """The size in items of the plan's item size."""
         return prod(self.shape) * self.width
 
 
@@ -136,19 +139,19 @@ class Plan:
         return self._near.shape[1]
 
     def width(self, tensor: TensorName) -> int:
-        """Return the size of a tensor's elements as a multiple of the plan's item size. It is above 1 for tensors that
-        the sources store in float32, because these are sent unrounded."""
+        """Return the size of a tensor's elements in items of the plan's item size.
+
+        It is above 1 for tensors stored in float32 by the sources, which are sent unrounded.
+        """
         return max(1, _FLOAT32_BYTES // self.itemsize) if tensor.template in self.sources.float32 else 1
 
     @property
     def nodes(self) -> NDArray[np.int64]:
-        """Return the node number of each rank: int64 [ranks]."""
+        """The node number of each rank: int64 [ranks]."""
         return self._near[0]
 
     def for_rank(self, rank: int) -> RankPlan:
-        """Return the part of the plan that one rank executes. The running time grows with the rank's own pieces
-        only.
-        """
+        """Return one rank's part of the plan. The time grows with the rank's own pieces only."""
         transfers: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
@@ -179,7 +182,7 @@ class Plan:
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
     def digest(self) -> str:
-        """Return a hash of the plan's inputs and bucket boundaries, by which ranks compare their plans."""
+        """Return a hash of the plan's inputs and bucket boundaries. Ranks compare it."""
         digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
@@ -212,7 +215,7 @@ class Plan:
         return self._source_ranks[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
-        """Return a rank's copies of one tensor by slice; empty if the rank has none."""
+        """Return a rank's copies of one tensor by slice; empty without copies."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, flow in overlap.roles(rank):
             takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, turn + index)
@@ -226,9 +229,9 @@ class Plan:
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
-        """Distribute the tensors over buckets, so no rank sends plus receives more than `limit` elements in one.
+        """Distribute the tensors over buckets. In a bucket, no rank sends plus receives more than `limit` elements.
 
-        The first tensor of each group of source ranks comes first, then each second one, and so on. Thus all ranks send
+        First comes the first tensor of each group of source ranks, then each second one, and so on. Thus all ranks send
         at the same time, instead of one pipeline stage or expert rank after another.
         """
         rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
@@ -265,9 +268,9 @@ class Plan:
                 self.steps.append(Step(tensor, overlap, turn, tuple(tensor_buckets)))
 
     def _fit(self, overlap: Overlap, limit: int, width: int) -> _Loads:
-        """Return upper bounds of the units staged by each rank per slice of a tensor, and the number of slices.
+        """Return upper bounds of the items staged by each rank per slice of a tensor, and the number of slices.
 
-        An element takes `width` units.
+        An element takes `width` items.
         """
         reach = [self._reach(flow.holders, flow.takers) for flow in overlap.flows]
         if not any(reach) and not self._bounds_local:
@@ -288,8 +291,8 @@ class Plan:
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
-        """Return the maximum number of destination ranks that one source rank sends to, over all rotations. 0: all
-        copies are local.
+        """Return the maximum number of destination ranks of one source rank, over all rotations. 0: all copies are
+        local.
         """
         taker_ranks, source = np.asarray(takers), self.choose_sources(holders, takers, 0)
         max_takers, is_left = 0, source != taker_ranks
@@ -326,8 +329,8 @@ def make_plan(
     """Return the plan from source to destination layouts, both listed by rank (empty for a rank without tensors).
 
     `itemsize` is the size of a sent element in bytes. `bucket_bytes` limits the bytes staged by a rank at once, sends
-    plus receives. `topology` names each rank's node and the switches above it, nearest first (default: one node). With
-    `bounds_local`, copies within a rank count towards the limit too.
+    plus receives. `topology` defaults to one node. With `bounds_local`, copies within a rank count towards the limit
+    too.
 
     Raises ValueError naming the tensor if a destination element has no source.
     """

@@ -1,4 +1,6 @@
-"""Conversion of received weights to FP8 by vLLM's own quantiser: a module is quantised once all have arrived."""
+"""Conversion of received weights to FP8 by vLLM's own quantiser. A module is quantised once all its weights have
+arrived.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,11 @@ Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 
 
 class WaitingRoom:
-    """Buffer for the weights of quantising modules. A module's weights stay in it from the arrival of their first piece
-    to the last.
+    """Buffer for the weights of quantising modules, from the arrival of a module's first piece to that of its last.
 
-    `destinations` maps names to these weights. They are views of one buffer; a module occupies its place from its first
-    bucket to its last. The buffer has memory only within `allocate_buffer`. The buckets follow from the plan and are
-    the same on all ranks of an engine, so its ranks quantise together.
+    `destinations` maps names to these weights. They are views of one buffer, and modules share places in it at
+    different times. The buffer has memory only within `allocate_buffer`. The buckets follow from the plan and are the
+    same on all ranks of an engine, so its ranks quantise together.
     """
 
     def __init__(
@@ -63,10 +64,7 @@ class WaitingRoom:
 
     @contextmanager
     def allocate_buffer(self, take: Take | None = None) -> Iterator[None]:
-        """Context in which the buffer has memory.
-
-        `take` is called with each module once its weights are complete.
-        """
+        """Context in which the buffer has memory. `take` is called with each module once its weights are complete."""
         # Resizing the storage frees the memory and keeps all views valid: the transport has bound them.
         storage = self._buffer.untyped_storage()
         storage.resize_(self.numel * self._buffer.itemsize)
@@ -78,7 +76,7 @@ class WaitingRoom:
             storage.resize_(0)
 
     def take_complete_modules(self, bucket: int) -> None:
-        """Call `take` for each module that this bucket completes. All pieces of the bucket must have arrived."""
+        """Call `take` for each module completed by this bucket. All pieces of the bucket must have arrived."""
         assert self._take is not None
         for module in self._due.get(bucket, ()):
             with self._collective():
@@ -86,7 +84,7 @@ class WaitingRoom:
 
 
 class QuantisingConversion:
-    """Conversion of the weights of one rank's `modules`, by way of a `WaitingRoom`.
+    """Conversion of the weights of one rank's `modules`, through a `WeightBuffer`.
 
     A rank without such modules takes part in the comparison, because other ranks need its weights.
     """
@@ -119,7 +117,7 @@ class QuantisingConversion:
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
 
-        Returns the checksums of the pieces of `ledger` by number, int64 [scalar], and names of differing parameters.
+        Returns the checksums of the pieces of `ledger` by index, int64 [], and names of differing parameters.
         """
         # These checksums must precede the second reshard below: that one writes the parameters again.
         checksums = ledger.compute(name for name in ledger.storages if name not in self.destinations)
@@ -156,8 +154,8 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
 def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Return the start of each module's place in one buffer, and the buffer's size.
 
-    `spans` lists (first bucket, last bucket, size) of each module. The search is first fit. A place is free again two
-    buckets after its last: a bucket is unpacked while the next one is copied.
+    `spans` lists (first bucket, last bucket, size) of each module. The search is first fit. A place is free two buckets
+    after its last one, because a bucket is unpacked while the next one is copied.
     """
     occupied: list[tuple[int, int, int]] = []
     places = [0] * len(spans)

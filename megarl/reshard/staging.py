@@ -1,8 +1,7 @@
-"""Staging memory of a reshard: two slots that exchanges use in turn, private or shared between processes of one
-machine.
+"""Staging memory of a reshard: two slots used in turn, private or shared between processes of one machine.
 
-An exchange calls `claim` (wait for the slot), packs, calls `depart` (send) and `arrive` (wait for the peers' data),
-unpacks, and calls `release`. An exchange arrives at the latest after the next one departs.
+For each exchange, call `claim` (wait for the slot), pack, call `depart` (send) and `arrive` (wait for the peers' data),
+unpack, and call `release`. An exchange arrives at the latest after the next one departs.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class OwnSlots:
         return outgoing, incoming.split(self._splits[exchange][1])
 
     def claim(self, exchange: int) -> None:
-        """Return at once: `arrive` has already waited for the slot's earlier exchange."""
+        """Do nothing: `arrive` has already waited for the slot's earlier exchange."""
 
     def depart(self, exchange: int) -> None:
         sent, received = self._splits[exchange]
@@ -68,7 +67,7 @@ class OwnSlots:
         cross_world.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
 
     def release(self) -> None:
-        """Return at once: no peer reads a private slot."""
+        """Do nothing: no peer reads a private slot."""
 
     def _parts(self, exchange: int) -> tuple[Tensor, Tensor]:
         """Return the parts of a slot: elements [sent], then elements [received]."""
@@ -80,7 +79,7 @@ class OwnSlots:
 class SharedSlots:
     """Two slots of shared memory for the elements that a rank sends. Other ranks map the memory and unpack from it.
 
-    A head page stores three int64 counters: exchanges packed by the rank, exchanges read by it, and 1 after it left.
+    The first page has three int64 counters: exchanges packed by the rank, exchanges read by it, and 1 after it left.
     """
 
     # A whole page keeps the slots aligned. The limit of half an hour is far above any exchange: a dead peer is noticed
@@ -118,9 +117,9 @@ class SharedSlots:
         self._nothing = torch.empty(0, dtype=dtype)
 
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
-        """Map the other ranks' shared memory, given as process id and file descriptor.
+        """Map the other ranks' shared memory. `files` are pairs of process id and file descriptor.
 
-        `_ended` signals from then on that a peer's process ended.
+        From then on, `_ended` signals the end of a peer's process.
         """
         watched: list[int] = []
         weakref.finalize(self, _close_all, watched)
@@ -139,8 +138,7 @@ class SharedSlots:
             raise
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the parts of an exchange's slot: elements to send [sent], and those from each rank for this one
-        [received].
+        """Return this rank's elements to send [sent], and those from each rank for this one [received].
 
         The received elements are views of the other ranks' memory.
         """
@@ -201,7 +199,7 @@ def _map_file(file: Path) -> mmap.mmap:
 
 
 def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks allow shared memory, and run on one machine under one user. A collective.
+    """Return whether all ranks are willing, and run on one machine under one user. A collective.
 
     Shared slots need x86-64: it makes stores visible in program order, so the counters need no memory fence.
     """

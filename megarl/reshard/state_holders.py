@@ -1,8 +1,8 @@
-"""Which nodes hold copies of which rank's training state, and which ranks read them.
+"""Nodes that hold copies of the ranks' training states, and ranks that read them.
 
-After a step, each node holds a copy of the training states of its ranks. It also holds copies of the ranks whose
-partner is one of its ranks (`partners`). In the next attempt a rank reads all copies of its node. Copies that only
-other nodes have are sent to one of the attempt's nodes first (`hand_overs`).
+After a step, each node holds copies of the training states of its own ranks, and of the ranks whose partner is one of
+them (`partners`). After a restart a rank reads all copies of its node. Copies that only leaving nodes hold are first
+sent to a node of the new start (`hand_overs`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 def partners(topology: RankTopology) -> list[int]:
-    """Return, for each rank, the rank of the next node that receives its copies. With one node it is the rank itself.
+    """Return, for each rank, the rank of the next node that receives its copy. With one node it is the rank itself.
 
     `topology` has each rank's node first. No two ranks have the same partner if all nodes have equally many ranks.
     """
@@ -34,9 +34,9 @@ def partners(topology: RankTopology) -> list[int]:
 
 
 def hand_overs(holders: Mapping[int, Collection[Node]], nodes: Sequence[Node]) -> dict[int, Node]:
-    """Return the node that receives each copy that none of `nodes` holds. Copies are named by the rank of the state.
+    """Return the node that receives each copy held by none of `nodes`. A copy is named by the rank of its state.
 
-    `holders` has the nodes with each copy. `nodes` are those of the next attempt.
+    `holders` has the nodes with each copy, `nodes` those of the new start.
     """
     missing = [origin for origin, holding in sorted(holders.items()) if not set(holding) & set(nodes)]
     return {origin: nodes[number % len(nodes)] for number, origin in enumerate(missing)}

@@ -2,7 +2,7 @@
 
 For each bucket, remote elements are packed and sent in one exchange. Meanwhile local elements are copied in place and
 the previous bucket is unpacked. CPU ranks on one machine pack into shared memory, and their peers unpack from there.
-Destinations are written in place and never rebound, because CUDA graphs hold their addresses. Staging memory: two
+Destinations are written in place and never rebound, because CUDA graphs hold their addresses. Staging memory is two
 buckets.
 """
 
@@ -26,8 +26,9 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies below this number of bytes are made together by one kernel launch. On a GPU their launches would take longer
-than the copies."""
+"""Copies with fewer bytes are made together by one kernel launch. Their own launches would take longer than the
+copies.
+"""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -91,7 +92,7 @@ class CopyReport:
     """Bytes by kind of copy: `local`, `sent` and `received`."""
 
     def __add__(self, addend: CopyReport) -> CopyReport:
-        """Return the report of two rounds of copies, one after the other."""
+        """Return the sums of two reports."""
         seconds, num_bytes = {**self.seconds}, {**self.num_bytes}
         for stage, duration in addend.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + duration
@@ -101,7 +102,7 @@ class CopyReport:
 
 
 class BucketStage(NamedTuple):
-    """Work after the arrival of a bucket. A report has its seconds under its name."""
+    """Work after the arrival of a bucket. A report has its seconds as `name`."""
 
     name: str
     run: Callable[[int], None]
@@ -110,13 +111,13 @@ class BucketStage(NamedTuple):
 class Transport:
     """One rank's part of a plan, bound to its tensors; `reshard` copies the weights.
 
-    `sources` and `destinations` map storage names to contiguous tensors. They are read and written in place and must
-    keep their memory. `dtype` is the type of sent elements. It has the plan's item size and is the same on all ranks.
-    Values are cast where a storage has another type. Rank i of the plan is rank i of `group`.
+    `sources` and `destinations` map storage names to contiguous tensors, which must keep their memory. `dtype` is the
+    type of sent elements. It has the plan's item size and is the same on all ranks. Values are cast where a storage has
+    another type. Rank i of the plan is rank i of `group`.
 
-    The constructor is a collective if ranks exchange anything. `shared_memory`, the same on all ranks, allows exchanges
-    through shared memory between CPU ranks of one machine. Without it the constructor is no collective. Raises
-    ValueError for a storage that is missing or too small.
+    `shared_memory`, the same on all ranks, allows exchanges through shared memory between CPU ranks of one machine.
+    With it, the constructor is a collective if ranks exchange anything. Raises ValueError for a storage that is missing
+    or too small.
     """
 
     def __init__(
@@ -159,9 +160,7 @@ class Transport:
 
     @torch.no_grad()
     def reshard(self) -> CopyReport:
-        """Copy all weights, together with the other ranks. With `on_arrival`, the report has the seconds of its
-        stage.
-        """
+        """Copy all weights. A collective."""
         clock = _Clock(self._device)
         travelling: _Step | None = None
         for number, step in enumerate(self._steps):
@@ -199,10 +198,10 @@ class Transport:
 
 
 def device_of(storages: Sequence[Tensor]) -> torch.device:
-    """Return the device of a rank's exchanges: the accelerator holding one of its storages [*shape], else the CPU.
+    """Return the device of a rank's exchanges: the accelerator with one of its storages [*shape], else the CPU.
 
-    A rank without storages uses `platform.device.current()`. It thus joins the collectives of the other ranks on the
-    right device: the name of the world's backend does not determine the device.
+    A rank without storages uses `platform.device.current()`, so that it joins the other ranks' collectives on the right
+    device. The backend's name does not determine the device.
     """
     fallback = torch.device("cpu") if storages else device.current()
     return next((storage.device for storage in storages if storage.is_cuda), fallback)
@@ -228,8 +227,8 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
 def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.dtype) -> Tensor:
     """Return one end of a transfer, sharing the memory of `storage` [*any]: [*shape], or [*shape, width] as bits.
 
-    Elements wider than `dtype`, the plan's, travel as several of its units. Raises ValueError like `strided_view`, and
-    for a storage with narrower elements: float32 values are never rounded on their way.
+    Elements wider than the plan's `dtype` are sent as several items. Raises ValueError like `strided_view`, and for a
+    storage with narrower elements: float32 values are never rounded on their way.
     """
     width = transfer.width
     if width == 1:

@@ -25,7 +25,7 @@ class StorageSlot(NamedTuple):
     """Distance in elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
 
     def of(self, tensor: TensorName) -> tuple[str, int]:
-        """Return the name of the storage of a tensor, and the element offset of its expert in it."""
+        """Return the name of a tensor's storage, and the element offset of its expert there."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
 
@@ -46,8 +46,10 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """Layouts of all ranks, as a sequence by rank, created when used. `holdings` returns the stored parts of a tensor.
-    Equal layouts must have an equal `repr`, and different ones different: `Plan.digest` hashes it.
+    """Layouts of all ranks, a sequence by rank. Each is created when it is read.
+
+    `holdings` has the stored parts of a tensor. Equal layouts must have an equal `repr`, and different ones different:
+    `Plan.digest` hashes it.
     """
 
     @cached_property
@@ -57,7 +59,7 @@ class Layouts(Sequence[Layout]):
 
     @cached_property
     def float32(self) -> frozenset[str]:
-        """Return the templates of tensors stored in float32 on all these ranks, whatever the type of the others."""
+        """The templates of tensors stored in float32 on all these ranks, whatever the type of the others."""
         return frozenset()
 
     @abstractmethod
@@ -114,7 +116,7 @@ def _shift_ranks(ranks: Sequence[int], by: int) -> Sequence[int]:
 
 
 class ListedLayouts(Layouts):
-    """Layouts given as lists of pieces, recorded from a live model or read from files."""
+    """Layouts made of lists of pieces, recorded from a live model or read from files."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._num_ranks = len(layouts)

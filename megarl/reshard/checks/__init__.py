@@ -1,7 +1,7 @@
-"""Checks of copied and held weights.
+"""Checks of copied and stored weights.
 
-`fingerprint` computes checksums, and `ledger` takes them by box. `verify` compares the ledgers of both ends of a
-reshard: it proves plan and transport. `file_rows` compares rows of the engine with the model folder by name: it proves
-the layouts, of which equal checksums say nothing. `probe` compares log-probs where the engine converts weights.
-`version_checksums` compares the checksums of one version over all ranks while it is in use.
+`fingerprint` computes checksums, `ledger` takes them by box. `verify` compares the checksums of both ends of a reshard,
+which proves plan and transport. `file_rows` compares rows of the engine with the model folder by name, which proves the
+layouts. `probe` compares log-probs where the engine converts weights. `version_checksums` compares checksums of one
+version over all ranks while it is in use.
 """

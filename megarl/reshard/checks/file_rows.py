@@ -1,11 +1,11 @@
 """Comparison of an engine's live parameters with the model folder: a few random rows of each kind of tensor, by name.
 
-`checks.verify` compares the ledgers of both ends, so it proves plan and transport. Both ends use megarl's layouts. A
-layout that is one row off moves each element to a wrong place, and all checksums agree. Here vLLM's own loader says
-where a tensor of the folder belongs, and no layout of megarl takes part.
+Checksums of trainer and engine prove plan and transport, but both use megarl's layouts. A layout that is one row off
+moves each element to a wrong place, and all checksums agree. Here vLLM's own loader decides where a tensor of the
+folder belongs.
 
 The loader runs on memory-mapped tensors of the folder. Its writes are compared instead of executed, so only the
-compared rows are read. This needs weights as they were loaded: it runs once, before the first update.
+compared rows are read. The engine must have the folder's weights, so this runs once, before the first update.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megarl.reshard.staging import gather_values
 from megarl.types import MegarlError
 
 PER_KIND = 2
-"""Tensors compared of each kind: those of two layers, or of two experts."""
+"""Number of compared tensors of each kind: those of two layers, or of two experts."""
 ROWS = 4
-"""Rows compared of each part of a tensor that the loader copies."""
+"""Number of compared rows of each part of a tensor that the loader copies."""
 COLUMNS = 4096
-"""Largest number of elements compared in a row. A rank reads at most 64 KiB of each part."""
+"""Maximum number of compared elements of a row. A rank reads at most 64 KiB of each part."""
 
 
 def sampled_names(names: Iterable[str], seed: int) -> list[str]:
-    """Return at most PER_KIND random names of each kind. Names of a kind differ in the numbers of layer and expert."""
+    """Return at most PER_KIND random names of each kind. Names of a kind differ only in layer and expert number."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         kinds[parse_name(name).template].append(name)
@@ -54,9 +54,9 @@ def check_rows(
 ) -> None:
     """Compare rows of the folder's tensors `names` with this rank's engine. A collective over `group`.
 
-    `tensor_of` returns a tensor [*shape] of the folder by its name, memory-mapped. `dtype` is the dtype of the trained
-    weights. FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises
-    MegarlError on all ranks, naming the first tensor that differs or that vLLM's loader did not place.
+    `tensor_of` returns a memory-mapped tensor [*shape] of the folder by name. `dtype` is that of the trained weights.
+    FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises MegarlError on all
+    ranks, naming the first tensor that differs or that vLLM's loader did not copy.
     """
     fault = None if model is None else _fault(model, names, tensor_of, dtype, seed)
     for rank, text in enumerate(gather_values(fault, group)):
@@ -83,7 +83,8 @@ def _fault(
 class RowComparer(Recorder):
     """A torch dispatch mode that compares the loader's writes with live values, instead of executing them.
 
-    `parameters` are pairs of a name and a live tensor [*shape]; those of `quantised` modules are on the meta device.
+    `parameters` are pairs of a name and a live tensor [*shape]. Parameters of `quantised` modules are on the meta
+    device.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class RowComparer(Recorder):
         self._modules = {name: module for module in quantised for name in module.shapes}
         self._dtype, self._numbers = dtype, random.Random(seed)
         self._names: dict[int, str] = {}
-        """Names of the folder's tensors, by storages: their own, and those of values that the loader computed."""
+        """Name of the folder's tensor behind each storage: the tensor's own storage, or one computed from it by the
+        loader.
+        """
         self._mapped: list[Tensor] = []
 
     def folder_tensors(self, names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -143,16 +146,16 @@ class RowComparer(Recorder):
                 return
 
     def _is_equal(self, written: Tensor, expected: Tensor) -> bool:
-        """Return whether a live row equals one of the folder, rounded as a load into the trainer rounds it."""
+        """Return whether a live row equals the folder's row, also if the trainer rounded it to its dtype when
+        loading.
+        """
         exact = expected.to(torch.float32)
         return torch.equal(written, exact.to(written.dtype)) or torch.equal(
             written, exact.to(self._dtype).to(written.dtype)
         )
 
     def _rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:
-        """Yield the indices of random rows of a tensor [*shape], at most ROWS: its last dimension stays, at most
-        COLUMNS elements of it.
-        """
+        """Yield the indices of at most ROWS random rows of a tensor [*shape], each with at most COLUMNS elements."""
         size = shape[-1] if shape else 1
         for _ in range(ROWS if len(shape) > 1 else 1):
             start = self._numbers.randrange(max(1, size - COLUMNS + 1))

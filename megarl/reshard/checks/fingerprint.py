@@ -1,4 +1,4 @@
-"""Fingerprints of tensors. Fingerprints of disjoint boxes add up to the whole tensor's, whatever the layout."""
+"""Fingerprints of tensors. The fingerprints of disjoint boxes add up to that of the whole tensor, for any layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASK = (1 << 64) - 1
 class Fingerprint:
     """Checksum and sketch of a tensor, or of a part of it.
 
-    `checksum` is a 64-bit integer. It changes if any element changes, or their order. Each entry of `sketch`, shape
+    `checksum` is a 64-bit integer that changes if any element or the order changes. Each entry of `sketch`, shape
     [NUM_PROJECTIONS], is the sum of all elements with random signs. Two sketches give an estimate of the distance of
     their tensors. `squares` is the sum of the squared elements, `numel` their number.
     """
@@ -47,9 +47,9 @@ class Fingerprint:
         )
 
     def distance(self, reference: Fingerprint) -> float:
-        """Return the estimated Euclidean distance of two tensors, relative to the larger norm. 0 for equal tensors.
+        """Return the estimated Euclidean distance of two tensors, relative to the larger norm. Equal tensors have 0.
 
-        NaN or infinity if a tensor has elements that are not finite.
+        It is NaN or infinity if a tensor has elements that are not finite.
         """
         if (self.checksum, self.numel) == (reference.checksum, reference.numel):
             return 0.0
@@ -62,7 +62,7 @@ class Fingerprint:
 
 @torch.no_grad()
 def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerprint:
-    """Return the fingerprint of a box `values` [*shape] of a larger tensor.
+    """Return the fingerprint of `values` [*shape], a box of a larger tensor.
 
     `start` [dims] is the index of the box's first element in the larger tensor; None: zeros.
     """
@@ -81,10 +81,9 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
 
 @torch.no_grad()
 def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
-    """Return the 64-bit checksum, an int64 scalar on the device, of a box `values` [*shape] of a larger tensor.
+    """Return the 64-bit checksum of `values` [*shape], a box of a larger tensor: int64 [] on the device.
 
-    `start` [dims] is the index of the box's first element in the larger tensor; None: zeros. Checksums of disjoint
-    boxes add up, with wrap-around, to that of the whole tensor.
+    `start` is as in `fingerprint`. Checksums of disjoint boxes add up, with wrap-around, to that of the whole tensor.
     """
     checksums = [_checksum_of_block(*block) for block in _blocks(values, start)]
     if len(checksums) == 1:
@@ -93,9 +92,9 @@ def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
 
 
 def _checksum_of_block(block: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Return the checksum, an int64 scalar, of a block [rows, columns].
+    """Return the checksum, int64 [], of a block [rows, columns].
 
-    `rows` are the random numbers of its rows. `first` is the index of its first column.
+    `rows` are the random numbers of its rows, `first` the index of its first column.
     """
     words, first_word = _words(block, first)
     columns = _random(first_word, words.shape[1], -1, block.device)
@@ -110,8 +109,8 @@ _buffers = threading.local()
 def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a contiguous tensor [*shape] with any content for a temporary copy of a block.
 
-    A CPU thread has one buffer for all of them. The C library gives freed memory of this size back to the system: page
-    faults would take up to 90 % of a checksum's time.
+    A CPU thread uses one buffer for all copies. Freed memory of this size would go back to the system, and page faults
+    would take up to 90 % of a checksum's time.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -121,10 +120,10 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
-    """Return the integers [rows, words] with the bits of a block [rows, columns], and the index of the first word.
+    """Return the bits of a block [rows, columns] as integers [rows, words], and the index of the first word.
 
-    A word has the elements of 4 bytes, so a sum over words takes a half or a quarter of the time of one over elements.
-    `first` is the index of the block's first column. Bits of a word that are in another block are 0.
+    A word has the elements of 4 bytes, so summing words takes a half or a quarter of the time. `first` is the index of
+    the block's first column. Bits of a word outside the block are 0.
     """
     itemsize = block.dtype.itemsize
     bits = block.view(_INTEGERS[itemsize])
@@ -142,9 +141,9 @@ def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
 
 
 def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield blocks [rows, columns] of a box [*shape] with at most _CHUNK[device] elements.
+    """Yield blocks [rows, columns] of a box [*shape], each with at most _CHUNK[device] elements.
 
-    With each come the random odd numbers of its leading indices, int64 [rows], and the index of its first column.
+    Each comes with the random odd numbers of its rows, int64 [rows], and the index of its first column.
     """
     shape = values.shape or torch.Size((1,))
     begin = tuple(start or (0,) * len(shape))
@@ -165,7 +164,7 @@ def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tenso
 # shapes.
 @lru_cache(maxsize=1024)
 def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the product of the random numbers of all leading indices of a box, for each row: int64 [rows].
+    """Return a random number for each row of a box: int64 [rows], the product over the row's leading indices.
 
     `start` and `shape` are those of the box without its last dimension.
     """
@@ -191,17 +190,16 @@ def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
 
 
 def _signs(numbers: Tensor) -> Tensor:
-    """Return NUM_PROJECTIONS random signs of each random number [count]: float64 [count, NUM_PROJECTIONS]."""
+    """Return NUM_PROJECTIONS random signs for each random number [count]: float64 [count, NUM_PROJECTIONS]."""
     # The high bits: products of the numbers, as in `_blocks`, have the best distribution there.
     bits = torch.arange(63 - NUM_PROJECTIONS, 63, device=numbers.device)
     return ((numbers[:, None] >> bits) & 1).to(torch.float64) * 2 - 1
 
 
 def _shift_right(numbers: Tensor, count: int) -> Tensor:
-    """Return int64 numbers [count] shifted to the right, with zeros from the left."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)
 
 
 def _reinterpret_signed(number: int) -> int:
-    """Return an unsigned 64-bit number as the signed one with the same bits."""
+    """Return the signed 64-bit number with the same bits as an unsigned one."""
     return number - (1 << 64) if number >> 63 else number

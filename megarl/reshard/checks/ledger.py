@@ -23,7 +23,7 @@ from megarl.reshard.transport import strided_view
 class RankChecksums:
     """Checksums of one rank's weights of a version: int64 [boxes], in the order of `boxes`.
 
-    `holder` names rank and node in messages. `is_converted`: the boxes are those of an engine's own parameters, which
+    `holder` names rank and node in messages. With `is_converted`, the boxes are an engine's own parameters, which
     cannot be compared with the trainer's.
     """
 
@@ -37,7 +37,7 @@ class RankChecksums:
     seconds: float
 
     def of_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
-        """Return the checksums of the tensors with the data types `dtypes`, by name, and without all others."""
+        """Return only the checksums of boxes with the data type in `dtypes`, or of tensors that it does not list."""
         places = [
             place
             for place, (box, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True))
@@ -49,7 +49,7 @@ class RankChecksums:
 
 @dataclass(frozen=True, slots=True)
 class RankChanges:
-    """Boxes of one rank whose weights changed although no update or reshard wrote them. `boxes` may be empty."""
+    """Boxes of one rank that changed although no update or reshard wrote them. `boxes` may be empty."""
 
     holder: str
     version: int
@@ -61,8 +61,8 @@ class Ledger:
     """Checksums of a rank's weights. `layout` lists the boxes of Hugging Face tensors that are stored in `tensors`.
 
     `tensors` maps storages to tensors [*shape], which keep their addresses. `rank_name` is like "trainer rank 0".
-    `cast_to` has a data type for each box, to which its elements are cast before; None: their own. The methods need
-    the weights in device memory.
+    `cast_to` has a data type for each box, to which its elements are cast first; None: no cast. The weights must be in
+    device memory.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Ledger:
         self._holder = f"{rank_name} on {socket.gethostname()}"
         self._cast_to = cast_to
         self._numbers: dict[str, list[int]] = defaultdict(list)
-        """Numbers of the pieces in each storage."""
+        """Indices in the layout of the pieces in each storage."""
         for number, piece in enumerate(layout):
             self._numbers[piece.storage].append(number)
         self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
@@ -105,7 +105,7 @@ class Ledger:
 
     @torch.no_grad()
     def compare(self) -> RankChanges | None:
-        """Return the boxes that changed since the checksums were taken. None if the newest version has none."""
+        """Return the boxes that changed since the checksums were taken. None without checksums."""
         if self.newest is None:
             return None
         started = time.perf_counter()
@@ -123,9 +123,8 @@ class Ledger:
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
-        """Return the checksums of the pieces in `storages`, int64 [scalar] on the device, by number of the piece.
-
-        None: all storages.
+        """Return the checksums of the pieces in `storages` (None: all), int64 [] on the device, by index in the
+        layout.
         """
         names = self.storages if storages is None else storages
         return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}
@@ -145,9 +144,8 @@ class Ledger:
 
 
 def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the checksum, an int64 scalar on the device, of a piece stored in `storage` [*any].
-
-    With `dtype`, it is that of the elements cast to `dtype`.
+    """Return the checksum, int64 [] on the device, of a piece stored in `storage` [*any], cast to `dtype` if not
+    None.
     """
     view = View(piece.storage, piece.offset, piece.strides)
     values = strided_view(storage, view, piece.box.shape, piece.box.name)

@@ -1,4 +1,4 @@
-"""NaN in an engine's live parameters before a copy. Elements still NaN afterwards were not written."""
+"""NaN in an engine's live parameters before a copy. Elements that are still NaN afterwards were not written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAN_BITS = 0x7F
 
 
 def fill_with_nan(parameter: Tensor) -> None:
-    """Fill a live parameter [*shape] with NaN. Integer types have no NaN, so all their bits are set."""
+    """Fill a live parameter [*shape] with NaN. Integers of several bytes have no NaN and are set to -1."""
     if parameter.dtype.itemsize == 1:
         _bytes(parameter).fill_(_NAN_BITS)
     elif parameter.is_floating_point():
@@ -20,12 +20,12 @@ def fill_with_nan(parameter: Tensor) -> None:
 
 
 def has_nan(parameter: Tensor) -> bool:
-    """Return whether some element of a parameter [*shape] is NaN; False for integer types."""
+    """Return whether some element of a parameter [*shape] is NaN; False for integers of several bytes."""
     if parameter.dtype.itemsize == 1:
         return bool(((_bytes(parameter) & _NAN_BITS) == _NAN_BITS).any())
     return bool(parameter.is_floating_point() and parameter.isnan().any())
 
 
 def _bytes(parameter: Tensor) -> Tensor:
-    """Return a view [*shape] as uint8, because torch 2.13 can hardly fill FP8 and not compare it."""
+    """Return a view [*shape] as uint8: torch 2.13 has few operations on FP8."""
     return parameter.data.view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Check of a reshard into converted weights: trainer and engine compute the log-probs of a fixed prompt.
+"""Check of a reshard by log-probs: trainer and engine compute those of a fixed prompt.
 
-It is used for engines that convert the weights, because their bytes cannot be compared with the trainer's.
+It is for engines that convert the weights, because their bytes cannot be compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from megarl.types import MegarlError
 NUM_TOKENS = 32
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest accepted mean |trainer - engine| over the prompt's tokens, in nats, by the dtype of the weights. Rounding
-alone gives about 1e-6 (float32) and 1e-2 (bfloat16). Weights of another model give several nats."""
+"""Maximum mean |trainer - engine| over the prompt's tokens, in nats, by dtype of the weights. Rounding alone gives
+about 1e-6 (float32) and 1e-2 (bfloat16). Weights of another model give several nats.
+"""
 
 
 def probe_prompt(vocab_size: int, max_tokens: int) -> NDArray[np.int64]:
-    """Return the fixed prompt for checks: int64 [tokens], drawn from the whole vocabulary with a fixed seed.
-
-    Its length is `NUM_TOKENS`, or `max_tokens` if smaller.
-    """
+    """Return the fixed prompt: int64 [tokens], at most `max_tokens`, random tokens of the whole vocabulary."""
     return np.random.default_rng(0).integers(0, vocab_size, min(NUM_TOKENS, max_tokens))
 
 
@@ -36,10 +34,11 @@ def check_logprobs(
     tolerance: float,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Compare the prompt's log-probs, float32 [tokens] or None. A collective over all ranks of the reshard.
+    """Compare the prompt's log-probs, float32 [tokens], or None on ranks without them. A collective over the reshard's
+    ranks.
 
-    The first entry does not count: nothing precedes the first token. Returns the largest mean distance of any engine,
-    in nats. Raises MegarlError on all ranks, naming the first rank with a distance above `tolerance` or not finite.
+    The first entry is ignored: no token precedes it. Returns the largest mean distance of any engine, in nats. Raises
+    MegarlError on all ranks, naming the first rank with a distance above `tolerance` or not finite.
     """
     values_by_rank = gather_values((trainer, engine, replica), group)
     expected = next(logprobs for logprobs, _, _ in values_by_rank if logprobs is not None)

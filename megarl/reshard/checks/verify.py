@@ -1,8 +1,8 @@
-"""Verification of a reshard: the ledger of the trainers' live parameters, compared with that of the engines'.
+"""Verification of a reshard: checksums of the trainers' live parameters, compared with those of the engines.
 
-Both ledgers have the boxes that the layouts of both ends have in common. A checksum depends on the values of a box and
-on its place in the tensor, but not on the copies that were made. Equal ledgers thus prove plan and transport. They do
-not prove the layouts: see `checks.file_rows`.
+Both sides use the boxes that their layouts have in common. A checksum depends on the values of a box and on its place
+in the tensor, but not on the copies that were made. Equal checksums thus prove plan and transport. They do not prove
+the layouts: see `checks.file_rows`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.reshard.world import Holding
 from megarl.types import MegarlError
 
 _NOT_STORED = torch.iinfo(torch.int64).max
-"""Value of a box that a rank does not store, where the smallest value of all ranks counts."""
+"""Value of a box that a rank does not store. The minimum over the ranks ignores it."""
 
 
 class LedgerComparison:
@@ -66,9 +66,9 @@ class LedgerComparison:
     def verify(self, values: Mapping[int, Tensor], differing: Sequence[str] = ()) -> None:
         """Compare this rank's checksums with those of all ranks. A collective.
 
-        `values` are the checksums of the engine's pieces by number, int64 [scalar].
-        `differing` lists live parameters that differ from the converted weights. Raises MegarlError on all ranks,
-        naming the first parameter that differs, or the trainer's ranks that differ from others with the same weights.
+        `values` are the checksums of the engine's pieces by index, int64 []. `differing` lists live parameters that
+        differ from the converted weights. Raises MegarlError on all ranks. It names the first parameter that differs,
+        or the trainer ranks that differ from others with the same weights.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)
@@ -105,7 +105,7 @@ class LedgerComparison:
                 )
 
     def _stack(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return checksums in one tensor, int64 [pieces], in the order of the ledger."""
+        """Return checksums in one tensor, int64 [pieces], in the order of the layout."""
         ordered = [values[number] for number in range(len(values))]
         return (
             torch.stack(ordered).to(self._device) if ordered else torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -113,9 +113,10 @@ class LedgerComparison:
 
 
 def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Piece], int]:
-    """Return this rank's parts of the boxes that both ends of a plan have in common: in its trainer, in its engine.
+    """Return this rank's parts of the boxes that both ends of a plan have in common.
 
-    The keys number the boxes of all ranks. The third value is the number of boxes.
+    The results are the parts in its trainer, those in its engine, and the number of all ranks' boxes. Boxes are
+    numbered over all ranks.
     """
 
     @cache

@@ -12,14 +12,14 @@ from megarl.reshard.checks.fingerprint import MASK
 from megarl.reshard.checks.ledger import RankChecksums
 
 Checksums = Mapping[Box, int]
-"""Checksum of each different box of one version, as stored by some rank."""
+"""Checksum of each distinct box of one version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Weights that differ from the other copies of the same version. `holders` are the ranks with the wrong copy.
+    """Weights that differ from other copies of the same version. `holders` are the ranks with the wrong copy.
 
-    If no majority shows the wrong copy, all ranks with a copy are listed, and `is_certain` is false.
+    Without a majority, all ranks with a copy are listed, and `is_certain` is False.
     """
 
     box: Box
@@ -28,9 +28,9 @@ class Difference:
 
 
 def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> tuple[dict[Box, int], list[Difference]]:
-    """Return the checksum of each box over all ranks, and the boxes whose copies differ between ranks.
+    """Return the checksum of each box over all ranks, and the boxes whose copies differ.
 
-    A copy is wrong if it differs from the one in `trusted`, else if it differs from the majority.
+    A copy is wrong if it differs from `trusted`, or, for boxes not listed there, from the majority.
     """
     copies_by_box: dict[Box, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
@@ -51,7 +51,7 @@ def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> t
 
 
 def by_tensor(boxes: Checksums) -> dict[str, int]:
-    """Return the checksum of each whole tensor by name, from those of its disjoint boxes."""
+    """Return the checksum of each whole tensor by name, the sum over its disjoint boxes."""
     total: dict[str, int] = defaultdict(int)
     for box, value in boxes.items():
         total[box.name] = (total[box.name] + value) & MASK
@@ -67,7 +67,7 @@ def version_checksum(tensors: Mapping[str, int]) -> str:
 def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> Iterator[Difference]:
     """Yield the weights of engines that differ from the trainer's of the same version.
 
-    Engines may lack tensors of the trainer. Boxes that only one rank stores are compared by whole tensors.
+    Engines may lack tensors of the trainer. Boxes that only one rank stores are compared as sums over the tensor.
     """
     comparable = [engine for engine in engines if not engine.is_converted]
     merged, differences = merge(comparable, trainer)
@@ -83,6 +83,6 @@ def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> 
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
-    """Return the smallest box with all these boxes of one tensor."""
+    """Return the smallest box around boxes of one tensor."""
     starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
     return Box(boxes[0].name, tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))

@@ -1,6 +1,4 @@
-"""Cost of a plan of weight copies, computed without starting a rank: bytes per link, copies, messages, memory, GPU
-time.
-"""
+"""Cost of a plan of weight copies, without starting a rank: bytes per link, copies, messages, memory, GPU time."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ from megarl.reshard.plan import Plan, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """The bandwidths of a GPU in bytes per second."""
+    """Bandwidths of a GPU in bytes per second."""
 
     nvlink: float
-    """NVLink bandwidth in bytes per second, in each direction."""
+    """NVLink, in each direction."""
     infiniband: float
-    """Network bandwidth in bytes per second, in each direction."""
+    """Network, in each direction."""
     memory: float
-    """Device memory bandwidth in bytes per second, reads plus writes."""
+    """Device memory, reads plus writes."""
 
 
 SPEEDS = {
@@ -46,7 +44,8 @@ SPEEDS = {
     "b200": Speeds(nvlink=900e9, infiniband=50e9, memory=7.2e12),
 }
 """Bandwidths by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each
-GPU."""
+GPU.
+"""
 
 TIERS = ("local", "same_node", "other_node")
 
@@ -57,8 +56,7 @@ _Bytes = NDArray[np.int64]
 class Traffic:
     """The bytes moved by a plan, by rank.
 
-    `received` and `sent` are [tier, rank], where a tier is a kind of link, in the order of TIERS. Other arrays are
-    [rank].
+    `received` and `sent` are [tier, rank], where a tier is a kind of link, in the order of TIERS.
     """
 
     received: _Bytes
@@ -125,8 +123,8 @@ def forecast(
 ) -> dict[str, Any]:
     """Predict the cost of copying weights from trainer to engine, also with other rank orders, as JSON values.
 
-    `engine_ranks_per_node` is set only for separate engines on nodes of another size. `gpu` is a key of SPEEDS.
-    With `adapter`, the reshard copies the matrices of a LoRA adapter alone.
+    `engine_ranks_per_node` is set only for separate engines on nodes of another size. `gpu` is a key of SPEEDS. With
+    `adapter`, only the matrices of a LoRA adapter are copied.
     """
     speeds = SPEEDS[gpu]
     plan_with = partial(
@@ -159,7 +157,7 @@ def forecast(
 
 
 def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -> int:
-    """Return the bytes of the model's weights, or of the matrices of an adapter."""
+    """Return the bytes of the model's weights, or of an adapter's matrices."""
     if adapter is None:
         return sum(map(prod, hf_tensors(model).values())) * itemsize
     return VllmAdapterLayouts(VllmLayouts(model, 1, 1), adapter.targets, adapter.rank).wanted_bytes(0, itemsize)
@@ -215,8 +213,7 @@ def reshard_plan(
 ) -> Plan:
     """Return the plan of the copies from Megatron's to vLLM's layouts, both computed from the model's sizes.
 
-    `engine_ranks_per_node` is given if separate engines run on nodes with another number of GPUs. With `adapter`, the
-    plan copies the matrices of a LoRA adapter instead of the weights.
+    Arguments as in `forecast`.
     """
     ends = reshard_ends(model, parallel, parallel.num_ranks, adapter=adapter)
     return make_plan(
@@ -239,9 +236,9 @@ def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
-    """Return the parallel sizes with the permutation of trainer ranks for which a reshard sends the fewest bytes.
+    """Return the parallel sizes with the order of trainer ranks for which a reshard sends the fewest bytes.
 
-    Returns `parallel` itself for separate engines and where no permutation exists.
+    Returns `parallel` itself for separate engines, or if no other order saves bytes.
     """
     if parallel.is_separate:
         return parallel
@@ -283,8 +280,9 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity (1, 1), then rank permutations giving the ranks of one engine neighbouring positions in the
-    trainer's grid."""
+    """Return the identity (1, 1), and permutations that make the ranks of one engine neighbours in the trainer's
+    grid.
+    """
     permutations = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
@@ -295,10 +293,9 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """Elements sent and received, and copies, to reshard one tensor from a certain choice of source ranks: [tier, rank]
-    or [rank].
+    """Elements sent and received, and copies, to reshard one tensor from one choice of source ranks.
 
-    `pairs` encodes each remote (source, destination) pair as `source * num_ranks + destination`.
+    Arrays are [tier, rank] or [rank]. `pairs` encodes each remote pair as `source * num_ranks + destination`.
     """
 
     received: _Bytes
@@ -308,7 +305,7 @@ class _Turn:
 
 
 def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
-    """Count the elements sent and received by each rank, and the copies it makes, to reshard one tensor."""
+    """Count the elements sent and received by each rank, and its copies, to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
@@ -327,7 +324,7 @@ def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
 
 
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
-    """Return, for each rank, the number of elements that it needs and does not have itself: [ranks]."""
+    """Return the number of elements that each rank needs and does not have: [ranks]."""
     missing = np.zeros(plan.num_ranks, np.int64)
     for flow in overlap.flows:
         takers = np.asarray(flow.takers)

@@ -1,8 +1,8 @@
 """Bytes that move when a run continues with other parallel sizes, computed without starting a rank.
 
-Copies that only leaving nodes hold are first sent to other nodes (`state_holders`). Then each rank of the new sizes
-receives the tensor elements that it needs and its node lacks. The counts are approximate: Megatron's distributed
-optimizer cuts a buffer of all parameters into equal parts, and this module cuts each tensor.
+Copies that exist only on leaving nodes are first sent to staying nodes (`state_holders`). Then each rank of the new
+sizes receives the elements that it needs and its node lacks. The counts are approximate: Megatron's distributed
+optimizer cuts one buffer of all parameters into equal parts, and this module cuts each tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Ranks = dict[int, list[list[Piece]]]
 class StateSettings:
     """Settings that decide the layout of a training state.
 
-    `itemsize` is the size of a weight in bytes. With `is_distributed`, data-parallel ranks share the optimizer's state.
+    `itemsize` is the size of a weight in bytes. With `is_distributed`, data-parallel ranks shard the optimizer's state.
     """
 
     itemsize: int
@@ -38,7 +38,7 @@ class StateSettings:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the bytes of the optimizer's state for one parameter: Adam's two moments, and a main weight."""
+        """Bytes of the optimizer's state for one parameter: Adam's two moments, and a main weight."""
         # Megatron's optimizer of float32 weights updates them in place, unless it is distributed.
         has_main_weight = self.is_distributed or self.itemsize < _FLOAT32_BYTES
         return (2 + has_main_weight) * _FLOAT32_BYTES
@@ -52,11 +52,11 @@ class ResizeBytes(NamedTuple):
     handed_over: int
     """Bytes that leaving nodes send to staying nodes."""
     received: int
-    """Bytes that ranks of the new layout receive from each other."""
+    """Bytes that ranks of the new sizes receive from each other."""
     most_received: int
     """Largest number of bytes that one rank receives."""
     minimum: int
-    """Bytes that ranks of the new layout need and do not find on their own node: the lower bound."""
+    """Lower bound: bytes that ranks of the new sizes need and that their own node lacks."""
 
     @property
     def ratio(self) -> float:
@@ -104,13 +104,13 @@ def forecast_resize(
 
 
 def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, places: RankTopology) -> Traffic:
-    """Return the bytes that move from the sources, which each rank holds, to the `needs` of each rank."""
+    """Return the bytes that move from the layout of each rank's `sources` to its `needs`."""
     # One huge bucket avoids the work of slicing tensors.
     return count(make_plan(sources, needs, itemsize=size, bucket_bytes=1 << 62, topology=places))
 
 
 class _StateLayouts:
-    """Layout of a training state with given parallel sizes. Each weight is copied by one rank of those that hold it."""
+    """Layout of a training state with certain parallel sizes. One rank of those with a weight copies it."""
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
         num_ranks = parallel.world_size
@@ -149,7 +149,7 @@ class _StateLayouts:
 
 
 def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
-    """Return the ranks that hold the same parameters as a rank, and share their optimizer's state."""
+    """Return the ranks with the same parameters as `rank`, which shard their optimizer's state."""
     coordinates = layouts.parallel.coordinates(rank)
     return layouts.ranks[
         is_expert, coordinates.pp, coordinates.ep if is_expert else 0, coordinates.etp if is_expert else coordinates.tp

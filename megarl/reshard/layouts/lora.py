@@ -30,9 +30,7 @@ class AdapterLayouts(MegatronLayouts):
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """Return the layouts of the LoRA adapters of modules `targets`. `base` is the model's layout, `rank` the LoRA
-    rank.
-    """
+    """Return the layouts of the LoRA adapters of modules `targets`, for a model with layouts `base`."""
     return AdapterLayouts(
         base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
     )

@@ -1,7 +1,7 @@
 """Layouts of Megatron's parameters, computed from the model's sizes and the ranks' parallel coordinates.
 
-The computation needs neither a collective nor a model, so each rank knows the layouts of all ranks. `check_against`
-compares a rank's layout with the live model.
+This needs neither a collective nor a model, so each rank knows the layouts of all ranks. `check_against` compares a
+rank's layout with the live model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def parameter_shapes(
     has_buffers: bool = True,
     matches: Callable[[Rule], bool] = lambda rule: True,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the local shapes of a rank's parameters by name, with vocabulary padding; with `has_buffers` those of the
-    saved buffers too. `matches` selects parameters by their rules.
+    """Return the local shapes of a rank's parameters by name, with vocabulary padding; with `has_buffers` also of
+    saved buffers.
+
+    `matches` selects parameters by their rules.
     """
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
@@ -59,7 +61,7 @@ def parameter_shapes(
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """Return the prefix of parameter names in a model chunk (virtual pipeline stage); empty if a stage has one
+    """Return the prefix of parameter names in a model chunk (virtual pipeline stage). It is empty if a stage has one
     chunk.
     """
     return f"chunk{chunk}." if vpp > 1 else ""
@@ -86,7 +88,7 @@ def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]
 
 
 class ModelChunk(NamedTuple):
-    """Model chunk: the contiguous layers of virtual stage `vp_stage` on pipeline stage `stage`."""
+    """Contiguous layers of a model: virtual stage `vp_stage` on pipeline stage `stage`."""
 
     stage: int
     vp_stage: int
@@ -98,8 +100,8 @@ class ModelChunk(NamedTuple):
 class MegatronLayouts(Layouts):
     """Layouts of all trainer ranks.
 
-    `padded_vocab_size` is Megatron's (a multiple of tp); padding rows correspond to no part of a Hugging Face tensor.
-    With `transformer_engine`, fused norms and grouped experts have Transformer Engine's names. Names begin with
+    `padded_vocab_size` is Megatron's, a multiple of tp; no Hugging Face tensor has the padding rows. With
+    `transformer_engine`, fused norms and grouped experts have Transformer Engine's names. Names begin with
     `chunk_prefix`. Raises ConfigError if a size does not divide.
     """
 
@@ -144,8 +146,10 @@ class MegatronLayouts(Layouts):
         return self._holdings_by_kind[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """Return where a model chunk stores the parameter described by a rule: name, first layer, first expert. `ep` is
-        the expert-parallel coordinate of the storing ranks."""
+        """Return where a model chunk stores a rule's parameter: name, first layer, first expert.
+
+        `ep` is the expert-parallel coordinate of the storing ranks.
+        """
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
         return StorageSlot(
             chunk_prefix(chunk.vp_stage, self.parallel.vpp) + rule.parameter, chunk.first_layer, first_expert
@@ -193,12 +197,12 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def chunks(self) -> tuple[ModelChunk, ...]:
-        """Return all model chunks in layer order: the first chunk of each stage, then the second of each stage."""
+        """All model chunks in layer order: the first chunk of each stage, then the second of each stage."""
         pp, sizes = self.parallel.pp, self.parallel.layers_by_chunk(self.model.num_layers)
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        """Return the model chunk containing a layer, numbered from 0."""
+        """Return the model chunk with a layer, numbered from 0."""
         return self._chunk_of_layer[layer]
 
     @cached_property
@@ -206,7 +210,7 @@ class MegatronLayouts(Layouts):
         return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
-        """Return the model chunks containing a parameter outside the layers, like an embedding."""
+        """Return the model chunks with a parameter outside the layers, such as an embedding."""
         # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
@@ -236,8 +240,10 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
-        """Return the ranks at each place of the parallel grid, as a mapping. A key is (whether it is the experts' grid,
-        pipeline stage, expert-parallel coordinate, tensor-parallel coordinate or None for all of them).
+        """The ranks at each place of the parallel grid.
+
+        A key is (is it the experts' grid, pipeline stage, expert-parallel coordinate, tensor-parallel coordinate or
+        None for all).
         """
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):

@@ -1,9 +1,9 @@
-"""Layouts of packed tensors: a checkpoint's tensor with all experts of a layer, maybe transposed or with alternating
-rows.
+"""Layouts of packed tensors: one tensor of a checkpoint with all experts of a layer, maybe transposed or with
+alternating rows.
 
-Reshard plans have one tensor per expert, but files and vLLM's loader have packed tensors (`families.packed`). This
-module converts a layout of packed tensors into a layout of single experts' tensors. Only offsets and strides change, so
-no weights are copied.
+Reshard plans have one tensor per expert, but files and vLLM's loader have packed tensors (`families.packed`). A layout
+of packed tensors is converted into one of single experts' tensors. Only offsets and strides change; no weights are
+copied.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the model's files, by name. They are those of `hf_tensors`, but experts'
-    tensors are replaced by packed ones."""
+    """Return the shapes of the tensors in the model's files, by name, with packed tensors for the experts."""
     shapes = {alias.packed: alias.packed_shape for alias in list_aliases(model)}
     names, plain = checkpoint_names(model), hf_tensors(model)
     return {stored: shapes.get(parse_name(stored).template) or plain[name] for name, stored in names.items()}
 
 
 def checkpoint_names(model: ModelShape) -> dict[str, str]:
-    """Map each tensor name of `hf_tensors` to the name of the tensor in the model's files. Several experts' tensors map
-    to the same packed one."""
+    """Map each tensor name of `hf_tensors` to the tensor's name in the model's files. Several experts share a packed
+    one.
+    """
     packed = {alias.tensor: alias.packed for alias in list_aliases(model)}
     tensors = {name: parse_name(name) for name in hf_tensors(model)}
     return {
@@ -37,8 +37,7 @@ def checkpoint_names(model: ModelShape) -> dict[str, str]:
 
 
 def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
-    """Return a layout with its pieces of packed tensors replaced by pieces of single experts' tensors. Other pieces are
-    unchanged."""
+    """Return a layout with its pieces of packed tensors replaced by pieces of single experts' tensors."""
     aliases: dict[str, list[Alias]] = {}
     for alias in list_aliases(model):
         aliases.setdefault(alias.packed, []).append(alias)
@@ -58,7 +57,10 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
 
 
 def _parts(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of one kind of expert's tensor in a piece of a packed tensor; `shape` is that of the former."""
+    """Yield the pieces of one kind of expert tensor within a piece of a packed tensor.
+
+    `shape` is that of one expert's tensor.
+    """
     box, start, stop, strides, offset = piece.box, [], [], [], piece.offset
     for size, axis in zip(shape, alias.axes, strict=True):
         # The first index at or after the box's edge: a negated floor division rounds up.

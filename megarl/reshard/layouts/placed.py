@@ -31,11 +31,10 @@ def reshard_ends(
     engine: ModelShape | None = None,
     adapter: LoraConfig | None = None,
 ) -> Ends:
-    """Return the layouts of trainer and engines over `num_ranks` ranks. With separate engines, only live replicas
-    count.
+    """Return the layouts of trainer and engines over `num_ranks` ranks.
 
-    `engine` is the engines' model if it has fewer tensors than the trainer's, `model`. With `adapter`, the layouts are
-    those of the LoRA adapter's matrices instead of the weights.
+    With separate engines, only the running replicas count. `engine` is the engines' model if it has fewer tensors than
+    the trainer's `model`. With `adapter`, the layouts are those of a LoRA adapter's matrices.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)

@@ -2,9 +2,8 @@
 
 `load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
 projections, replicated KV heads, padding and experts thus need no rules here. Some loaders clone a checkpoint tensor
-before writing it; the recorder follows such clones. A loader that computes values instead of copying them raises an
-error naming the parameter. For a module that quantises its weights, the layout describes the weights before
-quantisation (`layouts.vllm_quantised`).
+before writing it; the recorder follows such clones. A loader that computes values raises an error naming the parameter.
+For a module that quantises its weights, the layout describes the unquantised weights (`layouts.vllm_quantised`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
 
     A piece's storage is the parameter's name in `named_parameters()`. Live values do not change. Raises
     DirectWriteError, with the name, if the loader copies or pads more or fewer elements of a parameter than it has.
-    `DirectReshard.self_test` checks that each element is really written.
     """
     check_direct_write(model)
     try:
@@ -72,11 +70,11 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Set to zero the elements that vLLM's loader sets to zero. No checkpoint tensor contains them, so a reshard does
-    not write them.
+    """Set to zero the elements that vLLM's loader sets to zero. A reshard does not write them: no checkpoint tensor
+    has them.
 
-    These are padding rows of the vocabulary, and the experts' output bias on all but the first rank: the sum over the
-    ranks must contain it once.
+    They are padding rows of the vocabulary, and the experts' output bias on all but the first rank, because the sum
+    over the ranks must contain it once.
     """
     # vLLM is imported only where an engine exists: ranks that only train must not load it.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -93,8 +91,9 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """A torch dispatch mode recording copies from checkpoint tensors into live parameters, without executing the
-    writes. `parameters` are pairs of a name and a live tensor [*shape].
+    """A torch dispatch mode that records copies from checkpoint tensors into live parameters without executing them.
+
+    `parameters` are pairs of a name and a live tensor [*shape].
     """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -112,7 +111,7 @@ class Recorder(TorchDispatchMode):
             self._live[_storage(parameter)] = (name, parameter)
 
     def sources(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and meta tensors [*shape] for checkpoint tensors, given by name as shape and dtype."""
+        """Yield names and meta tensors [*shape] of checkpoint tensors. `tensors` maps names to shape and dtype."""
         for name, (shape, dtype) in tensors.items():
             source = torch.empty(shape, dtype=dtype, device="meta")
             self._sources[_storage(source)] = (name, source)
@@ -184,7 +183,7 @@ class Recorder(TorchDispatchMode):
     def check_coverage(self, unfilled: Mapping[str, int]) -> None:
         """Raise DirectWriteError if more or fewer elements of a parameter are written than it has.
 
-        `unfilled` counts, by parameter, the elements that the loader leaves to be zeroed later.
+        `unfilled` counts, by parameter, the elements that the loader sets to zero later.
         """
         copied: dict[str, int] = defaultdict(int)
         for piece in self.pieces:
@@ -212,7 +211,7 @@ def _piece(
 ) -> Piece | None:
     """Return the piece of a copy from a view of a contiguous tensor to a view of a parameter.
 
-    `source` [*view] and `target` [*view] are these views. Returns None unless the source is an axis-parallel slice. Its
+    `source` and `target` [*view] are these views. Returns None unless the source is an axis-parallel slice. Its
     dimensions may be permuted. Dimensions with one selected index may be missing.
     """
     if source.shape != target.shape:

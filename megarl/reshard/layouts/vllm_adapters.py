@@ -1,7 +1,7 @@
 """Layouts of a LoRA adapter in vLLM's slots, computed from the model's sizes; `layouts.vllm_slots` records them.
 
 A slot is a tensor of vLLM for one matrix of an adapter. Every fused projection has a slot for B per Hugging Face
-projection, and one for the A that they share. Slots are split over the engine's ranks like their weights.
+projection, and one shared slot for A. Slots are split over the engine's ranks like the weights.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.world import Holding, Layouts, StorageSlot
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM 0.30 makes slots (`vllm.config.lora.MaxLoRARanks`)."""
+"""LoRA ranks for which vLLM 0.30 makes slots (`vllm.config.lora.MaxLoRARanks`)."""
 
 
 def slot_rank(rank: int) -> int:
-    """Return the rank of vLLM's slots for adapters of this LoRA rank: the smallest possible. The rest is zero.
+    """Return the smallest rank of vLLM's slots that fits this LoRA rank. The rest of a slot is zero.
 
-    Raises ValueError above the largest one.
+    Raises ValueError if none fits.
     """
     if rank > SLOT_RANKS[-1]:
         raise ValueError(f"LoRA rank {rank} exceeds the largest of vLLM's slots, {SLOT_RANKS[-1]}")
@@ -33,7 +33,7 @@ def slot_rank(rank: int) -> int:
 
 
 def slot_name(module: str, letter: str, index: int) -> str:
-    """Return the name of a slot: of matrix A or B (`letter`) for part `index` of vLLM's module."""
+    """Return the name of the slot of matrix A or B (`letter`) for part `index` of vLLM's fused module."""
     return f"{module}.lora_{letter.lower()}_stacked.{index}"
 
 
@@ -68,11 +68,11 @@ class VllmAdapterLayouts(Layouts):
         return self._holdings_by_template[tensor.template]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's slots, their unused part included."""
+        """Return the bytes of a rank's slots, including unused parts."""
         return itemsize * sum(self._numel(template, rank, slot_rank(self.rank)) for template in self.shapes)
 
     def wanted_bytes(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's parts of A and B: the least that a transfer to this rank can bring."""
+        """Return the bytes of a rank's parts of A and B, the minimum of a transfer to this rank."""
         return itemsize * sum(self._numel(template, rank, self.rank) for template in self.shapes)
 
     def _numel(self, template: str, rank: int, stored_rank: int) -> int:
@@ -83,7 +83,7 @@ class VllmAdapterLayouts(Layouts):
         return features * stored_rank * len(self._layers[template])
 
     def _holdings(self, template: str) -> Iterator[Holding]:
-        """Yield the boxes of a matrix: one on all ranks, or one for each of a replica's ranks that split it.
+        """Yield the boxes of a matrix: one for all ranks, or one for each of a replica's ranks.
 
         Rows of A are stored without gaps. Rows of B are as long as the slot's rank, which may exceed the adapter's.
         """
@@ -112,7 +112,7 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stack, int, str]]:
-        """Return the stack of the weight of each stored matrix, its index there, and A or B; by template."""
+        """For each stored matrix, by template: the weight's fused parameter, its index there, and A or B."""
         return {
             adapter_tensor(part.tensor, letter): (stack, index, letter)
             for stack in list_stacks(self.engine.model)

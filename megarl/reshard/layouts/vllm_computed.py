@@ -1,7 +1,7 @@
-"""Layouts of vLLM's live parameters, computed from the model's sizes; `layouts.vllm` records them instead.
+"""Layouts of vLLM's live parameters, computed from the model's sizes; `layouts.vllm` records them.
 
-Every rank thus knows the layouts of all engines, and a plan needs no running rank. If a model's recorded layout
-differs, for example with another vLLM, the recorded one is used.
+Every rank thus knows the layouts of all engines, and a plan needs no running rank. If the recorded layout differs, for
+example with another vLLM, the recorded one is used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megarl.types import ConfigError
 class VllmLayouts(Layouts):
     """Layouts of `world_size` engine ranks; `tp` contiguous ranks form an engine.
 
-    The draft layers of `model` are the engine's draft model. With `ep` (vLLM's `enable_expert_parallel`) a rank has
-    whole experts, distributed in contiguous runs. `holdings` raises ConfigError for a size that does not divide.
+    Draft layers of `model` are in the engine's draft model. With `ep` (vLLM's `enable_expert_parallel`) a rank has
+    whole experts, in contiguous runs. `holdings` raises ConfigError for a size that does not divide.
     """
 
     model: ModelShape
@@ -61,7 +61,7 @@ class VllmLayouts(Layouts):
         return self._holdings_by_kind[key]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's live parameters, padding included; `itemsize` is that of the model's dtype."""
+        """Return the bytes of a rank's live parameters with padding; `itemsize` is that of the model's dtype."""
         return sum(
             prod(shape) * count * (itemsize if stack.dtype == "model" else 4)
             for stack, shape, count in self.stacks_on(rank)
@@ -84,7 +84,7 @@ class VllmLayouts(Layouts):
             yield stack, tuple(shape), count
 
     def range_on(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Return start and stop of a rank's part of a tensor, and its length in the parameter, including padding.
+        """Return start and stop of a rank's part of a tensor, and its length in the parameter, with padding.
 
         `rank` counts within the engine, from 0 to tp - 1.
         """
@@ -137,9 +137,8 @@ class VllmLayouts(Layouts):
                 yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
 
     def _owner(self, expert: int) -> int:
-        """Return the engine rank with an expert.
-
-        If experts do not divide evenly, the first ranks have one more than the others, as in vLLM.
+        """Return the engine rank with an expert. As in vLLM, the first ranks have one more if experts do not divide
+        evenly.
         """
         experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
         return (
@@ -158,7 +157,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
-        """Return the parameter of each tensor, by (is it a draft layer's, template)."""
+        """The parameter of each tensor, by (is it a draft layer's, template)."""
         return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
 
     @cached_property
@@ -167,8 +166,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stacks(self) -> tuple[tuple[Stack, bool], ...]:
-        """Return all live parameters: the checkpoint's tensors, some of them fused; and whether they are the
-        drafter's."""
+        """All live parameters, fused or not, each with whether it is the drafter's."""
         layers = self._layers.items()
         names = [name for name, numbers in layers if not is_draft_tensor(self.model, TensorName(name, numbers[0]))]
         present = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]

@@ -1,8 +1,8 @@
-"""vLLM modules with FP8 weights: their unquantised parameters during loading, and the quantisation of these by vLLM.
+"""vLLM modules with FP8 weights: their unquantised parameters during loading, and their quantisation by vLLM.
 
 vLLM's online quantisation loads a module's weights in the checkpoint's form, then computes FP8 weights and scales. Here
-vLLM's own code does both. The loading parameters are the ones that vLLM remembers for its reload. The quantiser is the
-module's own method, run on a copy of the module. No live tensor is replaced.
+vLLM's own code does both. vLLM stores the loading parameters for its own reload. Its quantiser runs on a copy of the
+module. No live tensor is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METHODS = (
     "Fp8PtpcOnlineLinearMethod",
     "Fp8PtpcOnlineMoEMethod",
 )
-"""Quantisation methods of vLLM 0.30 giving equal results when repeated: by blocks of 128 x 128, and by rows."""
+"""Quantisation methods of vLLM 0.30 with the same result at each repetition: by blocks of 128 x 128, and by rows."""
 
 LINEAR_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
@@ -35,7 +35,7 @@ LINEAR_KERNELS = (
     "CutlassFP8ScaledMMLinearKernel",
     "ChannelWiseTorchFP8ScaledMMLinearKernel",
 )
-"""Kernels using weights and scales unchanged, or in an order determined by the weights and scales alone."""
+"""Kernels that use weights and scales unchanged, or in an order that depends on these alone."""
 
 EXPERT_BACKENDS = (
     "TRITON",
@@ -44,10 +44,10 @@ EXPERT_BACKENDS = (
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""Backends of MoE layers using weights and scales unchanged, or in an order determined by these alone.
+"""Backends of MoE layers that use weights and scales unchanged, or in an order that depends on these alone.
 
-Others store more than weights and scales: workspaces, sort orders, factors of their own. CUTLASS stores strides on the
-device, outside parameters and buffers; a deep sleep would lose them.
+The others also store workspaces, sort orders or factors. CUTLASS stores strides on the device, outside parameters and
+buffers; a deep sleep would lose them.
 """
 
 _BLOCK = 128
@@ -55,7 +55,7 @@ _BLOCK = 128
 _RELATIVE_ROUNDING = 0.07
 """Largest relative error of a number in e4m3, whose mantissa has 3 bits: 1/16. Scales are rounded too."""
 _LEAST_NUMBER = 2.0**-9
-"""Smallest positive number of e4m3, times a scale: numbers near 0 have this absolute error at most."""
+"""Smallest positive number of e4m3. Times a scale, it is the largest absolute error of numbers near 0."""
 
 
 class UnknownKernelError(MegarlError):
@@ -87,9 +87,9 @@ class QuantisedModule:
         return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
 
     def padding(self) -> dict[str, int]:
-        """Return, by weight, the number of its elements that are not in the checkpoint.
+        """Return the number of elements of each weight that are not in the checkpoint.
 
-        Only experts have any: their sizes are rounded up to whole blocks.
+        Only experts have such elements: their sizes are rounded up to whole blocks.
         """
         config = getattr(self._module, "moe_config", None)
         if config is None:
@@ -115,10 +115,10 @@ class QuantisedModule:
             vars(self._module)["_parameters"] = live
 
     def quantise(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Quantise weights [*shape] with vLLM. Returns FP8 weights and scales by the names of `live`. A collective over
-        the engine.
+        """Quantise weights [*shape] with vLLM. Returns FP8 weights and scales by the names of `live`. A collective
+        over the engine.
 
-        `weights` are named and shaped by `shapes`; their padding need not be set. Raises MegarlError if a result has
+        `weights` are named and shaped as in `shapes`; their padding need not be set. Raises MegarlError if a result has
         another layout than the live tensor.
         """
         # vLLM sets attributes on the copy, not on the live module: CUDA graphs and kernels still use the live tensors.
@@ -151,12 +151,12 @@ class QuantisedModule:
         return {name: results[name] for name in self.live}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Quantise loaded weights [*shape] and write the result into the live tensors, which stay in place."""
+        """Quantise weights [*shape] and write the result into the live tensors, which keep their addresses."""
         for name, result in self.quantise(weights).items():
             _bits(self.live[name]).copy_(_bits(result))
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of live weights and scales differing in any bit from the quantised `weights` [*shape]."""
+        """Return the names of live weights and scales that differ in any bit from the quantised `weights` [*shape]."""
         results = self.quantise(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(results[name]))]
 
@@ -209,7 +209,6 @@ class QuantisedModule:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Return whether a module's method quantises the weights it loads to FP8."""
     return type(getattr(module, "quant_method", None)).__name__ in METHODS
 
 
@@ -221,7 +220,7 @@ def quantised_modules(model: nn.Module | None) -> list[QuantisedModule]:
 
 @contextmanager
 def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
-    """Context in which all these modules have unquantised parameters on the meta device, as during vLLM's loading."""
+    """Context in which all these modules are `loadable`."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(module.loadable())
@@ -229,7 +228,7 @@ def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
 
 
 def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters created by vLLM for loading, on the meta device, with their own loaders."""
+    """Return the parameters that vLLM made for loading, on the meta device, with their own loaders."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -246,15 +245,14 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _unquantised_names(module: nn.Module) -> set[str]:
-    """Return the names of the module's parameters that are not quantised. A reshard writes them directly, as in other
-    modules."""
+    """Return the names of the module's parameters that are not quantised. A reshard writes them directly."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}
 
 
 def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
-    """Return weights [*shape] as a parameter with the class and attributes given by vLLM's loader."""
+    """Return weights [*shape] as a parameter with the class and attributes of `like`, which vLLM's loader set."""
     parameter = weights.detach()
     parameter.__class__ = like.__class__
     vars(parameter).update(vars(like))
@@ -262,7 +260,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
 
 
 def _make_format_step(method: Any) -> Any:
-    """Return the part of an MoE method running after quantising, without the creation of a new kernel."""
+    """Return the part of an MoE method that runs after quantising, without the creation of a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
 
@@ -287,7 +285,5 @@ def _shape_dtype_strides(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view [*shape] of a one-byte parameter as uint8, because torch 2.13 cannot compare FP8 and hardly fill
-    it.
-    """
+    """Return a view [*shape] of a one-byte parameter as uint8: torch 2.13 cannot compare FP8."""
     return tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data

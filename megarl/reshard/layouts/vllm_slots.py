@@ -1,4 +1,7 @@
-"""The slots of a live vLLM engine for a LoRA adapter, and their layout, recorded from vLLM's own loader of adapters."""
+"""The slots of a live vLLM engine for a LoRA adapter, and their layout, recorded from vLLM's own loader of adapters.
+
+A slot is a tensor of vLLM for one matrix of an adapter.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ ADAPTER_ID = 1
 class AdapterSlots:
     """The slots of the trained adapter in a live vLLM model. `rank` is the LoRA rank; slots may be wider.
 
-    vLLM has slots for `num_further` other adapters behind that one: copies of the trained adapter at earlier times.
+    The slots of `num_further` other adapters follow: copies of the trained adapter at earlier times.
 
-    The constructor makes the projections of a fused layer share one slot for A. Build it before vLLM captures CUDA
+    The constructor makes the projections of a fused layer share one slot for A. Call it before vLLM captures CUDA
     graphs. Raises MegarlError if vLLM has another number of adapters, or no linear layer for them.
     """
 
@@ -54,14 +57,16 @@ class AdapterSlots:
 
     @cached_property
     def request(self) -> Any:
-        """vLLM's reference to the adapter, for requests that use it."""
+        """vLLM's reference to the trained adapter, for requests that use it."""
         # vLLM is imported only where an engine exists: ranks that only train must not load it.
         from vllm.lora.request import LoRARequest
 
         return LoRARequest("trained", ADAPTER_ID, "written in place")
 
     def further_request(self, index: int, name: str) -> Any:
-        """Return vLLM's reference to further adapter `index`. vLLM's cache is keyed by `name`: it must be unique."""
+        """Return vLLM's reference to further adapter `index`. `name` must be unique, because it is the key of vLLM's
+        cache.
+        """
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(name, ADAPTER_ID + 1 + index, "written in place")
@@ -87,7 +92,7 @@ class AdapterSlots:
         """Record the layout of the slots. `tensors` maps the names of an adapter's matrices to their shapes.
 
         vLLM's own code copies the matrices, as meta tensors, into the slots. Live values do not change. Raises
-        DirectWriteError, with the name, for a matrix without a slot, or a slot not filled by its matrices.
+        DirectWriteError, with the name, for a matrix without a slot, or a slot that its matrices do not fill.
         """
         recorder = Recorder(self.tensors.items())
         with recorder:
@@ -109,7 +114,7 @@ class AdapterSlots:
         return layout
 
     def zero_padding(self) -> None:
-        """Set to zero the ranks of wider slots that the adapter does not have."""
+        """Set to zero the part of wider slots beyond the adapter's rank."""
         for padding in self._padding():
             padding.zero_()
 
@@ -131,7 +136,7 @@ class AdapterSlots:
 
 @contextmanager
 def without_adapters(model: nn.Module | None) -> Iterator[None]:
-    """Context in which a vLLM model has its plain linear layers in place of those with adapters, as during loading."""
+    """Context in which a vLLM model has its plain linear layers, as during loading, instead of those with adapters."""
     wrapped = [
         (parent, key, child)
         for parent in (model.modules() if model is not None else ())
@@ -148,7 +153,7 @@ def without_adapters(model: nn.Module | None) -> Iterator[None]:
 
 
 def live_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters [*shape] of a vLLM model, by the names that they have without adapters."""
+    """Return the parameters [*shape] of a vLLM model, by their names in a model without adapters."""
     return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
 
 
