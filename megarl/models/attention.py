@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, for Megatron's local spec."""
+"""Causal attention over packed sequences, for models without Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megarl.data.token_batch import ranges
 from megarl.models import sinks
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
-"""Dtypes supported by the variable-length flash kernel."""
+"""Dtypes of torch's variable-length flash kernel."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of this rank and their keys, sequence by sequence; each sequence's last query belongs to its last key.
+    """Queries of this rank and their keys, sequence by sequence. The last query of a sequence belongs to its last key.
 
     Shapes: `queries` [num_queries] indexes this rank's tokens. `keys` [num_keys] indexes all context-parallel ranks'
     tokens, rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the
@@ -57,7 +57,7 @@ class Part:
         return self._padded_places(self.num_keys, self.longest_key)
 
     def is_plain(self, window: int) -> bool:
-        """Return whether queries and keys are the same tokens, and no query reaches beyond its window."""
+        """Return whether queries and keys are the same tokens, and no window excludes a key."""
         return self.keys is None and not self._limits(window)
 
     def mask(self, window: int) -> Tensor:
@@ -71,7 +71,6 @@ class Part:
 
     @cached_property
     def _masks(self) -> dict[int, Tensor]:
-        """Masks by window size. All layers share them."""
         return {}
 
     def _limits(self, window: int) -> bool:
@@ -96,7 +95,7 @@ class PackedRow(PackedSeqParams):
 
     With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
     so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens
-    (`host_local`: in host memory); `positions` [tokens] in their sequences; `order` [tokens], an index sorting the
+    (`host_local`: in host memory); `positions` [tokens] in their sequences; `order` [tokens], an index that sorts the
     outputs of `parts` by token; `place` [tokens of all ranks], the index of the row's tokens in the ranks' tokens, each
     padded to `longest_part`.
     """
@@ -113,7 +112,7 @@ class PackedRow(PackedSeqParams):
     def from_lengths(
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
-        """Create the row of consecutive sequences with these lengths in tokens (multiples of 2 * cp if cp > 1)."""
+        """Make the row of consecutive sequences with these lengths in tokens, multiples of 2 * cp if cp > 1."""
         # Index arithmetic runs on the host: on a GPU, each length read by Python would be a synchronisation.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
@@ -157,7 +156,7 @@ class PackedRow(PackedSeqParams):
         )
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
-        """Return the states [predictions, hidden_size] that the head predicts from, of `hidden` [tokens,
+        """Return the states [predictions, hidden_size] from which the head predicts. `hidden` is [tokens,
         hidden_size].
         """
         return hidden
@@ -204,11 +203,12 @@ def _part(
 
 
 class PackedAttention(nn.Module):
-    """Core attention of the local spec, for packed rows and context parallelism. Models with sinks always use it.
+    """Core attention for packed rows and context parallelism, for Megatron's local layers and for all models with
+    sinks.
 
     It uses torch's variable-length flash kernel on CUDA in float16 and bfloat16, else SDPA on padded sequences.
-    Megatron-Core 0.16.1's own local attention supports neither packed rows nor context parallelism. Here keys and
-    values are all-gathered over the context-parallel ranks, and their gradients are reduce-scattered.
+    Megatron-Core 0.16.1's local attention supports neither packed rows nor context parallelism. Keys and values are
+    all-gathered over the context-parallel ranks, and their gradients are reduce-scattered.
     """
 
     def __init__(
@@ -222,13 +222,13 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = attended_keys(config, layer_number)
-        """Number of keys attended to by a query, its own included; 0: all earlier ones."""
+        """Number of keys that a query attends to, up to its own; 0: all of them."""
         self.scale = score_factor(config, softmax_scale)
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # The name is that of Megatron's and Transformer Engine's own attention.
         self.softmax_offset = self._new_sinks(config) if config.softmax_type == "learnable" else None
-        """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value."""
+        """Score of each head's sink, [heads of this rank]. A sink is part of the softmax and has no value."""
 
     def _new_sinks(self, config: TransformerConfig) -> nn.Parameter:
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -264,7 +264,7 @@ class PackedAttention(nn.Module):
         """Attend within each sequence.
 
         Shapes: query [tokens, 1, heads, head_dim], key [tokens, 1, groups, head_dim], value [tokens, 1, groups, v];
-        returns [tokens, 1, heads * v]. Megatron's latent attention gives inputs without the second dimension.
+        returns [tokens, 1, heads * v]. Inputs of Megatron's latent attention lack the second dimension.
         """
         row = packed_seq_params
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
@@ -331,7 +331,7 @@ class PackedAttention(nn.Module):
         return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))
 
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute `attend` with sinks, with the softmax in at least float32.
+        """Compute `attend` with sinks; the softmax is float32 or wider.
 
         All scores exist at once: [sequences, heads, longest_query, longest_key].
         """
@@ -354,7 +354,7 @@ def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
 
 
 def attended_keys(config: TransformerConfig, layer_number: int) -> int:
-    """Return the number of keys that a layer's queries attend to, their own included; 0: all earlier ones."""
+    """Return the number of keys that a layer's queries attend to, up to their own; 0: all of them."""
     size, layers = config.window_size, config.window_attn_skip_freq
     # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
     has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
@@ -362,7 +362,7 @@ def attended_keys(config: TransformerConfig, layer_number: int) -> int:
 
 
 def score_factor(config: TransformerConfig, softmax_scale: float | None) -> float:
-    """Return the factor of the scores, by default one over the root of a head's size."""
+    """Return the factor of the attention scores, by default one over the root of a head's size."""
     channels: Any = config.kv_channels
     return channels**-0.5 if softmax_scale is None else softmax_scale
 
@@ -373,7 +373,7 @@ def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:
 
 @cache
 def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
-    """Return whether a kernel supports grouped-query attention; torch 2.11's varlen_attn does not."""
+    """Return whether a kernel supports grouped-query attention. torch 2.11's varlen_attn does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -390,6 +390,8 @@ def _from_padded(out: Tensor, part: Part) -> Tensor:
 
 
 def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:
-    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros; index [tokens]."""
+    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros; `index` is
+    [tokens].
+    """
     block = x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, index, x)
     return block.view(sequences, longest, *x.shape[1:]).transpose(1, 2)

@@ -26,7 +26,7 @@ from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 
 _ACTIVATIONS = {"quick_gelu": quick_gelu}
-"""Activation functions by the names that families use, because these import no Megatron."""
+"""Activation functions by name. Families use names, because they do not import Megatron."""
 
 
 def transformer_engine_problem() -> str | None:
@@ -132,9 +132,9 @@ def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapp
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return overrides without the flag requiring apex's kernel, if apex is not installed.
+    """Return the overrides without `gradient_accumulation_fusion` if apex, which it requires, is not installed.
 
-    `accumulates_in_transformer_engine` handles Transformer Engine's layers. Raises ConfigError without them.
+    `accumulates_in_transformer_engine` then switches Transformer Engine's layers. Raises ConfigError without these.
     """
     name = "gradient_accumulation_fusion"
     if not overrides.get(name) or tensor_parallel_layers._grad_accum_fusion_available:
@@ -213,7 +213,6 @@ def _score_scale(shape: ModelShape) -> dict[str, float]:
 
 
 def _family_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of the model's family, with the activation as a function."""
     settings = dict(FAMILIES[shape.family].settings(shape))
     if "activation_func" in settings:
         settings["activation_func"] = _ACTIVATIONS[settings["activation_func"]]
@@ -232,7 +231,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
     """Return Megatron's description of chunks with different numbers of layers, by chunk; None if all are equal.
 
-    Equal chunks keep Megatron's default: its keys in checkpoints of other programs are the same either way.
+    Equal chunks use Megatron's default, so that keys in checkpoints are as in other programs.
     """
     sizes = parallel.layers_by_chunk(shape.num_layers)
     if len(set(sizes)) == 1:

@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv:2405.04434, section 2.1) over packed rows, with Megatron's module.
 
-Megatron-Core 0.16.1 computes rotary angles inside this attention, from a token's place in the row. `RowRotary` replaces
-it by the position in the sequence.
+Megatron-Core 0.16.1 computes rotary angles inside this attention, from a token's place in the row. `RowRotary` uses the
+position in the sequence instead.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes of the spec, as Megatron-Core 0.16.1 does without this method.
 
-        The method of Megatron-Core 0.19 chooses others if queries have no low rank (Moonlight, GLM-4.7-Flash). It
-        refuses all local layers, and gives Transformer Engine's a norm before the projection of queries.
+        Megatron-Core 0.19 chooses others if queries have no low rank (Moonlight, GLM-4.7-Flash). It refuses all local
+        layers, and gives Transformer Engine's a norm before the projection of queries.
         """
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}
 
 
 class RowRotary(nn.Module):
-    """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`. Layers may share it.
+    """Rotary angles of the tokens of a packed row, instead of Megatron's `YarnRotaryEmbedding`. Layers may share it.
 
     `frequencies` is float32 [channels / 2], in radians per position. `scale` is the factor of cosines and sines (YaRN's
     attention factor).
@@ -57,9 +57,9 @@ class RowRotary(nn.Module):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, hidden: Any, config: Any, row: PackedRow
     ) -> int:
-        """Remember the row of the forward pass. Return the length of its longest sequence in tokens.
+        """Store the row of the forward pass. Return the length of its longest sequence in tokens.
 
-        The other arguments of Megatron's method have no effect.
+        Only `row` has an effect.
         """
         self._row = row
         assert row.max_seqlen_q is not None
@@ -124,7 +124,8 @@ def share_rotary(layers: Iterable[Any], rotary: RowRotary) -> None:
 def with_padded_values(attention: type[nn.Module]) -> type[nn.Module]:
     """Return a core attention that pads values with zeros to the size of query and key heads, and cuts its output.
 
-    Flash kernels for packed rows need equal sizes: Transformer Engine refuses others with Megatron-Core 0.16.1.
+    Flash kernels for packed rows need equal sizes. With others, Megatron-Core 0.16.1 has no kernel of Transformer
+    Engine.
     """
 
     class PaddedDotProductAttention(attention):

@@ -1,4 +1,4 @@
-"""Copies of weights that layers cache between passes."""
+"""Copies of weights cached by layers between passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def drop_weight_copies(chunks: Sequence[nn.Module]) -> None:
-    """Free the FP8 copies of weights that Transformer Engine's layers cached. The next pass makes new ones."""
+    """Free the FP8 copies of weights in Transformer Engine's layers. The next pass makes new ones."""
     for chunk in chunks:
         for module in chunk.modules():
             # Transformer Engine 2.11 to 2.20 offers no public way to drop these caches.

@@ -108,7 +108,9 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
 
 
 def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int) -> None:
-    """Give live exact layers their rotary table, and `num_blocks` of a row-parallel product over all ranks."""
+    """Set the rotary table of live exact layers, and their blocks of row-parallel products, `num_blocks` over all
+    ranks.
+    """
     own_blocks = num_blocks // config.tensor_model_parallel_size
     expert_blocks = num_blocks // (config.expert_tensor_parallel_size or 1)
     for layer in layers:

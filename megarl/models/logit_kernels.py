@@ -1,7 +1,7 @@
 """Triton kernels for a block of logits on a GPU: one pass for softmax statistics, one for gradients.
 
-torch needs ten passes over float32 copies of the logits for the same, at the cost of the matrix products of a
-vocabulary of 151,936 tokens. Import this module only where a GPU is: torch's CPU build has no Triton.
+torch would need ten passes over float32 copies of the logits, as much time as the matrix products for a vocabulary of
+151,936 tokens. Import this module only with a GPU: torch's CPU build has no Triton.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from torch import Tensor
 _COLUMNS = 4096
 _WARPS = 8
 _NO_LOGIT = tl.constexpr(-1.0e30)
-"""Stands for a logit past the end of a row. It is finite, so no difference of two of them is NaN."""
+"""Value past the end of a row. It is finite, so that no difference of two of them is NaN."""
 
 
 def block_statistics(logits: Tensor, log_totals: Tensor, entropies: Tensor) -> None:
-    """Compute, for a block of the vocabulary, the log of the sum of exponentials of each token's logits, and the
-    entropy in nats of the softmax within the block.
+    """Compute the log of the sum of exponentials of each token's logits, and the entropy in nats within the block.
 
     The results overwrite `log_totals` and `entropies`, float32 [tokens]. `logits` is [tokens, block], of any float
     type, with contiguous rows. Each sum is made of 4,096 float32 sums, which has smaller rounding errors.
@@ -42,9 +41,9 @@ def to_logit_gradients(
     The gradient is p * (slope - entropy_gradient * log p), plus logprob_gradient at the target, where p is the softmax
     over the whole vocabulary. The caller computes slope = -logprob_gradient - entropy_gradient * entropy.
 
-    Shapes: logits [tokens, block], with contiguous rows; targets int64 [tokens], columns in this block (a number
-    outside it: another block's); all others float32 [tokens]. `log_totals` are over the whole vocabulary.
-    `entropy_gradients` None: the loss has no entropy term.
+    Shapes: logits [tokens, block], with contiguous rows; targets int64 [tokens], columns of this block, or a number
+    outside of it; all others float32 [tokens]. `log_totals` are over the whole vocabulary. `entropy_gradients` None:
+    the loss has no entropy term.
     """
     grid = (len(logits), triton.cdiv(logits.size(1), _COLUMNS))
     _gradients[grid](  # pyright: ignore[reportIndexIssue]

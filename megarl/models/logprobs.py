@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """For each token, the set of tokens over which its distribution is renormalised. It contains the target.
+    """For each token, the set of tokens over which its distribution is normalised. It contains the target.
 
     `token_ids` is int [sum of counts], `counts` int [tokens]. A count of 0 means the whole vocabulary.
     """
@@ -36,8 +36,7 @@ def vocab_parallel_logprobs(
     """Return the log-prob of each target, and the entropy of its distribution.
 
     The distribution is softmax(hidden @ weight.T / temperature). `temperature` is one for all, or float32 [tokens].
-    With `support`, it is renormalised over each token's set, with the current weights. Other tokens have probability
-    zero and no gradient.
+    With `support`, only the tokens of each set have probability and gradient.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of `group`:
@@ -46,7 +45,7 @@ def vocab_parallel_logprobs(
 
     At most `chunk_tokens` * local_vocabulary logits exist at once. With `keeps_logits`, all logits stay for the
     backward pass: three matrix products of the head instead of four, and a single block for GPU kernels. `function`
-    rounds in its own way, may gather the logits of whole tokens, and keeps none.
+    rounds in its own way, may gather the logits of whole tokens, and stores none.
     """
     # Here, because a function's own `forward` always runs without gradients.
     keeps_logits &= torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -163,7 +162,9 @@ class VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
-    """Return the module of GPU kernels; None for torch's operations: on a CPU, in float64, for truncated sets."""
+    """Return the module of GPU kernels. None on a CPU, in float64 and for truncated sets: torch's operations are
+    used.
+    """
     if cut is not None or not _has_kernels(hidden):
         return None
     # Only importable with a GPU build of torch.
@@ -177,7 +178,7 @@ def _has_kernels(hidden: Tensor) -> bool:
 
 
 def _rooms(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[Tensor]:
-    """Return memory for the logits of each block, [tokens * block]: the same for all, or each its own."""
+    """Return memory for the logits of each block, [tokens * block]. With `is_shared` all blocks use the same memory."""
     if is_shared:
         return [hidden.new_empty(len(hidden) * max(map(len, blocks), default=0))] * len(blocks)
     return list(hidden.new_empty(len(hidden) * sum(map(len, blocks))).split([len(hidden) * len(b) for b in blocks]))
@@ -186,7 +187,7 @@ def _rooms(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[
 class HeadGradients:
     """Gradients of the hidden states [tokens, hidden_size] and of the head's weight [local_vocabulary, hidden_size].
 
-    `needs` lists in this order whether each is needed. Unneeded ones cost nothing.
+    `needs` says for each of the two, in this order, whether it is computed.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
@@ -204,7 +205,7 @@ class HeadGradients:
             torch.mm(grad_logits.T, self._hidden, out=self._weight_gradient[rows])
 
     def _with_product(self, grad_logits: Tensor, rows: slice) -> Tensor:
-        """Return the gradient of the hidden states with a block's product added, in float32 if there are several."""
+        """Return the gradient of the hidden states plus a block's product, in float32 if there are several blocks."""
         weight, total = self._weight[rows], self._hidden_gradient
         if len(weight) == len(self._weight):
             return grad_logits @ weight
@@ -230,10 +231,12 @@ class HeadGradients:
 
 
 class Truncation:
-    """Mask of tokens outside the sets that distributions are renormalised over, by block."""
+    """Masks, by block, of the tokens outside of the sets over which distributions are normalised."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
-        """Note the sets `support`. This rank's part of the vocabulary begins with `first_token_id`; `blocks` cut it."""
+        """Store the sets `support`. This rank's part of the vocabulary begins with `first_token_id` and is cut into
+        `blocks`.
+        """
         self._blocks = blocks
         self._is_cut = support.counts > 0
         self._columns = support.token_ids.long() - first_token_id
@@ -269,7 +272,7 @@ def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor
 
 
 def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
-    """Return ranges of the vocabulary with equal lengths (the last may be shorter): num_tokens * length <= chunk *
+    """Return ranges of the vocabulary of equal length (the last may be shorter): num_tokens * length <= chunk *
     vocabulary.
     """
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
@@ -289,14 +292,13 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 def columns_of(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
     """Return the column of each target in a block's logits, and whether the block contains it, both [tokens, ...].
 
-    `local` int64 [tokens, ...] are indices into this rank's vocabulary. A target in another block gets any valid
-    column.
+    `local` int64 [tokens, ...] are indices into this rank's vocabulary. Targets in other blocks get any valid column.
     """
     columns = local - block.start
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> None:
-    """Reduce `x` [*any] over the group in place; do nothing for a group of one rank."""
+    """Reduce `x` [*any] over the group in place."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, operation, group=group)

@@ -1,9 +1,10 @@
-"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel sizes.
+"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel
+sizes.
 
 y = W x + scale * B A dropout(x), where scale is alpha / rank or alpha / sqrt(rank). An adapter is a submodule of its
-linear layer and adds to its output by a forward hook. (Transformer Engine's layers were not run yet.) The matrix on the
-split side, A or B, is split too; the other is replicated. Exact models multiply by the merged weights; A and B have the
-same gradients.
+linear layer and adds to its output by a forward hook. (Transformer Engine's layers were not run yet.) If the layer is
+split over ranks, the matrix on the split side, A or B, is split too; the other is replicated. Exact models multiply by
+the merged weights; A and B have the same gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Names of column-parallel linear layers (split over output features). Others are row-parallel."""
+"""Names of column-parallel linear layers (split over output features). The others are row-parallel."""
 _ALIKE, _APART = "adapters-alike", "adapters-apart"
 """Names of the dropout's random states: equal, and different, on the tensor-parallel ranks of a replica."""
 
@@ -71,7 +72,7 @@ class Adapter(nn.Module):
             self._mark(getattr(self, letter), dim, place)
 
     def reset(self, seed: int) -> None:
-        """Give the matrices the values of a new adapter with this seed."""
+        """Set the matrices to the values of a new adapter with this seed."""
         with torch.no_grad():
             rank, columns = self.a.shape
             self.a.copy_(self._draw(seed, (rank, columns)))
@@ -127,7 +128,7 @@ class Adapter(nn.Module):
     def _exchange_inner(self, inner: Tensor) -> Tensor:
         """Return B's input [..., rank] from A's output `inner` [..., rank].
 
-        Column-parallel: gathered over tokens. Row-parallel: reduced over the ranks' input features.
+        Column-parallel: gathered over tokens. Row-parallel: summed over the ranks' input features.
         """
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=self.group)
@@ -147,7 +148,7 @@ class Adapter(nn.Module):
     def merge_into(self, weight: Tensor, merged: Tensor) -> Tensor:
         """Set merged = weight + scale * B A, computed in float32 and rounded once; both [local out, local in].
 
-        Returns the float32 sum before it was rounded.
+        Returns the unrounded float32 sum.
         """
         b = self.b.detach().flatten(0, -2).float()
         unrounded = torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale)
@@ -157,7 +158,7 @@ class Adapter(nn.Module):
     def squared_norms(self, unrounded: Tensor, merged: Tensor) -> Tensor:
         """Return the squared norms of the rounding error of a merge and of the update scale * B A: float32 [2].
 
-        Both arguments are those of `merge_into`. `unrounded` is overwritten.
+        The arguments are those of `merge_into`. `unrounded` is overwritten.
         """
         error = torch.linalg.vector_norm(unrounded.sub_(merged)).square()
         # The norm of B A from two small products [rank, rank], without the update itself.
@@ -220,7 +221,7 @@ def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter
 def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
     """Context in which LoRA adapters are on, with their dropout if `drops`, or off (the frozen model).
 
-    Outside of it they are on, without dropout.
+    Afterwards they are on, without dropout.
     """
     adapters = [adapter for _, _, adapter in adapters_of(chunks)]
     for adapter in adapters:
@@ -233,7 +234,7 @@ def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> 
 
 
 def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """Return a chunk's trained parameters by name, as Megatron's sharded tensors, which any parallel sizes can load."""
+    """Return a chunk's trained parameters by name, as Megatron's sharded tensors, for a checkpoint."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
         replica = (
@@ -260,7 +261,7 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor |
 
 
 def _with_merged_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
-    """Let an exact linear layer multiply its inputs by the weight of the next reshard."""
+    """Return the arguments of an exact linear layer with the merged weight, as the next reshard will send it."""
     if not linear.adapter.is_on:
         return None
     merged = torch.empty_like(linear.weight, requires_grad=False)
@@ -270,7 +271,10 @@ def _with_merged_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str
 
 
 def _add_gradient(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-    """Give A and B their gradients. The output has the gradient of the inputs already, through the merged weight."""
+    """Return the layer's output with the gradients of A and B added to it.
+
+    The gradient of the inputs already comes through the merged weight.
+    """
     if not linear.adapter.is_on or not torch.is_grad_enabled():
         return None
     return with_gradient_of(linear.adapter(inputs[0].detach()), output[0]), output[1]

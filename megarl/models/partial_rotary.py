@@ -1,4 +1,4 @@
-"""YaRN's attention factor (arXiv:2309.00071, section 3.4) in models that rotate a part of a head's channels."""
+"""YaRN's attention factor (arXiv:2309.00071, section 3.4) in models that rotate only a part of a head's channels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scales_rotated_channels(shape: ModelShape) -> bool:
 def scale_rotated_queries(attention: type[nn.Module], shape: ModelShape) -> type[nn.Module]:
     """Return a core attention that multiplies the rotated channels of queries by the squared attention factor.
 
-    transformers and vLLM multiply those of queries and of keys by the factor, once each. The scores are equal.
+    transformers and vLLM multiply those of queries and of keys by the factor. The scores are equal.
     """
     channels, factor = shape.rotary_channels, shape.rotary.attention_factor**2
 

@@ -1,4 +1,4 @@
-"""The one place that adds optional parts to a model chunk."""
+"""Choice of the optional parts of a model chunk: no other place adds them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def build_policy(
     """Build a chunk of a language model on all ranks together, with its optional parts.
 
     `kind` is the chunk's class, `settings` are its other arguments. With `exact_blocks` above 0 the chunk rounds as the
-    engine does (`models.exact`), with this many blocks of a product split over all ranks. `drafts_learn_distribution`:
-    MTP layers learn the policy's whole distribution, not the next tokens.
+    engine does (`models.exact`), with this many blocks of a product over all ranks. `drafts_learn_distribution`: MTP
+    layers learn the policy's whole distribution, not the next tokens.
     """
     block = partial(block_spec, exact=True) if exact_blocks else block_spec
     model = kind(config, shape, block=block, vp_stage=vp_stage, **settings)

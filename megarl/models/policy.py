@@ -84,7 +84,7 @@ class StateCarrier(Protocol):
 
 
 class PackedModel(GPTModel):
-    """A pipeline stage of a model over packed rows; with `vp_stage`, one virtual stage of it."""
+    """A pipeline stage of a model over packed rows. With `vp_stage` it is one virtual stage."""
 
     def __init__(
         self,
@@ -147,12 +147,12 @@ class PackedModel(GPTModel):
 
 
 class RowSettings(NamedTuple):
-    """How the engine sampled the tokens of a row: the distribution of the computed log-probs."""
+    """Sampling settings of a row's tokens in the engine, which define the distribution of the computed log-probs."""
 
     temperature: float | Tensor = 1.0
-    """One for all tokens, or [tokens]."""
+    """One temperature for all tokens, or [tokens]."""
     support: Support | None = None
-    """Set of tokens over which each token's log-prob is renormalised. None: the whole vocabulary."""
+    """The tokens that could be sampled, over which each log-prob is normalised. None: the whole vocabulary."""
 
 
 class ExtraHead(Protocol):
@@ -190,7 +190,7 @@ class PolicyModel(PackedModel):
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
         self.row_settings = RowSettings()
-        """How the tokens of the next forward pass were sampled."""
+        """Sampling settings of the tokens of the next forward pass."""
         self.logprob_function: Any = None
         """The autograd function that computes log-probs. None: the default of `vocab_parallel_logprobs`."""
         self.extra_heads: list[ExtraHead] = []
@@ -198,10 +198,11 @@ class PolicyModel(PackedModel):
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **layer_arguments: Any
     ) -> Tensor:
-        """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
+        """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the
+        others.
 
-        The rows of each extra head in use follow. Shapes: hidden_states [tokens that the layers saw, 1, hidden_size],
-        labels [1, predictions].
+        The rows of each extra head in use follow. Shapes: hidden_states [computed tokens, 1, hidden_size], labels [1,
+        predictions].
         """
         # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
         if not self.post_process:
@@ -235,8 +236,8 @@ class PolicyModel(PackedModel):
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
         """Return the last stage's output [2, tokens].
 
-        `hidden` [tokens that the layers saw, hidden_size] belongs to `row`. `weight` holds this rank's head rows,
-        `labels` is [predictions].
+        `hidden` [computed tokens, hidden_size] belongs to `row`. `weight` has this rank's head rows, `labels` is
+        [predictions].
         """
         logprobs, entropies = vocab_parallel_logprobs(
             row.prediction_states(hidden),

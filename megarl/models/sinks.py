@@ -1,8 +1,9 @@
-"""Attention with sinks, computed by kernels without them. They return lse, the log of each query's sum of exponentials.
+"""Attention with sinks, computed by kernels without sinks that return lse, the log of each query's sum of
+exponentials.
 
 A sink adds exp(sink) to the sum of a query's exponentials. With lse' = log(exp(lse) + exp(sink)), the output is the
-kernel's, times exp(lse - lse'). The backward pass of flash attention (arXiv:2307.08691, algorithm 2) needs the output
-and lse only: given the output with sinks and lse', it returns the gradients with sinks.
+kernel's, times exp(lse - lse'). The backward pass of flash attention (arXiv:2307.08691, algorithm 2) needs only the
+output and lse. From the output with sinks and lse' it computes the gradients with sinks.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Conversion(Protocol):
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
 
-        Returns the checksums of the pieces of `ledger` by index, int64 [], and names of differing parameters.
+        Returns the checksums of the pieces of `ledger` by index, int64 [scalar], and names of differing parameters.
         """
         ...
 
@@ -59,7 +59,7 @@ class SameFormat:
         return nullcontext()
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Return the checksums of the live parameters, int64 [] by index. Sends nothing."""
+        """Return the checksums of the live parameters, int64 [scalar] by index. Sends nothing."""
         return ledger.compute(), []
 
 

@@ -162,8 +162,6 @@ def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
 
 
 def _copy_template(region: Region, source: Holding) -> CopyTemplate:
-    """Return the copy of a tensor's part from one of its sources."""
-
     def offset(holding: Holding) -> int:
         steps = zip(region.start, holding.start, holding.strides, strict=True)
         return holding.offset + sum((a - b) * s for a, b, s in steps)

@@ -117,7 +117,7 @@ class QuantisingConversion:
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
 
-        Returns the checksums of the pieces of `ledger` by index, int64 [], and names of differing parameters.
+        Returns the checksums of the pieces of `ledger` by index, int64 [scalar], and names of differing parameters.
         """
         # These checksums must precede the second reshard below: that one writes the parameters again.
         checksums = ledger.compute(name for name in ledger.storages if name not in self.destinations)

@@ -92,7 +92,6 @@ class CopyReport:
     """Bytes by kind of copy: `local`, `sent` and `received`."""
 
     def __add__(self, addend: CopyReport) -> CopyReport:
-        """Return the sums of two reports."""
         seconds, num_bytes = {**self.seconds}, {**self.num_bytes}
         for stage, duration in addend.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + duration
@@ -249,8 +248,6 @@ def _bind(
     slots: OwnSlots | SharedSlots,
     dtype: torch.dtype,
 ) -> Iterator[_Step]:
-    """Yield each bucket of the plan with views of its tensors and staging memory."""
-
     def source(t: Transfer) -> Tensor:
         return transfer_view(_storage(sources, t.source.storage), t.source, t, dtype)
 

@@ -66,7 +66,6 @@ class Offloadable:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return a byte view [bytes] of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

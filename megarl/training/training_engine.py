@@ -354,7 +354,6 @@ class TrainingEngine(ModelShard):
             )
 
     def _step(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
-        """Run the optimizer's step on the gradients of these rows, unless the update must be skipped."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]

@@ -1,6 +1,6 @@
 """Gated delta-net (arXiv:2412.06464) over packed rows and with context parallelism, as a module of Megatron's layers.
 
-Megatron-Core 0.16.1's own forward pass supports neither, and that of 0.19 has no kernel for CPUs. Parameters, tensor
+The forward pass of Megatron-Core 0.16.1 supports neither, and that of 0.19 has no kernel for CPUs. Parameters, tensor
 parallelism and checkpoint keys are Megatron's.
 """
 
@@ -37,7 +37,7 @@ class _Inputs(NamedTuple):
 
 
 class PlainRMSNorm(RMSNorm):
-    """Norm of the output with the factor `weight`. The model's other norms may multiply by 1 + weight."""
+    """Norm of the layer's output with the factor `weight`. The model's other norms may multiply by 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
@@ -49,7 +49,7 @@ class DeltaNet(GatedDeltaNet):
     """A gated delta-net layer over packed rows.
 
     With context parallelism, an all-to-all gives each rank all tokens of some heads, in the order of the row. A second
-    one returns the outputs to the tokens' ranks. So the results are the same as without context parallelism.
+    one returns the outputs to the tokens' ranks. The results are as without context parallelism.
     """
 
     # Megatron declares these sizes as optional.
@@ -76,7 +76,8 @@ class DeltaNet(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [tokens, 1, hidden_size] and its bias, None.
 
-        `hidden_states` is [tokens, 1, hidden_size], this tensor-parallel rank's tokens under sequence parallelism.
+        `hidden_states` is [tokens, 1, hidden_size]; under sequence parallelism it has this tensor-parallel rank's
+        tokens.
         """
         row = packed_seq_params
         projected, _bias = self.in_proj(hidden_states)
@@ -91,7 +92,7 @@ class DeltaNet(GatedDeltaNet):
 
     @property
     def _widths(self) -> list[int]:
-        """Channels of the six parts of the projected input on a tensor-parallel rank."""
+        """Numbers of channels of the six parts of the projected input on a tensor-parallel rank."""
         heads = self.num_value_heads
         return [width // self.tp_size for width in (self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, heads, heads)]
 
@@ -126,7 +127,7 @@ class DeltaNet(GatedDeltaNet):
     def _own_heads(self, weight: Tensor) -> Tensor:
         """Return the rows of a weight for this context-parallel rank's heads.
 
-        The other rows have no gradient here. The sum over ranks completes it.
+        The other rows have no gradient on this rank. Megatron sums the gradient over the ranks.
         """
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
@@ -197,14 +198,15 @@ def _fla_kernels() -> _Kernels | None:
 
 
 def _lengths(row: PackedRow, cp: int) -> list[int]:
-    """Return the tokens of each sequence, over all context-parallel ranks."""
     # With context parallelism, a part's queries are one of 2 * cp chunks of each sequence.
     chunks = 1 if cp == 1 else 2 * cp
     return (row.parts[0].num_queries * chunks).tolist()
 
 
 def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
-    """Return the spec of a delta-net layer. Transformer Engine's input norm is part of the input projection."""
+    """Return Megatron's spec of a delta-net. With Transformer Engine, the input norm is part of the input
+    projection.
+    """
     linears = (ColumnParallelLinear, RowParallelLinear)
     if transformer_engine:
         # Only importable with Transformer Engine.
@@ -217,7 +219,7 @@ def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
 
 
 def with_delta_net(layer: Any, *, transformer_engine: bool) -> Any:
-    """Return the spec of an attention layer with a delta-net in the attention's place."""
+    """Return the spec of an attention layer with its attention replaced by a delta-net."""
     modules = replace(
         layer.submodules,
         self_attention=delta_net_spec(transformer_engine=transformer_engine),

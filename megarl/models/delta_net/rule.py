@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.data.token_batch import ranges
 
 _CHUNK_TOKENS = 64
-"""Chunk length in tokens, as in the paper. Work grows with its square; the number of steps shrinks with it."""
+"""Chunk length in tokens, as in the paper. Work grows with its square; the number of steps falls with it."""
 _NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers 5 and FLA."""
 
@@ -52,7 +52,7 @@ def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """Return the outputs of the gated delta rule, a state per sequence and head (arXiv:2412.06464, eq. 10).
+    """Return the outputs of the gated delta rule, with a state per sequence and head (arXiv:2412.06464, eq. 10).
 
     state_t = exp(log_decay_t) * state_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T; output_t = state_t q_t. Queries
     and keys are normalised first, and queries divided by sqrt(key_dim). All is computed in float32 or wider.
@@ -96,7 +96,7 @@ def gated_delta_rule(
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return `x` [*shape] in float32, or in its own type if that is wider."""
+    """Return `x` [*shape] in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -108,7 +108,7 @@ def _normalise(x: Tensor) -> Tensor:
 def _in_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
     """Return [tokens, heads, channels] as [chunks, heads, chunk, channels], padded with zeros.
 
-    A zero key and rate leave the state unchanged, as does a zero log-decay.
+    Zeros leave the state of the delta rule unchanged.
     """
     padded = x.new_zeros(chunks.num_chunks * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
     return padded.view(chunks.num_chunks, chunks.size, *x.shape[1:]).transpose(1, 2)

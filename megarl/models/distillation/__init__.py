@@ -1,1 +1,1 @@
-"""Models of distillation by distributions, and the divergence of their distributions."""
+"""Models for distillation from a teacher's whole distributions, and the divergence of two models' distributions."""

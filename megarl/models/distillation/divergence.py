@@ -1,4 +1,4 @@
-"""Comparison of two models' distributions over a vocabulary split across ranks, chunk by chunk, without full logits."""
+"""Comparison of two models' distributions over a vocabulary split across ranks, block by block, without full logits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabulary_blocks
 
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A divergence from `algorithms.divergences` with its keyword arguments set."""
+"""A divergence of `algorithms.divergences` with its keyword arguments set."""
 _BLOCK_SHARE = 3
-"""Memory of a block of the vocabulary, as a multiple of one model's log-probs: those of both, and results."""
+"""Memory of a block of the vocabulary, in multiples of one model's log-probs: both models' and the results."""
 
 
 def vocab_parallel_divergence(
@@ -36,7 +36,7 @@ def vocab_parallel_divergence(
     result is equal on all ranks of `group`.
 
     Forward and backward need about the memory of log-probs with these `chunk_tokens`. Gradient flows to hidden and
-    weight; that of `hidden` is partial, and the caller's tensor-parallel mapping all-reduces it.
+    weight. That of `hidden` is partial; the caller's tensor-parallel mapping all-reduces it.
     """
     return _VocabParallelDivergence.apply(
         hidden, weight, teacher_hidden, teacher_weight, divergence, group, temperature, chunk_tokens
@@ -101,10 +101,10 @@ def vocab_parallel_gathered(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of several tokens at each position, and the joint log-prob of all others.
+    """Return log-probs of k tokens at each position, and the joint log-prob of all others.
 
     The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is a sum over all other tokens: one
-    minus the sum of the several would lose all digits if these have nearly all probability.
+    minus the sum of the k would lose all digits if these have nearly all probability.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; token_ids int64 [tokens, k], global ids, distinct at each position. Returns float32 [tokens,
@@ -178,7 +178,7 @@ def vocab_parallel_top_k(
     """Return the k most likely tokens at each position, their log-probs, and the joint log-prob of all others.
 
     The most likely token comes first. Shapes as in `vocab_parallel_gathered`; returns int64 and float32 [tokens, k] and
-    float32 [tokens], without gradient. Ranks agree on equally likely tokens.
+    float32 [tokens], without gradient. All ranks choose the same among equally likely tokens.
     """
     blocks = vocabulary_blocks(len(hidden), len(weight), chunk_tokens)
     logits = hidden.new_full((len(hidden), k), -torch.inf, dtype=torch.float32)
@@ -210,7 +210,7 @@ def _best(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tenso
 
 
 def _others(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
-    """Return the logits with minus infinity in the local columns [tokens, k], in place."""
+    """Set the local columns [tokens, k] of the logits to minus infinity, in place. Returns the logits."""
     # Added, not assigned: clamped columns of remote tokens may coincide with columns of local ones.
     return logits.scatter_add_(
         1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)

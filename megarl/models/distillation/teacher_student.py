@@ -1,8 +1,8 @@
-"""The models of distillation by distributions: a teacher computing targets, and a policy learning from them.
+"""The models of distillation: a teacher that computes targets, and a policy that learns from them.
 
-A target is a row of bytes for each trained token, because one tensor is easier to send than several. With
+A target is a row of bytes for one trained token, because one tensor is easier to send than several. With
 full_vocabulary it is the teacher's hidden state before its head. With top_k it is the ids of the most likely tokens,
-their log-probs and the log-prob of all others.
+their log-probs and the joint log-prob of all others.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _OTHERS_BYTES = 4
 
 
 def bind_divergence(config: DistillationConfig) -> DivergenceFunction:
-    """Return the recipe's divergence function, with its keyword arguments set."""
+    """Return the recipe's divergence function with its keyword arguments set."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))
 
 
 def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's target, from a teacher with this hidden size."""
+    """Return the bytes of one token's target, for a teacher with this hidden size and dtype."""
     top_k_bytes = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
     return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
 class TargetModel(PolicyModel):
-    """A policy or teacher computing targets on request: its last stage then returns uint8 [tokens, bytes]."""
+    """A policy or teacher that computes targets on request. Its last stage then returns uint8 [tokens, bytes]."""
 
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,13 +53,13 @@ class TargetModel(PolicyModel):
         self._is_wanted: Tensor | None = None
 
     def request_targets(self, is_wanted: Tensor) -> None:
-        """Request targets from the next forward pass at positions with `is_wanted`, bool [tokens], True."""
+        """Request targets from the next forward pass at the positions where `is_wanted`, bool [tokens], is True."""
         self._is_wanted = is_wanted
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        """Return the requested targets of all positions in order, zeros at positions not requested.
+        """Return the targets of all positions in order, zeros at positions not requested.
 
-        Without a request it returns the outputs of a policy.
+        Without a request it returns a policy's outputs.
         """
         # A request holds for one pass: the next one may be an update of this same model.
         is_wanted, self._is_wanted = self._is_wanted, None
@@ -86,7 +86,7 @@ class TargetModel(PolicyModel):
 
 
 class TeacherModel(TargetModel):
-    """A teacher with weights of its own. `num_common_tokens` counts the tokens shared with the policy's vocabulary."""
+    """A teacher with weights of its own. `num_common_tokens` counts the tokens that both vocabularies share."""
 
     def __init__(self, *args: Any, num_common_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,13 +103,13 @@ class TeacherTargets(NamedTuple):
     places: Tensor
     rows: Tensor
     num_local_tokens: int
-    """Number of leading rows of this rank's part of the policy's output layer with tokens known to the teacher."""
+    """Number of tokens known to the teacher in this rank's part of the policy's vocabulary. They come first."""
     head: Tensor | None
     """The teacher's rows for these tokens, [local tokens, teacher's hidden_size] (full_vocabulary; else None)."""
 
 
 class StudentModel(TargetModel):
-    """A policy learning from targets. Its last stage returns log-probs, entropies and divergences [3, tokens].
+    """A policy that learns from targets. Its last stage returns log-probs, entropies and divergences [3, tokens].
 
     Only the divergences, float32, in nats, carry gradient. They are zero at positions without a target.
     """
@@ -120,7 +120,7 @@ class StudentModel(TargetModel):
         self._targets: Sequence[TeacherTargets] = ()
 
     def set_targets(self, all_targets: Sequence[TeacherTargets]) -> None:
-        """Set the targets of the next forward pass. Their places must be disjoint."""
+        """Set the targets of the next forward pass, by teacher. Their places must be disjoint."""
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
@@ -151,7 +151,7 @@ class StudentModel(TargetModel):
         )
 
     def _top_k_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
-        """Return divergences [target tokens] over the teacher's most likely tokens and all others as one."""
+        """Return divergences [target tokens] over the teacher's most likely tokens, and all others as one."""
         token_ids, of_tokens = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = of_tokens.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(

@@ -16,7 +16,7 @@ from megarl.platform.exact import attention
 class ExactAttention(PackedAttention):
     """Core attention for packed rows that rounds as the engine does. It also rotates queries and keys.
 
-    Set `rotary` before the first pass; Megatron must get no rotary angles then.
+    Set `rotary` before the first pass; Megatron must not rotate them too.
     """
 
     rotary: RotaryTable
@@ -45,9 +45,9 @@ class ExactAttention(PackedAttention):
 
 
 class _TwoKernels(torch.autograd.Function):
-    """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's own kernel.
+    """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's kernel.
 
-    The engine's kernel has no backward pass, so it computes attention again, with the trainer's kernel.
+    The engine's kernel has no backward pass, so the trainer's kernel computes attention again there.
     """
 
     @staticmethod

@@ -21,7 +21,7 @@ from megarl.platform.exact.experts import weighted_sum
 
 
 class ExactRouter(TopKRouter):
-    """A router with softmax scores whose logits and weights are rounded as in vLLM 0.30 on a CPU.
+    """A router with softmax scores that rounds logits and weights as vLLM 0.30 does on a CPU.
 
     Its gradient is that of Megatron's router, which computes in float32.
     """
@@ -35,7 +35,7 @@ class ExactRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and choices, bool, both [tokens, experts], for logits [tokens, 1, experts].
 
-        Weights of other experts are 0.
+        Experts that are not chosen have weight 0.
         """
         logits = logits.flatten(0, -2)
         rounded = logits.detach().to(self.weight.dtype)
@@ -52,7 +52,7 @@ class ExactRouter(TopKRouter):
 
 
 class ExactExperts(SequentialMLP):
-    """Experts with outputs not yet weighted. Rows of an expert are padded, as in the engine."""
+    """Experts whose outputs are not yet weighted. Rows of an expert are padded, as in the engine."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -70,13 +70,13 @@ class ExactExperts(SequentialMLP):
 
 
 class ExactDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher. It weights and adds a token's experts where the token came from."""
+    """Megatron's all-to-all dispatcher, except that a token's own rank weights and adds the outputs of its experts."""
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' outputs [rows of this rank, hidden_size], in the order of the ranks that sent the rows.
 
-        `hidden_states` [rows, hidden_size] are in the order of the experts. With experts split over ranks, these are
-        each rank's products for the rows of all of them, float32.
+        `hidden_states` [rows, hidden_size] are in the order of the experts. If experts are split over ranks, they are
+        this rank's products, float32, for the rows of all these ranks.
         """
         if self.num_local_experts > 1:
             counts = self.num_global_tokens_per_local_expert.T.ravel()
@@ -87,7 +87,8 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
         return _OwnRows.apply(hidden_states, self.tp_group, sizes.tolist(), self.config.params_dtype)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, in the shape of the layer's input, [tokens, 1, hidden_size].
+        """Return the weighted sum of each token's experts, in the shape of the layer's input, [tokens, 1,
+        hidden_size].
 
         The argument [tokens * top_k, hidden_size] is in the order of the experts.
         """
@@ -114,7 +115,7 @@ class _OwnRows(torch.autograd.Function):
 
 
 class ExactMoELayer(MoELayer):
-    """Megatron's layer of experts with `ExactDispatcher`."""
+    """Megatron's MoE layer with `ExactDispatcher`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Values and gradients from two computations of the same numbers."""
+"""A tensor with the values of one computation and the gradient of another."""
 
 from __future__ import annotations
 

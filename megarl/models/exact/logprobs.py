@@ -15,9 +15,9 @@ from megarl.platform.exact.block_products import row_product
 
 
 class ExactLogprobs(VocabParallelLogprobs):
-    """Log-probs and entropies with the engine's rounding, always float32. The gradient has the same logits.
+    """Log-probs and entropies with the engine's rounding, always float32. The gradient uses the same logits.
 
-    A rank holds at most `chunk` * local_vocabulary logits at once.
+    A rank has at most `chunk` * local_vocabulary logits at once.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 
 
 def _widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the number of tokens in each rank's part of the vocabulary; `weight` is [local_vocabulary,
+    """Return the number of tokens in each rank's part of the vocabulary. `weight` is [local_vocabulary,
     hidden_size].
     """
     if group is None or group.size() == 1:

@@ -22,8 +22,8 @@ class RotaryTable:
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return queries or keys [tokens, heads, head_dim], rotated by their positions [tokens].
 
-        The first channels rotate, the other ones stay. Products and sums are float32. They are rounded once, or
-        truncated where vLLM's kernel does that.
+        Only the first channels rotate. Products and sums are float32. They are rounded once, or truncated where vLLM's
+        kernel truncates.
         """
         # Padding after a sequence of full length has positions beyond the table. Its angles have no effect.
         positions = positions.clamp(max=len(self._cosines) - 1)

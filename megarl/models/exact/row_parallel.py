@@ -15,14 +15,14 @@ class BlockRowParallelLinear(RowParallelLinear):
     """A row-parallel layer without bias that adds its products as the engine does (`platform.exact.block_products`)."""
 
     num_blocks: int = 1
-    """Blocks of this rank. Set it after construction."""
+    """Number of blocks on this rank. Set it after construction."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
-        """Return the output [tokens, 1, out] of all ranks for this rank's input [tokens, 1, in].
+        """Return the sum of all ranks' outputs [tokens, 1, out] for this rank's input [tokens, 1, in].
 
         Under sequence parallelism the output has this rank's tokens only. A layer of an expert takes and returns
-        [tokens, in] and [tokens, out]; if the expert is split, the output is this rank's product, float32. `weight`
-        [out, in] replaces the layer's own.
+        [tokens, in] and [tokens, out]. If the expert is split over ranks, its output is this rank's product, float32.
+        `weight` [out, in] replaces the layer's own.
         """
         part = _BlockProduct.apply(input_, self.weight if weight is None else weight, self.num_blocks)
         group: Any = self.tp_group

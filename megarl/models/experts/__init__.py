@@ -1,1 +1,3 @@
-"""Layers with experts: their balancing losses, the dispatch of tokens to them, and the replay of routes."""
+"""Layers with experts: their balancing losses, the dispatch of tokens to them, and the replay of the engine's
+routes.
+"""

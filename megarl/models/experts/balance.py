@@ -1,4 +1,4 @@
-"""Balancing losses of MoE layers, as means over all tokens of an update."""
+"""Losses that balance the experts of MoE layers, as means over all tokens of an update."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _METRIC_NAMES = {
 """Metric of each balancing loss, by the loss's name in Megatron-Core's settings."""
 
 _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
-"""Balancing losses needing the tokens per expert of the whole update."""
+"""Balancing losses that need the tokens per expert of the whole update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RowTokens:
     lengths: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the layer's values [tokens that it saw, ...] for each token of the sequences."""
+        """Return `values` [tokens that the layer computed, ...] for each token of the sequences."""
         return values
 
     def weigh(self, values: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ class UpdateRouter(TopKRouter):
     """Megatron's router with losses averaged over the update's tokens, and with noise in training only.
 
     Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and divides in
-    `finalize_model_grads`. That sum depends on tp, cp, padding, and the sequences sharing a row. Here each rank's part
-    is divided by the update's tokens at once, so the sum over rows and ranks is the mean.
+    `finalize_model_grads`. This sum depends on tp, cp, padding, and the sequences in a row. Here each rank's part is
+    divided by the update's tokens at once, so the sum over rows and ranks is the mean.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
@@ -80,7 +80,7 @@ class UpdateRouter(TopKRouter):
         self.expert_count = config.num_moe_experts
         self.losses = balance_losses(vars(config))
         self.row: RowTokens | None = None
-        """The row of tokens (`RowTokens`) in the next forward pass."""
+        """The tokens of the next forward pass."""
         self.num_tokens = 0
         """Number of tokens of the update, on all ranks."""
         self.is_counting = False
@@ -110,7 +110,7 @@ class UpdateRouter(TopKRouter):
         return super().apply_input_jitter(input) if self.training else input
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the mean square of logsumexp(logits), for logits [tokens, experts], to the logits."""
+        """Attach the mean square of logsumexp(logits) to the logits [tokens, experts]."""
         coefficient = self.losses.get("z_loss")
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
@@ -128,7 +128,7 @@ class UpdateRouter(TopKRouter):
         return self._with_batch_loss(probs, scores_for_aux_loss, "global_aux_loss")
 
     def _with_batch_loss(self, probs: Tensor, scores: Tensor, name: str) -> Tensor:
-        """Attach the Switch balancing loss: experts / top_k * sum_i f_i P_i, with f and P means over the update's
+        """Attach the Switch balancing loss, experts / top_k * sum_i f_i P_i, with f and P means over the update's
         tokens.
 
         Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch like Qiu et
@@ -260,5 +260,5 @@ class ExpertBalance:
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
-    """Return the routers of model chunks that have balancing losses or noise."""
+    """Return the routers with balancing losses or noise of model chunks."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]

@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts whose counts the host knows before the pass."""
+"""Dispatch of tokens to experts with counts known to the host before the pass."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def takes_known_counts(config: TransformerConfig) -> bool:
 class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher. If `counts` is set, the host does not wait for the device.
 
-    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass, and the host waits for these sizes of the
-    exchange. With router replay the experts are known earlier, so `counts` is computed before the pass.
+    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass, and the host waits for these sizes. With
+    router replay the experts are known earlier, so `counts` is computed before the pass.
     """
 
     counts: ExpertCounts | None = None
@@ -76,7 +76,7 @@ class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class ReplayedMoELayer(MoELayer):
-    """Megatron's layer of experts with `KnownCountsDispatcher`."""
+    """Megatron's MoE layer with `KnownCountsDispatcher`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class OwnOutput(RowParallelLinear):
-    """The second layer of an expert with biases. Its output is a tensor of its own: [tokens, hidden_size].
+    """The second layer of an expert with biases. It returns a tensor with memory of its own: [tokens, hidden_size].
 
-    Megatron-Core 0.16.1 adds the bias to the output in place. Its own layer's output is a view made by a custom
-    autograd function, and torch refuses the backward pass through such a change.
+    Megatron-Core 0.16.1 adds the bias in place. Its own layer's output is a view made by a custom autograd function,
+    and torch refuses the backward pass after such a change.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
@@ -21,5 +21,4 @@ class OwnOutput(RowParallelLinear):
 
 
 def has_router(layer: Any) -> bool:
-    """Return whether a layer of a live model has a router."""
     return hasattr(layer.mlp, "router")

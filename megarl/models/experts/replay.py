@@ -25,10 +25,10 @@ def expert_layers(chunks: Sequence[Any]) -> list[int]:
 def replay_routes(
     chunk: Any, routes: Tensor, layer_numbers: Sequence[int], counts: Sequence[ExpertCounts | None]
 ) -> None:
-    """Set the experts that a chunk's next forward pass uses.
+    """Set the experts of a chunk's next forward pass.
 
     Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], the rank's layers with experts,
-    numbered from 0; counts [layers], the tokens per expert (None: the layer counts).
+    numbered from 0; counts [layers], the tokens per expert (None: the layer counts itself).
     """
     for layer in routed_layers(chunk):
         index = layer_numbers.index(layer.layer_number - 1)
@@ -39,7 +39,7 @@ def replay_routes(
 
 
 def choose_routes(chunk: Any) -> None:
-    """Let a chunk's routers choose the experts in the next forward pass."""
+    """Make a chunk's routers choose the experts in the next forward pass."""
     for layer in routed_layers(chunk):
         layer.mlp.router.router_replay.clear_router_replay_action()
         layer.mlp.token_dispatcher.counts = None

@@ -1,5 +1,4 @@
-"""Rows with sequences that share prefixes: each distinct prefix is stored once, and the row is a tree.
+"""Rows of sequences with shared prefixes: each distinct prefix is stored once, and the row is a tree.
 
-`attention` attends over a tree, `core_attention` gives it to a model's layers, `row` describes the row to the model.
-Other modules know `PackedRow` only.
+`attention` attends over a tree, `core_attention` adds this to a model's layers, `row` describes the row to the model.
 """

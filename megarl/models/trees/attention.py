@@ -25,29 +25,29 @@ from megarl.data.token_batch import ranges
 _MASK_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: its default, for which its kernels are tuned."""
 _WASTED_SHARE = 0.25
-"""Scores computed for padding, relative to the others, up to which parts of unequal sizes share a call."""
+"""Maximum share of scores computed for padding if parts of unequal sizes use one call, relative to the other scores."""
 _CALL_SCORES = 4096
-"""Scores for padding that cost as much time as a further call: 64 queries and keys of a few heads."""
+"""Number of padding scores that take as much time as one more call: 64 queries and keys of a few heads."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
     """The stored tokens of a row, and how the outputs of the model belong to the row's sequences.
 
-    Shapes: `reach` [stored tokens], padding included. `starts`, `ends` and `reaches` [segments], on the host, are each
-    segment's first token, its end, and the end of its subtree. `positions` [stored tokens] are positions in sequences,
-    on the host.
+    Shapes: `reach` [stored tokens], with padding. `starts`, `ends` and `reaches` [segments], on the host, are each
+    segment's first token, its end, and the end of its subtree. `positions` [stored tokens], on the host, are positions
+    in sequences.
 
     With context parallelism each segment is split into chunks, and a rank owns some of them. `own_tokens` [own tokens],
     on the host and ascending, are this rank's stored tokens. `chunks` [own chunks, 3], on the host, are the first token
     of the chunk's segment, the chunk's first token and its end. `place` [stored tokens] is the index of each stored
     token in the ranks' tokens, rank after rank; None on a single rank.
 
-    All other fields are this rank's. `num_represented` [own tokens], on the host, are the tokens of sequences stored
-    there: 0 for padding. `stored_of` [tokens] is the place among the own tokens of each token of the sequences that is
+    All other fields are this rank's. `num_represented` [own tokens], on the host, counts the tokens of sequences stored
+    at each place: 0 for padding. `stored_of` [tokens] is the place among the own tokens of each token of the sequences
     stored on this rank (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next
     one. `edge_sources` [edges] are the places of the own tokens before it. `edges` [tokens] is the edge to the token
-    after each token; any edge where none follows.
+    after each token; any edge for the last one.
     """
 
     reach: Tensor
@@ -99,7 +99,7 @@ class TokenTree:
         return self._window_calls[window]
 
     def attended_mask(self, window: int = 0) -> Tensor:
-        """Return the mask of attended keys, bool [own tokens, stored tokens]; window 0 is none."""
+        """Return the mask of attended keys, bool [own tokens, stored tokens]. Window 0 has no limit."""
         token, own_tokens = torch.arange(len(self.reach), device=self.reach.device), self._own_on_device[:, None]
         mask = (token <= own_tokens) & (own_tokens < self.reach)
         if window:
@@ -126,7 +126,7 @@ class TokenTree:
         return torch.from_numpy(self.positions).to(self.reach.device)
 
     def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of own tokens before each of these stored tokens, same shape."""
+        """Return the number of own tokens before each of these stored tokens, in the same shape."""
         return np.searchsorted(self.own_tokens, tokens)
 
     @cached_property
@@ -135,7 +135,6 @@ class TokenTree:
 
     @cached_property
     def _block_masks(self) -> dict[int, BlockMask]:
-        """Masks by window: all layers share them."""
         return {}
 
     def _levels(self) -> NDArray[np.int64]:
@@ -194,7 +193,7 @@ class TreePart:
     is_causal: bool
     mask: Tensor | None
     is_first: bool
-    """Whether the part computes its queries' first output. Other parts are merged into it."""
+    """Whether the part computes its queries' first output. Other parts are merged into this output."""
 
     @property
     def query_tokens(self) -> slice | Tensor:
@@ -223,7 +222,9 @@ class TreePart:
         return _unpad(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as a score to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without one."""
+        """Return the mask as a score to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without a
+        mask.
+        """
         if self.mask is None:
             return None
         return torch.zeros(self.mask.shape, dtype=dtype).masked_fill_(~self.mask, -torch.inf)
@@ -259,7 +260,7 @@ def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 def merged_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Return the result of `attend` by torch's flash kernel for CPUs, merged from parts.
+    """Compute `attend` by torch's flash kernel for CPUs, merged from parts.
 
     q and the result are [own tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
     """
@@ -270,7 +271,7 @@ def merged_attend(
 def flex_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Return the result of `attend` by FlexAttention, compiled on a GPU.
+    """Compute `attend` by FlexAttention, compiled on a GPU.
 
     q and the result are [own tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
     """
@@ -294,7 +295,7 @@ def _compiled_flex() -> Any:
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Attention merged from parts. Each part's backward pass needs the merged output and sum of exponentials only."""
+    """Attention merged from parts. Each part's backward pass needs only the merged output and sum of exponentials."""
 
     @staticmethod
     def forward(
@@ -357,7 +358,7 @@ def _group_blocks(
     is_causal: bool,
     device: torch.device,
 ) -> list[TreePart]:
-    """Return calls for blocks of queries and keys, all [blocks]. Blocks of similar sizes share one."""
+    """Return calls for blocks of queries and keys, all [blocks]. Blocks of similar sizes share a call."""
     num_queries, num_keys = query_ends - query_starts, key_ends - key_starts
     order = np.lexsort((num_queries, num_keys))
     calls: list[list[int]] = []
@@ -404,7 +405,9 @@ def _part(
 
 
 def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device) -> slice | tuple[Tensor, Tensor]:
-    """Return the tokens of some blocks: a slice for one, else places in the padded array and tokens, [tokens] each."""
+    """Return the tokens of some blocks: a slice for one block, else places in the padded array and tokens, [tokens]
+    each.
+    """
     if len(starts) == 1:
         return slice(int(starts[0]), int(starts[0] + sizes[0]))
     places = ranges(np.arange(len(sizes)) * sizes.max(), sizes)
@@ -432,8 +435,9 @@ def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _block_lists(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of listed blocks in each row, and their columns before the others: [1, 1, rows], [1, 1, rows,
-    columns]. `is_listed` is [rows, columns].
+    """Return the number of listed blocks in each row, [1, 1, rows], and their columns first, [1, 1, rows, columns].
+
+    `is_listed` is [rows, columns].
     """
     counts = is_listed.sum(1).astype(np.int32)
     columns = np.argsort(~is_listed, axis=1, kind="stable").astype(np.int32)

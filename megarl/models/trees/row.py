@@ -1,4 +1,4 @@
-"""A row stored as a tree of prefixes, as the model's layers, head and routers see it."""
+"""A row stored as a tree of prefixes, for the model's layers, head and routers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megarl.models.trees.attention import TokenTree, gather
 class TreeRow(PackedRow):
     """The row of sequences stored as a tree of prefixes.
 
-    The model's layers see stored tokens only, and `positions` has one entry for each of this rank. The model's outputs,
-    `local` and `place` are those of the sequences' tokens.
+    The model's layers compute stored tokens only, and `positions` has one entry for each of this rank. The model's
+    outputs, `local` and `place` are those of the sequences' tokens.
     """
 
     tree: TokenTree = field(kw_only=True)
 
     @classmethod
     def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> TreeRow:
-        """Return the row of sequences stored as a tree. `longest` is the longest sequence.
+        """Return the row of sequences stored as a tree. `longest` is the length of the longest sequence.
 
         `holders` [tokens] is the context-parallel rank storing each token of the sequences.
         """
@@ -75,8 +75,8 @@ class TreeRow(PackedRow):
 class TreeTokens(RowTokens):
     """The stored tokens of a tree on one rank.
 
-    `weights` is int64 [stored tokens]: how often each one stands in the sequences. `sequences` [tokens] has the
-    sequences' own tokens, `stored_of` int64 [tokens] the stored token of each.
+    `weights` is int64 [stored tokens], the number of sequences' tokens stored at each place. `sequences` [tokens] has
+    the sequences' own tokens, `stored_of` int64 [tokens] the stored token of each.
     """
 
     stored_of: Tensor
@@ -85,5 +85,5 @@ class TreeTokens(RowTokens):
         return gather(values, self.stored_of)
 
     def weigh(self, values: Tensor) -> Tensor:
-        """Return the values [tokens] as they are, because no token of the sequences is padding."""
+        """Return the values [tokens] unchanged, because no token of the sequences is padding."""
         return values

@@ -38,7 +38,6 @@ class Fingerprint:
     numel: int = 0
 
     def __add__(self, addend: Fingerprint) -> Self:
-        """Return the fingerprint of two disjoint parts together."""
         return type(self)(
             (self.checksum + addend.checksum) & MASK,
             tuple(a + b for a, b in zip(self.sketch, addend.sketch, strict=True)),
@@ -201,5 +200,4 @@ def _shift_right(numbers: Tensor, count: int) -> Tensor:
 
 
 def _reinterpret_signed(number: int) -> int:
-    """Return the signed 64-bit number with the same bits as an unsigned one."""
     return number - (1 << 64) if number >> 63 else number

@@ -123,14 +123,13 @@ class Ledger:
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
-        """Return the checksums of the pieces in `storages` (None: all), int64 [] on the device, by index in the
+        """Return the checksums of the pieces in `storages` (None: all), int64 [scalar] on the device, by index in the
         layout.
         """
         names = self.storages if storages is None else storages
         return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}
 
     def _compute(self) -> NDArray[np.int64]:
-        """Return the checksum of each piece, int64 [pieces]."""
         checksums = [self._checksum(number) for number in range(len(self._layout))]
         # One copy to the host: each would wait for the device.
         return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)
@@ -144,7 +143,7 @@ class Ledger:
 
 
 def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the checksum, int64 [] on the device, of a piece stored in `storage` [*any], cast to `dtype` if not
+    """Return the checksum, int64 [scalar] on the device, of a piece stored in `storage` [*any], cast to `dtype` if not
     None.
     """
     view = View(piece.storage, piece.offset, piece.strides)

@@ -83,6 +83,5 @@ def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> 
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
-    """Return the smallest box around boxes of one tensor."""
     starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
     return Box(boxes[0].name, tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))

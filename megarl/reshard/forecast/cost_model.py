@@ -226,7 +226,6 @@ def reshard_plan(
 
 
 def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
-    """Return the node number of each rank."""
     if engine_ranks_per_node is None:
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
     trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]

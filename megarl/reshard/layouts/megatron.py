@@ -217,7 +217,6 @@ class MegatronLayouts(Layouts):
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        """Yield the parts of one tensor and the ranks storing them."""
         dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
         place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
         for split in range(self.splits(rule)):

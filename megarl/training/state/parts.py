@@ -52,6 +52,5 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
 
 
 def _name(part: ShardedTensor) -> str:
-    """Return a tensor's name, with the layer's number if Megatron stacks equal layers."""
     is_stacked = ".layers." in part.key and not any(word.isdigit() for word in part.key.split("."))
     return f"{part.key}[{part.global_offset[0]}]" if is_stacked else part.key
