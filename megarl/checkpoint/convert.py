@@ -1,7 +1,7 @@
 """Conversion of model folders to Megatron's distributed checkpoints and back, without the whole model in memory.
 
-Files are written from front to back in slabs. Each slab is the destination of a plan from the other side's storages.
-While one slab is written and hashed, the next is read.
+Files are written from front to back in slabs, parts of at most 64 MiB. A plan fills each slab from the source. While
+one slab is written and hashed, the next is read.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ _PACKS = "packs_experts"
 """Field of a manifest: whether the model folder had packed experts."""
 
 Source = FolderReader | CheckpointReader
-"""A reader of weights: for each Hugging Face tensor, its dtype and the pieces (stored index ranges) making it up."""
+"""A reader of weights: for each Hugging Face tensor, its dtype and the stored pieces (index ranges)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Result of a conversion. `is_verified`: the written weights were read back and compared."""
+    """Result of a conversion. `is_verified`: the written weights were read back and compared. `num_kept` counts
+    tensors copied unchanged.
+    """
 
     folder: Path
     num_tensors: int
@@ -152,13 +154,13 @@ def to_hf(
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint, sharded in any way, to a model folder.
 
-    `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
+    `megatron` is the checkpoint, or a folder with it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. `other_texts` maps names of further files to their texts, replacing copied ones; None
-    leaves a file out. Tensors go to the files that the folder's index names. Without an index, and if the index lacks
-    copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own.
-    Experts are packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if
-    `out` exists, DataError with the name of a truncated file.
+    fields of config.json. `other_texts` maps names of further files to their texts, replacing copied ones; None leaves
+    a file out. Tensors go to the files named in the folder's index. Without an index, and if the index lacks copied
+    tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own. Experts are
+    packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if `out` exists,
+    DataError with the name of a truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -218,7 +220,7 @@ def to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A part of a tensor to be filled from the source. `write` is called with the filled part.
+    """A part of a tensor that is filled from the source, then passed to `write`.
 
     `pieces` place its elements in a contiguous storage called "slab".
     """
@@ -230,7 +232,7 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill the parts in order. Each is written in the background while the next one is filled."""
+    """Fill the slabs in order. Each is written in the background while the next one is filled."""
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
@@ -258,7 +260,7 @@ def _one_thread_per_operation() -> Iterator[None]:
 
 
 def _fill(source: Source, slab: _Slab) -> Tensor:
-    """Read the elements of a part from the source, in the part's shape and dtype."""
+    """Read the elements of a slab from the source, in the slab's shape and dtype."""
     # Vocabulary padding is covered by no piece, and must be zero.
     is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
     target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
@@ -274,7 +276,7 @@ def _fill(source: Source, slab: _Slab) -> Tensor:
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
-    """Write parts of tensors to the files of their ranks. Returns where each is stored."""
+    """Write parts of tensors to the files of their ranks. Returns the place of each."""
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
@@ -391,7 +393,7 @@ def _pieces(box: Box, model: ModelShape) -> Layout:
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
-    """Read a conversion back and compare hashes of files and bits of tensors. Raises DataError with the first
+    """Read a conversion back, and compare hashes of files and bits of tensors. Raises DataError with the first
     difference.
     """
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as reader:
@@ -408,9 +410,9 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _checking_files(folder: Path) -> Iterator[None]:
-    """Context checking a folder's files against its manifest, if it has one.
+    """Context that checks a folder's files against its manifest, if it has one.
 
-    Sizes are checked on entry. Hashes are computed in a thread meanwhile, and compared at the end.
+    Sizes are checked on entry. A thread computes hashes meanwhile; they are compared at the end.
     """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
@@ -420,7 +422,7 @@ def _checking_files(folder: Path) -> Iterator[None]:
 
 
 def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
-    """Return the parallel sizes as a config. Raises ConfigError for sizes below 1, and experts of a dense model."""
+    """Return the parallel sizes as a config. Raises ConfigError for sizes below 1, and for experts of a dense model."""
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")
@@ -433,7 +435,9 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 
 
 def _files_of_index(folder: Path, tensors: Sequence[str]) -> dict[str, list[str]] | None:
-    """Return the tensors of each file in a folder's index, in the order of `tensors`. None: the index lists others."""
+    """Return the tensors of each file in a folder's index, in the order of `tensors`. None if the index has other
+    tensors.
+    """
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
     if where.keys() != set(tensors):
@@ -449,9 +453,9 @@ def _copy_companions(
     override: Mapping[str, Any] | None = None,
     other_texts: Mapping[str, str | None] | None = None,
 ) -> None:
-    """Copy all files except weights. config.json gets `dtype`, if given, and the fields of `override`.
+    """Copy all files except weights. config.json gets `dtype`, if not None, and the fields of `override`.
 
-    `other_texts` replace copied files, by name; None: the file is left out.
+    `other_texts` replace copied files, by name; None leaves a file out.
     """
     other_texts = other_texts or {}
     for name, text in other_texts.items():
@@ -513,7 +517,9 @@ def _checkpoint_of_run(folder: Path) -> Path:
 
 
 def _dtypes(source: Source, model: ModelShape, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each converted tensor: `dtype`, or the source's. Tensors that are always float32 stay so."""
+    """Return the dtype of each converted tensor: `dtype`, or the source's. Tensors that are always float32 stay
+    float32.
+    """
     fixed = dict.fromkeys(float32_tensors(model), torch.float32) if dtype else {}
     return {name: dtype or source.dtypes[name] for name in hf_tensors(model)} | fixed
 

@@ -32,7 +32,7 @@ from megarl.types import DataError
 
 
 def target_token_ids(folder: str, shape: DrafterShape) -> Tensor:
-    """Return the policy's ids of the drafted tokens: int64 [drafted tokens]. Raises DataError for a broken file."""
+    """Return the policy's ids of the tokens that the drafter proposes: int64 [drafted tokens]. Raises DataError."""
     token_ids = torch.arange(shape.vocab_size)
     offsets = _unchanged_tensors(folder).get(OFFSETS)
     return token_ids if offsets is None else token_ids + offsets
@@ -40,7 +40,7 @@ def target_token_ids(folder: str, shape: DrafterShape) -> Tensor:
 
 @torch.no_grad()
 def load_drafter(folder: str, shape: DrafterShape, parameters: Mapping[str, Tensor]) -> None:
-    """Read the whole parameters [*shape], by published names, from a drafter's folder, in place.
+    """Load a drafter's folder into whole parameters [*shape], by published names, in place.
 
     Raises DataError for a tensor that is missing, has another shape, or is not finite.
     """
@@ -76,11 +76,12 @@ def export_drafter(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Export a drafter, sharded over all ranks, to a folder that vLLM loads as speculative method `eagle3`.
+    """Export a drafter, sharded over all ranks, to a folder that vLLM loads as speculative method `eagle3`. A
+    collective.
 
-    A collective. `parameters` [*shape] are this rank's tensors. `layouts` has one entry a rank: which part of each
-    tensor it stores. `source` is the drafter's original folder. Its config.json and its maps between both vocabularies
-    are copied. Files store tensors as `dtype`. The folder is replaced atomically. Raises OSError if the disk is full.
+    `parameters` [*shape] are this rank's tensors, `layouts` the layouts of all ranks. config.json and the maps between
+    both vocabularies are copied from the drafter's original folder `source`. Files store tensors as `dtype`. The folder
+    is replaced atomically. Raises OSError if the disk is full.
     """
     maps = _unchanged_tensors(source)
     files = _files_of_weights(shape, dtype, maps)
@@ -139,7 +140,9 @@ def _write_others(
 
 
 def _unchanged_tensors(folder: str) -> dict[str, Tensor]:
-    """Return the maps of a drafter's vocabulary in its files, by published names; none for the whole vocabulary."""
+    """Return the maps of a drafter's vocabulary in its files, by published names; empty if it has the whole
+    vocabulary.
+    """
     stored = MappedFolder(folder)
     names = {published_name(name): name for name in stored.names}
     return {name: stored.tensor(names[name]) for name in (OFFSETS, IS_DRAFTED) if name in names}

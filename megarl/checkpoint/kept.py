@@ -1,6 +1,6 @@
-"""Kept tensors: tensors of a model folder that trainer and engine do not use, copied byte for byte.
+"""Kept tensors: tensors of a model folder that trainer and engine do not use. They are copied byte for byte.
 
-They are draft layers and vision towers. They belong to no layout.
+They are draft layers and vision towers, and belong to no layout.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KeptTensor(NamedTuple):
 
 
 def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]:
-    """Return the kept tensors found in a folder, by name. Raises DataError for a truncated file."""
+    """Return the kept tensors in a folder, by name. Raises DataError for a truncated file."""
     prefixes = list_copied_prefixes(model)
     if not prefixes:
         return {}
@@ -78,10 +78,10 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
 
 
 def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, KeptTensor], dict[str, str]]:
-    """Return the tensors to copy from a folder, and those of a trained draft layer equal to others of the model.
+    """Return the tensors to copy from a folder, and those of a trained draft layer that equal other tensors of the
+    model.
 
-    The latter are names of tensors in the folder, with the names of the originals. Raises DataError for a truncated
-    file.
+    The second result maps their names to the names of the originals. Raises DataError for a truncated file.
     """
     tensors = kept_tensors(folder, model)
     copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}
@@ -105,7 +105,7 @@ def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
-    """Return the files with weights in a folder, each with its tensors as listed by the index."""
+    """Return the files with weights in a folder, each with its tensors in the index."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
     # A conversion may be given a folder with config.json and tokenizer alone.
@@ -115,7 +115,7 @@ def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
 
 
 def places_in(path: Path) -> Iterator[tuple[str, KeptTensor]]:
-    """Yield the tensors of a file, by name. `read_safetensors_header` has checked it."""
+    """Yield the tensors of a file, by name. Its header must have passed `read_safetensors_header`."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         # The format limits a header to 100 MB.

@@ -1,4 +1,4 @@
-"""Manifests of folders: size and sha256 of every file, written with the folder and checked before it is used.
+"""Manifests of folders: size and sha256 of every file, written with the folder and checked before use.
 
 The formats have no checksums of their own. Without a manifest, a changed weight would load unnoticed.
 """
@@ -60,7 +60,6 @@ class ManifestWriter:
         return self._open[name]
 
     def stream(self, name: str) -> IO[bytes]:
-        """Return a file object that appends to a file."""
         return cast(IO[bytes], _Stream(self, name))
 
     def copy(self, source: Path, name: str) -> None:
@@ -91,7 +90,7 @@ class ManifestWriter:
 
 
 class _Stream:
-    """File object writing through `ManifestWriter`, with the methods that torch.save needs."""
+    """File object that writes through `ManifestWriter`, with the methods that torch.save needs."""
 
     def __init__(self, manifest: ManifestWriter, name: str) -> None:
         self._manifest, self._name = manifest, name
@@ -118,7 +117,7 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """Context creating a folder, which appears only if no error is raised.
+    """Context that creates a folder, which appears only if no error is raised.
 
     Raises ConfigError if the folder exists and is not empty.
     """
@@ -167,7 +166,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
 
 
 def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
-    """Read every file and compare its hash with the expected one.
+    """Read every file and compare its sha256 with the expected one.
 
     Raises DataError with the first file that differs, StorageError for an unreadable file.
     """

@@ -1,4 +1,4 @@
-"""Tensors of a model folder by their names in its files, memory-mapped: only elements that are used are read."""
+"""Tensors of a model folder by their names in its files, memory-mapped: only used elements are read."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the contents of PEFT's adapter_config.json. `model` is the base model's folder.
 
-    `is_rank_stabilised`: the scale is alpha / sqrt(rank) instead of alpha / rank.
+    With `is_rank_stabilised` the scale is alpha / sqrt(rank) instead of alpha / rank.
     """
     return {
         "peft_type": "LORA",

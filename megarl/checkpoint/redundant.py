@@ -1,7 +1,7 @@
 """Redundant tensors of a model folder: they repeat other tensors, or numbers that follow from config.json. No torch.
 
-They are a head beside a tied embedding, rotary frequencies, and copies in a trained draft layer.
-They are not loaded. So one that differs is an error: the model would be another one.
+Examples are a head next to a tied embedding, rotary frequencies, and copies in a trained draft layer. They are not
+loaded, so a different value is an error: the model would be another one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALLEST = 1e-7
 
 
 def is_redundant(name: str, model: ModelShape) -> bool:
-    """Return whether a tensor repeats what other tensors or config.json say."""
+    """Return whether a tensor repeats other tensors or numbers that follow from config.json."""
     return name.endswith(_FREQUENCIES) or name in _originals(model)
 
 
@@ -53,7 +53,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
 
 
 def _originals(model: ModelShape) -> dict[str, str]:
-    """Return the names of tensors that must equal others, with the names of the latter."""
+    """Return the names of tensors that must equal others, with the names of these others."""
     tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
     return {**tied, **list_draft_copies(model)}
 
@@ -79,7 +79,7 @@ def _are_equal(tensor: KeptTensor, original: KeptTensor) -> bool:
 
 
 def _has_frequencies_of(tensor: KeptTensor, model: ModelShape) -> bool:
-    """Return whether a tensor holds a model's rotary frequencies, rounded to the tensor's dtype."""
+    """Return whether a tensor has a model's rotary frequencies, rounded to the tensor's dtype."""
     if tensor.code not in _PRECISION or tensor.shape != (model.rotary_channels // 2,):
         return False
     exponents = np.arange(0, model.rotary_channels, 2, dtype=np.float32) / np.float32(model.rotary_channels)

@@ -1,7 +1,7 @@
 """Safetensors files as layouts. Load and export are plans, executed on memory-mapped files.
 
 A load reads the headers, then only the bytes of the rank's own boxes. In an export, each file is written by one rank,
-which receives the file's tensors in buckets. No rank holds the whole model.
+which receives the file's tensors in buckets. No rank has the whole model.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class FolderReader:
         return self._file(self._stored[name].path).get_tensor(name).view(-1)
 
     def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
-        """Yield parts of a layout, each with the pieces of this folder that it needs: few dequantised experts exist at
-        a time.
+        """Yield parts of a layout with the pieces of this folder that they need, so that few dequantised experts exist
+        at a time.
         """
         by_file: dict[str, list[Piece]] = {}
         for piece in layout:
@@ -136,12 +136,13 @@ def load(
     override: Mapping[str, Any] | None = None,
     with_draft_layers: bool = False,
 ) -> None:
-    """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's dtype.
+    """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's
+    dtype.
 
-    `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each.
-    They are written in place. A value head keeps its values if the folder's model has none. `override` changes fields
-    of config.json (`config.override`). `with_draft_layers` loads its draft layers too. Raises DataError for
-    an invalid folder, for a weight that is not finite, and for one that changed since its export.
+    `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each,
+    written in place. A value head keeps its values if the folder's model has none. `override` changes fields of
+    config.json (`config.override`). `with_draft_layers` loads its draft layers too. Raises DataError for an invalid
+    folder, for a weight that is not finite, and for one that changed since its export.
     """
     model = read_model_shape(folder, override)
     model = model.with_draft_layers(with_draft_layers)
@@ -187,7 +188,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
 def _is_finite(piece: Piece, parameter: Tensor) -> bool:
     """Return whether the elements of a parameter's stored part are all finite.
 
-    Only the minimum and maximum are tested, since both are NaN if an element is NaN: one pass without a copy.
+    Only minimum and maximum are tested: both are NaN if an element is NaN. This is one pass without a copy.
     """
     numbers = parameter.as_strided(piece.box.shape, piece.strides, parameter.storage_offset() + piece.offset)
     return bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
@@ -210,11 +211,11 @@ def export(
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. Tensors are
-    stored as `dtype`, except those that are float32 in every model. Tensors that are not trained
-    (`checkpoint.kept`) and all files except weights are copied from the folder `source`; config.json with the fields of
-    `override` changed (`config.override`). `other_texts` maps names of further files to their texts, replacing copied
-    ones. A rank stages at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger.
-    The folder is replaced atomically. Raises OSError if the disk is full.
+    stored as `dtype`, except those that are float32 in every model. Untrained tensors (`checkpoint.kept`) and all files
+    except weights are copied from the folder `source`, config.json with the fields of `override` changed
+    (`config.override`). `other_texts` maps names of further files to their texts, replacing copied ones. A rank stages
+    at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder is replaced
+    atomically. Raises OSError if the disk is full.
     """
     tensors = checkpoint_tensors(model)
     unchanged_tensors, copies = kept_and_copies(source, model)
@@ -278,9 +279,9 @@ def write_folder(
     """Write safetensors files into a folder, each by one rank, from the shards of all ranks. A collective.
 
     `files` maps a file's name to its tensors' names, shapes and dtypes. `parameters` are this rank's shards, each
-    [local rows, ...]. They are sent as `dtype`. `model` is needed for packed tensors (all experts of a layer in one
-    tensor). `copies` maps names of tensors to those of equal ones in `parameters`. On rank 0, `write_others` adds the
-    folder's other files. The folder is replaced atomically. Raises OSError if the disk is full.
+    [local rows, ...], sent as `dtype`. `model` is needed for packed tensors (all experts of a layer in one tensor).
+    `copies` maps names of tensors to those of equal ones in `parameters`. On rank 0, `write_others` adds the folder's
+    other files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
     # Written next to its final place, so that the last rename stays on one file system and is atomic.
@@ -312,16 +313,14 @@ def write_folder(
 
 
 def kept_file(num_files: int, unchanged_tensors: Mapping[str, KeptTensor]) -> dict[str, Mapping[str, KeptTensor]]:
-    """Return the tensors that are only copied, under the name of the last file, after `num_files` others. Empty if
-    none.
-    """
+    """Return the tensors that are only copied by the name of their file, the last one after `num_files` others."""
     return {_file_name(num_files + 1, num_files + 1): unchanged_tensors} if unchanged_tensors else {}
 
 
 def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int = 0) -> dict[str, dict[str, Form]]:
     """Distribute tensors, in order, over files of at most `shard_bytes`: by file name, widest dtypes first.
 
-    The names count `num_more` further files of the folder.
+    File names contain the number of files, `num_more` further ones included.
     """
     shards: list[dict[str, Form]] = [{}]
     filled = 0
@@ -345,12 +344,10 @@ def _file_name(number: int, count: int) -> str:
 
 
 def file_header(tensors: Mapping[str, Form]) -> bytes:
-    """Return the header of a safetensors file with these tensors in this order."""
     return safetensors_header({name: header_entry(*form) for name, form in tensors.items()})
 
 
 def header_entry(shape: tuple[int, ...], dtype: torch.dtype) -> HeaderEntry:
-    """Return the entry of a tensor in the header of a safetensors file."""
     [code] = [code for code, stored_dtype in DTYPES.items() if stored_dtype == dtype]
     return HeaderEntry(code, shape, prod(shape) * dtype.itemsize)
 
@@ -362,8 +359,8 @@ def _storage(file: str, dtype: torch.dtype) -> str:
 def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
     """Create a safetensors file with its header and reserve its space.
 
-    Returns its data mapped as one tensor [elements] for each dtype, by `_storage`. Equal dtypes follow each other in
-    `tensors`.
+    Returns its data mapped as one tensor [elements] for each dtype, by `_storage`. Tensors of one dtype must be
+    consecutive in `tensors`.
     """
     header = file_header(tensors)
     with path.open("xb+") as file:
@@ -387,7 +384,7 @@ def changed_config(
     model: ModelShape | None = None,
     override: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the config.json at `path` with the exported dtype, used by transformers to load the weights.
+    """Return the config.json at `path` with the exported dtype, from which transformers loads the weights.
 
     Fields that vLLM reads and transformers 5 does not write are added (`families.shape.completed_config`), and those of
     `model`'s value head. Fields of `override` are changed (`config.override`).
@@ -423,6 +420,6 @@ def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
 
 
 def _barrier() -> None:
-    """Wait for all ranks. Conversion and some tests run without a process group."""
+    """Wait for all ranks. Conversion and some tests have no process group."""
     if dist.is_initialized():
         dist.barrier()

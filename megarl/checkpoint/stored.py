@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
 
 def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
-    """Return where the model's tensors are stored in a folder, and faults of their names, dtypes and shapes.
+    """Return the places of the model's tensors in a folder, and faults of their names, dtypes and shapes.
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """

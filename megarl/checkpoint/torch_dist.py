@@ -2,7 +2,7 @@
 
 A parameter of all layers (and experts) is one tensor under one key, with the layer (and expert) as leading dimensions.
 Its chunks are in `.distcp` files, each in the format of torch.save. `.metadata` lists their places. A conversion writes
-the chunks that the ranks of a layout would write, so each rank of this layout later reads one file.
+the chunks that the ranks with these parallel sizes would write, so each of them later reads one file.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 class StoredShard:
     """A part of a global tensor in the checkpoint, stored under each of `keys`.
 
-    `pieces` give the Hugging Face elements of the part, except vocabulary padding, in a contiguous storage "slab".
-    `offset` and `shape` include the leading dimensions layer and expert. `rank` is the trainer rank storing it.
+    `pieces` are the Hugging Face elements of the part, except vocabulary padding, in a contiguous storage "slab".
+    `offset` and `shape` have the leading dimensions layer and expert. `rank` is the trainer rank that stores it.
     """
 
     keys: tuple[str, ...]
@@ -61,8 +61,10 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A Megatron parameter of one layer (and expert). `leading` is its index in the leading dimensions
-    `leading_shape`. `layer` and `expert` are its numbers in the Hugging Face tensors, -1 for none.
+    """A Megatron parameter of one layer (and expert).
+
+    `leading` is its index in the leading dimensions `leading_shape`. `layer` and `expert` are its numbers in the
+    Hugging Face tensors, -1 for none.
     """
 
     rule: Rule
@@ -75,11 +77,11 @@ class Parameter:
     layer_in_key: bool = False
     """Whether the key contains the layer's number, as Megatron-Core does if layers have different parameters."""
     is_latent: bool = False
-    """Whether the model has latent attention. Megatron's local spec then renames no norms."""
+    """Whether the model has latent attention. Megatron's local layers then rename no norms."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key in Transformer Engine's spec, and the local spec's key if it differs."""
+        """The key with Transformer Engine's layers, and the key with Megatron's local layers if it differs."""
         parameter, variant = self.rule.parameter, self.rule.transformer_engine
         fused = parameter if self.rule.is_expert or variant is None else variant.parameter
         # Megatron-Core 0.16.1: except with latent attention, the local spec saves norms under the names of Transformer
@@ -145,7 +147,7 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
 
 
 def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
-    """Yield a rule with an empty ending, or each of its blocks as a rule of its own with the ending of its key."""
+    """Yield a rule with an empty key ending, or each of its blocks as a separate rule with its key ending."""
     if not rule.block_keys:
         yield rule, ""
     for block, key in zip(rule.blocks if rule.block_keys else (), rule.block_keys, strict=True):
@@ -157,8 +159,8 @@ def split(
 ) -> Iterator[StoredShard]:
     """Yield the parts of tensors that each rank stores, none larger than `chunk_bytes` except single rows.
 
-    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model. Raises
-    DataError if tensors fused into one parameter have different dtypes.
+    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
+    tensors fused into one parameter have different dtypes.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = MegatronLayouts(model, parallel, padded)

@@ -1,7 +1,7 @@
 """Reader of `torch_dist` checkpoints written by any Megatron. It runs no code from them.
 
-`.metadata` is a pickle. Its unpickler allows a short list of plain records and refuses everything else. Chunks are read
-with `weights_only`.
+`.metadata` is a pickle. Its unpickler allows a short list of plain records and refuses all other classes. Chunks are
+read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ file).
 
 
 class CheckpointReader:
-    """Reader of a `torch_dist` checkpoint of a given model, by the names of Hugging Face tensors.
+    """Reader of a `torch_dist` checkpoint of a certain model, by the names of Hugging Face tensors.
 
-    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. `model` is the given one, with its draft
-    layers trained if the checkpoint has them. Raises DataError naming the file for
-    anything missing, truncated, or of another model.
+    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. `model` gets trained draft layers if the
+    checkpoint has them. Raises DataError naming the file for anything missing, truncated, or of another model.
     """
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
@@ -213,7 +212,7 @@ def _loads(content: bytes) -> Metadata:
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata` file. Its pickle may contain plain records only. Raises DataError and StorageError.
 
-    A few bytes of pickle can take endless work. So it is first read in a child process with limits of time and memory.
+    A few bytes of pickle can cause endless work, so it is first read in a child process with limits of time and memory.
     """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
@@ -231,11 +230,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_harmless(folder: Path) -> None:
-    """Check all files that Megatron's loader would unpickle, by reading them with `weights_only`. Then that loader is
-    safe.
+    """Check all files that Megatron's loader would unpickle, by reading them with `weights_only`.
 
-    Raises DataError naming the file with anything except numbers, texts and tensors. Raises StorageError for an
-    unreadable file.
+    Megatron's loader is then safe. Raises DataError naming a file with anything except numbers, texts and tensors,
+    StorageError for an unreadable file.
     """
     metadata, path = read_metadata(folder / METADATA), folder / COMMON
     try:
@@ -271,7 +269,8 @@ def _load_plain(file: IO[bytes]) -> None:
 
 
 def _refuse_compressed(file: IO[bytes]) -> None:
-    """Raise ValueError if the entries of a file of `torch.save` are compressed or overlap. Returns to the file's start.
+    """Raise ValueError if the entries of a file of `torch.save` are compressed or overlap. Then return to the file's
+    start.
 
     torch.save does neither. A compressed entry may expand 1,000 times in memory.
     """
@@ -306,7 +305,6 @@ class _Metadata:
 
     @property
     def has_draft_layers(self) -> bool:
-        """Whether draft layers are stored."""
         return any(key.startswith(DRAFT_LAYERS) for key in self._records)
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:

@@ -1,7 +1,8 @@
-"""Checksums of an exported model's weights, in a small file of its folder. They are compared when megarl loads it.
+"""Checksums of an exported model's weights, in a small file of its folder. megarl compares them when it loads the
+folder.
 
-They are those of the trainer's weight versions (`reshard.checks.version_checksums`), so they do not depend on the ranks
-that export, on those that load, or on the order of the files. Other programs ignore the file.
+They equal those of the trainer's weight versions (`reshard.checks.version_checksums`), so they do not depend on the
+exporting or loading ranks, or on the order of the files. Other programs ignore the file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FORMAT = 1
 
 
 class StoredTensors(Protocol):
-    """Reader of a model folder's tensors. `pieces` places them in its storages, by tensor name."""
+    """Reader of a model folder's tensors. `pieces` has their places in its storages, by tensor name."""
 
     pieces: dict[str, Layout]
 
@@ -46,7 +47,7 @@ def compute_checksums(
     """Return the checksum of each tensor of a model sharded over all ranks, by name. A collective.
 
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. `dtypes` are
-    the types to which the tensors are cast when they are stored, by name.
+    the types in which the tensors are stored, by name.
     """
     owners: dict[Box, int] = {}
     for holder, layout in enumerate(layouts):
@@ -66,7 +67,7 @@ def compute_checksums(
 
 
 def checksums_text(tensors: Mapping[str, int]) -> str:
-    """Return the text of the file with the tensors' checksums, by name, and with the checksum of the whole model."""
+    """Return the text of the file with the tensors' checksums, by name, and the checksum of the whole model."""
     content = {
         "format": _FORMAT,
         "weights": version_checksum(tensors),
@@ -76,7 +77,7 @@ def checksums_text(tensors: Mapping[str, int]) -> str:
 
 
 def stored_checksums(folder: Path) -> dict[str, int]:
-    """Return the checksums stored in a model folder, by tensor name. Empty if it has none.
+    """Return the checksums stored in a model folder, by tensor name; empty without the file.
 
     Raises DataError for an invalid file.
     """
@@ -104,8 +105,8 @@ def stored_checksums(folder: Path) -> dict[str, int]:
 def check_weights(folder: Path, stored: StoredTensors) -> None:
     """Compare a folder's tensors with its checksums, if it has any.
 
-    If a process group exists, each of its ranks reads an equal share of them. Raises DataError with the file and the
-    name of the first tensor that differs.
+    If a process group exists, each of its ranks reads an equal share. Raises DataError with the file and the name of
+    the first tensor that differs.
     """
     expected = stored_checksums(folder)
     names = stored.pieces.keys() & expected.keys()

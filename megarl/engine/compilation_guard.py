@@ -1,4 +1,4 @@
-"""A fused kernel of vLLM that only a node with a CUDA toolkit can compile, in `rollout.vllm.compilation_config`."""
+"""A fused all-reduce of vLLM that only a node with a CUDA toolkit can compile (`rollout.vllm.compilation_config`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _PASS = "fuse_allreduce_rms"
 
 
 def without_fused_all_reduce(settings: Any) -> dict[str, Any]:
-    """Return settings of vLLM's compilation, given those of the recipe (None: none), without the fused all-reduce.
+    """Return vLLM's compilation settings without the fused all-reduce, for a node without a CUDA toolkit.
 
-    For a node without a CUDA toolkit. Raises ConfigError if the recipe asks for it, or has settings that are no tables.
+    `settings` are the recipe's; None: none. Raises ConfigError if the recipe asks for the fused all-reduce, or has
+    settings that are not tables.
     """
     settings = _as_table(_FIELD, settings)
     passes = _as_table(f"{_FIELD}.pass_config", settings.get("pass_config"))

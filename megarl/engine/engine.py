@@ -57,7 +57,7 @@ class RolloutEngine:
     """A vLLM engine (replica) over `config.tp` consecutive ranks, in the same processes as the trainer.
 
     The constructor is a collective over the world: all ranks create all replicas together. Call each method on all
-    ranks of a replica. Only the requests given to the leader, its first rank, are sampled.
+    ranks of a replica. Only requests passed to the leader, the replica's first rank, are sampled.
 
     `weight_version` is the version of the live weights. `model` is this rank's live vLLM module, `replica` the number
     of the engine.
@@ -78,8 +78,8 @@ class RolloutEngine:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
         `stall_seconds` is how long the engine may compute no token although requests are unfinished. `override`
-        replaces fields of the model's config.json. `features` are settings outside of `config`. Raises ConfigError
-        for settings that vLLM refuses.
+        replaces fields of the model's config.json. `features` are settings outside of `config`. Raises ConfigError for
+        settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
@@ -116,7 +116,6 @@ class RolloutEngine:
         self._sleep = EngineSleep(self._worker, self.model, self._parts, can_sleep=arguments.enable_sleep_mode)
 
     def _start(self, vllm_config: Any) -> None:
-        """Start the worker on each rank, and the engine on the leader."""
         engine_pools.allow_free_while_asleep()
         self._worker = start_worker(vllm_config, device.current().index or 0)
         engine_pools.move_constants()
@@ -149,7 +148,7 @@ class RolloutEngine:
         return engine
 
     def find_part(self, kind: type[Part]) -> Part | None:
-        """Return this engine's part of a class; None if it has none."""
+        """Return this engine's part of a class, or None."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def advance(
@@ -164,11 +163,10 @@ class RolloutEngine:
 
         Returns the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
         `aborts` are ignored. A request that vLLM refuses (too long, empty, unknown token) returns with finish reason
-        `error` and the cause; other requests continue. Ranks other than the first return an empty list, at the same
+        `error` and the cause; other requests continue. Ranks other than the leader return an empty list, at the same
         time. Raises TimeoutError if vLLM schedules no request for `stall_seconds`, which counts as a lost rank.
 
-        No step is in flight afterwards. Steps started ahead are read first, so the caller may write weights and
-        release memory.
+        Steps started ahead are read before the return, so the caller may write weights and release memory.
         """
         faults.reach("sample")
         with preserved_random_state():
@@ -191,8 +189,8 @@ class RolloutEngine:
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
 
-        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. Call it on all ranks of a
-        replica. The prompt does not remain in the cache. Raises RuntimeError if the engine has another request.
+        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. The prompt does not remain
+        in the cache. Raises RuntimeError if the engine has another request.
         """
         with preserved_random_state():
             if self._requests is None:
@@ -204,8 +202,7 @@ class RolloutEngine:
                 self._channel.release()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics (METRICS) since the last call. Only the leader returns any; it counts for all
-        ranks."""
+        """Return the engine's metrics since the last call. The leader counts for all ranks; the others return none."""
         if self._requests is None:
             return {}
         executor = self._executor
@@ -224,7 +221,7 @@ class RolloutEngine:
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors through vLLM's own loader, with the same conversions as at an engine's start.
 
-        `tensors` are pairs of a Hugging Face name and a full tensor [any shape]. Call it on all ranks of a replica.
+        `tensors` are pairs of a Hugging Face name and a full tensor [any shape].
         """
         for part in self._parts:
             tensors = part.extend_tensors(tensors)
@@ -247,7 +244,7 @@ class RolloutEngine:
     def reset_prefix_cache(self) -> None:
         """Drop all cached keys and values. Unfinished requests recompute theirs when they continue.
 
-        Raises RuntimeError if vLLM refuses, because a request still holds blocks.
+        Raises RuntimeError if vLLM refuses, because a request still has blocks.
         """
         if self._requests is not None and not self._requests.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks")
@@ -255,8 +252,8 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache.
 
-        The weights are lost (sleep level 2). If the model has tensors not restored by vLLM (`unrestored_tensors`), all
-        weights are copied to host memory instead (sleep level 1).
+        The weights are lost (sleep level 2). If vLLM cannot restore all tensors of the model, the weights are copied to
+        host memory instead (sleep level 1).
         """
         self.reset_prefix_cache()
         self._sleep.begin()
@@ -269,15 +266,15 @@ class RolloutEngine:
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Allocate the released memory again, at the same addresses. The weights must then be written.
 
-        `tags` selects parts: "weights", "kv_cache". Parts not asleep are ignored.
+        `tags` selects "weights", "kv_cache", or both.
         """
         self._sleep.end(tags)
 
     def close(self) -> None:
         """Shut the engine down, but leave torch's default process group open. A collective over the world.
 
-        The engine's objects in reference cycles stay in memory until the process ends, or until `gc.unfreeze` and
-        `gc.collect` are called. These two calls take seconds.
+        Objects in reference cycles stay in memory until the process ends, or until `gc.unfreeze` and `gc.collect` are
+        called, which takes seconds.
         """
         # vLLM's own shutdown of the engine would also destroy the default process group.
         with unfreeze_disabled():
@@ -316,7 +313,7 @@ class RolloutEngine:
 
 
 def _open_channel(tp: int) -> CommandChannel:
-    """Create this rank's channel for commands within its vLLM engine. A collective over the world."""
+    """Return this rank's channel for commands within its vLLM engine. A collective over the world."""
     first = dist.get_rank() // tp * tp
     group: Any = dist.new_subgroups(tp, backend=HOST_ONLY, group_desc="engine commands")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))

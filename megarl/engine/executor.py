@@ -1,8 +1,8 @@
-"""vLLM's executor for tensor parallelism: the leader (first rank) schedules, the followers obey its commands.
+"""vLLM's executor for tensor parallelism: the leader (first rank) schedules, the followers execute its commands.
 
 vLLM passes all work for its workers to an `Executor`. This one runs it on the leader's worker and broadcasts it to the
-followers. They serve commands until the leader releases them. Requests therefore need to reach only the leader, at any
-time. Between two calls every rank is free to train.
+followers, which serve commands until the leader releases them. So only the leader needs the requests, and between two
+calls every rank is free to train.
 
 With asynchronous scheduling, vLLM starts a step before it has read the output of the previous one. The leader then
 returns a future. Reading it waits for the device. The followers wait as late as the leader does.
@@ -27,7 +27,7 @@ from megarl.engine.parts.engine_part import EnginePart
 from megarl.groups import signed
 
 BLOCK_BYTES = 1 << 16
-"""Size in bytes of the first broadcast of a command. Longer commands need a second broadcast."""
+"""Bytes of the first broadcast of a command. Longer commands need a second broadcast."""
 
 
 class CommandChannel:
@@ -70,7 +70,7 @@ class CommandChannel:
 
 
 def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
-    """Start this rank's vLLM worker and build its part of the model. A collective over the world's process group."""
+    """Start this rank's vLLM worker and build its part of the model. A collective over the world."""
     rank = dist.get_rank() % vllm_config.parallel_config.world_size
     # rpc_rank is the index into `all_kwargs`, and this list holds only the arguments of this worker.
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
@@ -93,9 +93,7 @@ def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
 
 @contextmanager
 def _without_message_queues() -> Iterator[None]:
-    """Context in which vLLM creates process groups without message queues, because `CommandChannel` carries
-    commands.
-    """
+    """Context in which vLLM creates process groups without message queues: `CommandChannel` sends commands instead."""
     # vLLM 0.30's queue takes 24 MiB of shared memory, left behind by a killed rank, and sends pickles over sockets.
     create_group_with_queue = MessageQueue.create_from_process_group
     # vLLM's annotations promise a queue, but its code handles None: a group of a single rank has none.
@@ -109,8 +107,8 @@ def _without_message_queues() -> Iterator[None]:
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
-    """Execute the leader's commands on another rank of the engine, until the leader releases it. No step is in flight
-    then.
+    """Execute the leader's commands on another rank of the engine, until the leader releases it. All steps are then
+    complete.
     """
     # After starting a step, wait for the previous one, as the leader does. Two steps later vLLM overwrites the buffers
     # of a step, and the device must have read them by then.
@@ -128,13 +126,13 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
 
 
 def _wait_for(output: Any) -> None:
-    """Wait until the device has finished the step giving this output. The output itself is not used."""
+    """Wait until the device has finished the step of this output. The output itself is not used."""
     if isinstance(output, AsyncModelRunnerOutput):
         output.get_output()
 
 
 def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
-    """Run the forward pass and the sampling of a step. The sampling is left out if a grammar's mask must come first."""
+    """Run the forward pass of a step, and its sampling, unless a grammar's mask must come first."""
     # One command for both halves spares the followers a broadcast per step.
     output = worker.execute_model(scheduler_output)
     if output is None and not scheduler_output.has_structured_output_requests:
@@ -161,7 +159,7 @@ class LeaderExecutor(Executor):
         self.max_kv_usage = 0.0
         """Largest fraction of the KV cache used by a step since the last reset."""
         self.kv_usage: Callable[[], float] = lambda: 0.0
-        """Function returning the used fraction of the KV cache. It is a placeholder until the scheduler exists."""
+        """Function that returns the used fraction of the KV cache. A placeholder until the scheduler exists."""
         self.num_steps = 0
         """Number of steps started since the last reset."""
         self.num_ahead = 0
@@ -171,7 +169,7 @@ class LeaderExecutor(Executor):
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
-        """Do nothing. The worker is ready, because its start was a collective together with the followers."""
+        """Do nothing: the worker is ready, because its start was a collective together with the followers."""
 
     def collective_rpc(
         self,
@@ -211,8 +209,8 @@ class LeaderExecutor(Executor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Run the second half of a step: sampling with the masks of grammar-constrained requests.
 
-        With asynchronous scheduling vLLM calls this for every step. For steps without a grammar, the first half has
-        sampled already and its result is returned.
+        With asynchronous scheduling vLLM calls this for every step. Without a grammar, the first half has sampled
+        already, and its result is returned.
         """
         if self._is_sampled:
             self._is_sampled = False
@@ -232,15 +230,14 @@ class LeaderExecutor(Executor):
         return True
 
     def check_health(self) -> None:
-        """Do nothing. The loss of another rank of this engine makes the next collective fail."""
+        """Do nothing: if another rank of this engine is lost, the next collective fails."""
 
     def shutdown(self) -> None:
-        """Do nothing. Each rank's engine closes its own worker."""
+        """Do nothing: each rank's engine closes its own worker."""
 
 
 def _future(value: Any) -> Future[Any]:
-    """Return a future with the result `value`. If `value` is an asynchronous output, reading the result waits until it
-    is on the host."""
+    """Return a future with the result `value`. Reading the result of an asynchronous output waits for the device."""
     if isinstance(value, AsyncModelRunnerOutput):
         return AsyncOutputFuture(value, single_value=True)
     future: Future[Any] = Future()

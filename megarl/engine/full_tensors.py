@@ -10,14 +10,14 @@ import torch
 from megarl.reshard.layouts.vllm import check_direct_write
 
 _COPYING_MODELS = ("GptOssForCausalLM",)
-"""Models of vLLM 0.30 with a loader that copies into some parameters itself, without their `weight_loader`."""
+"""Models of vLLM 0.30 whose loader copies into some parameters itself, without their `weight_loader`."""
 
 
 def load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load pairs of a Hugging Face name and a full tensor [any shape] into the model of a vLLM worker.
 
-    vLLM converts the tensors as at an engine's start. Raises DirectWriteError if a layer of a model in
-    `_COPYING_MODELS` needs a conversion, with the name of the layer.
+    vLLM converts the tensors as at an engine's start. Raises DirectWriteError naming the layer if a model in
+    `_COPYING_MODELS` needs a conversion.
     """
     model = worker.get_model()
     if type(model).__name__ not in _COPYING_MODELS:

@@ -55,7 +55,7 @@ class LeaderRequests:
         return []
 
     def finish(self, output: Any) -> Completion:
-        """Return the completion of vLLM's output of a request."""
+        """Return the completion of a request from vLLM's output."""
         # vLLM's output lacks the tokens that the scheduler recorded.
         (end,) = output.outputs
         completion = self._complete(output.request_id, end.finish_reason)
@@ -76,7 +76,7 @@ class LeaderRequests:
         return completion
 
     def finish_started_steps(self) -> list[Any]:
-        """Return the outputs of steps started ahead by asynchronous scheduling. Start no other step."""
+        """Return the outputs of steps started ahead by asynchronous scheduling. Starts no other step."""
         outputs: list[Any] = []
         # A paused scheduler schedules nothing, so each call of step() only reads one step from the queue.
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -131,7 +131,7 @@ class LeaderRequests:
     def _continue_text(self, internal_id: str, token_ids: list[int]) -> None:
         """Make vLLM search for stop strings in the whole text of a resumed completion.
 
-        `token_ids` are the completion's so far. They end the prompt, where vLLM does not search.
+        `token_ids` are the completion's tokens so far, the end of the prompt, which vLLM does not search.
         """
         text = self.engine.get_tokenizer().decode(token_ids, skip_special_tokens=True)
         state: Any = self.engine.output_processor.request_states[internal_id]
@@ -140,7 +140,6 @@ class LeaderRequests:
 
 
 def _refused_completion(request_id: str, reason: str) -> Completion:
-    """Return the completion of a refused request, without tokens."""
     return Completion(
         request_id=request_id,
         token_ids=np.zeros(0, np.int64),

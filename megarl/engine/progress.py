@@ -1,4 +1,4 @@
-"""Watch over an engine with unfinished requests, in case it computes no token."""
+"""Detection of an engine with unfinished requests that computes no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random generators of a rank. vLLM must not change them."""
+"""Protection of a rank's random generators against vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.platform import device
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Context restoring the random generators of Python, NumPy, torch and this rank's GPU at its end.
+    """Context that restores the random generators of Python, NumPy, torch and this rank's GPU at its end.
 
     vLLM reseeds them and draws from them.
     """

@@ -13,16 +13,12 @@ from megarl.types import Completion, FinishReason, TopTokens
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """An unfinished request in the engine."""
-
     internal_id: str
     """Id of the request inside vLLM."""
     sampled: SampledTokens
     """The tokens sampled so far, and their log-probs."""
     versions: list[tuple[int, int]]
-    """For each weight version that sampled tokens of the completion, in order: (index of its first token, weight
-    version).
-    """
+    """For each weight version that sampled tokens, in order: index of its first token, and the version."""
 
     def make_completion(self, request_id: str, finish_reason: str | None) -> Completion:
         token_ids = self.sampled.token_ids

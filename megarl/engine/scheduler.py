@@ -1,9 +1,9 @@
-"""vLLM's schedulers with short paths for decode steps, and the record of every sampled token and its log-prob.
+"""vLLM's schedulers with short paths for decode steps, and a record of every sampled token and its log-prob.
 
-In most steps all requests decode one token, and nothing starts, ends or is preempted. vLLM 0.30 handles each request of
-such a step by the code for every case, and builds an output object per token. megarl needs a completion only when it
-ends. So these schedulers append token and log-prob to a record per request, and notify vLLM's output processor of a
-request's first and last token only. All other steps and requests take vLLM's own code, with the same results.
+In most steps all requests decode one token, and none starts, ends or is preempted. vLLM 0.30 handles each request of
+such a step by the code for every case, and builds an output object per token. megarl needs a completion only at its
+end. So these schedulers append token and log-prob to a record per request, and notify vLLM's output processor of a
+request's first and last token only. All other steps and requests use vLLM's own code, with the same results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 HAS_SHORT_PATHS = vllm_version.startswith("0.30.")
-"""Whether the short paths below are those of the installed vLLM. They repeat code of 0.30, so other versions take their
-own code."""
+"""Whether the installed vLLM is 0.30, whose code the short paths repeat. Other versions use their own code."""
 
 
 class SampledTokens:
@@ -38,12 +37,13 @@ class SampledTokens:
         assert sampling is not None
         self.request = request
         self.token_ids: list[int] = request._output_token_ids
-        """The sampled tokens [new_tokens]. vLLM's own list: it grows while the request runs."""
+        """The sampled tokens [new_tokens]. It is vLLM's own list and grows while the request runs."""
         self.all_token_ids: list[int] = request._all_token_ids
         self.logprobs: list[float] = []
         """Log-prob of each sampled token [new_tokens]; empty if the request does not ask for log-probs."""
         self.top_tokens: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
-        """Ids and log-probs [requested number] of the most likely tokens at each position; empty if none are requested.
+        """Ids and log-probs [requested number] of the most likely tokens at each position; empty if none are
+        requested.
         """
         self.ends = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
@@ -61,9 +61,9 @@ class SampledTokens:
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that keeps `sampled`: the tokens of each request by its id inside vLLM.
+    """A scheduler with a record of sampled tokens, `sampled`, for each request by its id inside vLLM.
 
-    The engine removes a request's entry when it has read it.
+    The engine removes a request's entry after reading it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -123,9 +123,9 @@ class RecordingScheduler(Scheduler):
         return core_outputs
 
     def _decoding_requests(self) -> list[Request]:
-        """Return the running requests that decode one token in this step; an empty list if the step is another one.
+        """Return the running requests if each decodes one token in this step; otherwise an empty list.
 
-        Changes nothing, so vLLM's `schedule` can take over.
+        It changes nothing, so vLLM's `schedule` can take over.
         """
         has_free_slot = len(self.running) + self.num_waiting_for_streaming_input < self.max_num_running_reqs
         budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
@@ -157,7 +157,7 @@ class RecordingScheduler(Scheduler):
         return [] if num_new_blocks * num_groups > cache.block_pool.get_num_free_blocks() else decoding
 
     def _schedule_decoding(self, decoding: list[Request]) -> SchedulerOutput:
-        """Schedule one token of each of these requests. The result and changes are those of vLLM's `schedule`."""
+        """Schedule one token of each of these requests, with the same result and changes as vLLM's `schedule`."""
         self.current_step += 1
         cache, block_size = self.kv_cache_manager, self._block_size
         cache.new_step_starts()
@@ -220,7 +220,7 @@ class RecordingScheduler(Scheduler):
     ) -> dict[str, int]:
         """Record the tokens of requests that decoded one token and continue.
 
-        Return the number of scheduled tokens of each remaining request, for vLLM's `update_from_output`.
+        Returns the number of scheduled tokens of each remaining request, for vLLM's `update_from_output`.
         """
         scheduled, logprobs = scheduler_output.num_scheduled_tokens, model_runner_output.logprobs
         if (

@@ -1,4 +1,4 @@
-"""The sleep of a vLLM engine: the trainer uses its GPU memory meanwhile."""
+"""The sleep of a vLLM engine, in which the trainer uses its GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EngineSleep:
     """Puts a rank's part of an engine to sleep, and wakes it. `can_sleep` is False on a CPU.
 
     Level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but nothing
-    restores other tensors. Level 1 copies everything to the host.
+    restores other tensors. Level 1 copies all of them to the host.
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module, parts: Sequence[EnginePart], *, can_sleep: bool) -> None:
@@ -39,17 +39,18 @@ class EngineSleep:
             self._asleep = {"weights", "kv_cache"}
 
     def end(self, tags: Iterable[str]) -> None:
-        """Allocate the memory with these tags again, at the same addresses. Tags not asleep are ignored."""
+        """Allocate the memory with these tags again, at the same addresses."""
         if woken := self._asleep.intersection(tags):
             self._worker.wake_up(tags=sorted(woken))
             self._asleep -= woken
 
 
 def unrestored_tensors(model: torch.nn.Module) -> list[str]:
-    """Return the names of tensors in a model, of any shape, that are neither parameters nor buffers.
+    """Return the names of tensors in a model that are neither parameters nor buffers. Sleep level 2 loses their
+    contents.
 
-    Sleep level 2 would lose their contents. The KV cache is left out, because it may be lost. Scalars on the host are
-    left out too, because sleep does not touch host memory.
+    The KV cache is left out, because it may be lost, and so are scalars on the host, because sleep releases no host
+    memory.
     """
     return [
         f"{path}.{name}".removeprefix(".")
@@ -68,7 +69,7 @@ def sleep_copies_notice(
 ) -> str:
     """Return the notice that a model's weights are copied to host memory during sleep.
 
-    The cause are these unrestored tensors, or `reasons` of the engine's parts. `further` are tensors [any shape] of the
+    The cause are the unrestored tensors, or `reasons` of the engine's parts. `further` are tensors [any shape] of the
     parts, which are copied too.
     """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *further))

@@ -45,7 +45,7 @@ def refusals_named(
 ) -> Iterator[None]:
     """Context that turns vLLM's errors of these classes into a ConfigError naming the recipe field.
 
-    `max_model_len` is in tokens. `parts` are the engine's optional features, whose fields may be refused too.
+    `max_model_len` is in tokens. `parts` are the engine's optional features, whose fields vLLM may refuse too.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def refusals_named(
 
 
 def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart]) -> str:
-    """Return the recipe field that an error of vLLM with this text is about, with its value and a remedy if known."""
+    """Return the recipe field meant by a vLLM error with this text, with its value, and a remedy if known."""
     # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
     for part in parts:
         if (field := part.refused_field(text)) is not None:
@@ -91,9 +91,8 @@ def engine_arguments(
 ) -> EngineArgs:
     """Return vLLM's arguments for this recipe.
 
-    `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. `parts` are the
-    engine's optional features. Raises ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl
-    refuses.
+    `max_model_len` is in tokens. `override` replaces fields of the model's config.json. `parts` are the engine's
+    optional features. Raises ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl refuses.
     """
     field_names = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
@@ -152,8 +151,8 @@ def _family_rope(shape: ModelShape) -> dict[str, float]:
 
 
 def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
-    """Change fields of a model's config for vLLM. Also remove its `quantization_config`, because the trainer sends
-    weights in full precision.
+    """Change fields of a model's config for vLLM, and remove the quantisation: the trainer sends weights in full
+    precision.
     """
     config.update(dict(changes))
     del config.quantization_config
@@ -176,7 +175,7 @@ def _state_arguments(shape: ModelShape) -> dict[str, Any]:
 def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[EnginePart] = ()) -> Any:
     """Return vLLM's complete configuration. `parts` are the engine's optional features, which may revise it.
 
-    Raises ValueError if `config.async_scheduling` is true but vLLM's platform does not support it.
+    Raises ValueError if `config.async_scheduling` is True but vLLM's platform does not support it.
     """
     vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     if config.async_scheduling and not vllm_config.scheduler_config.async_scheduling:
@@ -192,7 +191,7 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:
-    """Return the argument for the size of the KV cache: a fraction of the GPU, or a size in bytes."""
+    """Return the argument for the size of the KV cache: a fraction of the GPU, or bytes."""
     # With a fraction, vLLM measures the free memory at its start. The trainer does not exist yet then.
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}
@@ -200,8 +199,9 @@ def _cache_size(config: RolloutConfig) -> dict[str, Any]:
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """Return vLLM's sampling parameters of a request. They request the log-prob of each sampled token, and those of
-    the most likely tokens that the request asks for."""
+    """Return vLLM's sampling parameters of a request, with log-probs of each sampled token and of `num_top_tokens`
+    others.
+    """
     # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
     sampling = request.sampling
     return SamplingParams(

@@ -31,7 +31,7 @@ METRICS = (
 
 
 class Drafts(EnginePart):
-    """Counts drafts and passes weights on to the draft model, if there is one.
+    """Part that counts drafts, and loads weights into the draft model, if there is one.
 
     `is_drafters` says of a checkpoint's tensor, by name, whether the draft model loads it.
     """
@@ -87,7 +87,8 @@ class FrozenDrafts(Drafts):
 
 
 class TrainedDrafts(FrozenDrafts):
-    """Drafts of an EAGLE-3 drafter that is trained. vLLM reads its first weights and its maps from its own files.
+    """Drafts of an EAGLE-3 drafter that is trained. vLLM reads its first weights and vocabulary maps from its own
+    files.
 
     Each reshard then writes `written`.
     """
@@ -120,15 +121,15 @@ class OwnParameters(nn.Module):
                 self.model.add_module(name, child)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors [any shape] with published names by vLLM's own loader."""
+        """Load tensors [any shape] by their published names, through vLLM's own loader."""
         self._loader[0].load_weights(weights)
 
 
 class ModelWithDrafter(nn.Module):
-    """The parts of a vLLM model under their own names, and its draft model under `DRAFTER`.
+    """The parts of a vLLM model under their own names, and its draft model as `DRAFTER`.
 
-    vLLM 0.30 shares embedding and head of the two, so they occur once among the parameters. `is_drafters` says of a
-    checkpoint's tensor, by name, whether the draft model loads it.
+    vLLM 0.30 shares embedding and head between the two, so each is one parameter. `is_drafters` says of a checkpoint's
+    tensor, by name, whether the draft model loads it.
     """
 
     def __init__(self, model: nn.Module, drafter: nn.Module, is_drafters: Callable[[str], bool]) -> None:
@@ -140,7 +141,7 @@ class ModelWithDrafter(nn.Module):
         self.add_module(DRAFTER.rstrip("."), drafter)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load checkpoint tensors [any shape] of both models by vLLM's own loaders. Returns the names loaded."""
+        """Load checkpoint tensors [any shape] of both models by vLLM's own loaders. Returns the loaded names."""
         tensors = list(weights)
         model, drafter = self._loaders
         drafts = [(name, tensor) for name, tensor in tensors if self._is_drafters(name)]
@@ -174,7 +175,7 @@ class DraftCounts:
         num_invalid_spec_tokens: Mapping[str, int] | None,
         request_id: str,
     ) -> None:
-        """Count one verification. It replaces vLLM's `Scheduler.make_spec_decoding_stats`, called for each of them."""
+        """Count one verification. It replaces vLLM's `Scheduler.make_spec_decoding_stats`."""
         num_drafted = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_drafted > 0:
             self._num_verifications += 1

@@ -1,4 +1,4 @@
-"""The interface of an optional feature of a vLLM engine, such as drafts or adapters."""
+"""Interface of an optional feature of a vLLM engine, such as drafts or adapters."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class EnginePart:
-    """An optional feature of a `RolloutEngine`. A method does nothing unless a part overrides it.
+    """An optional feature of a `RolloutEngine`. Methods that a subclass does not override do nothing.
 
-    The methods stand in the order in which an engine calls them, on all ranks of a replica. Those that say so are
-    called on the leader only, the replica's first rank.
+    The methods are in the order in which an engine calls them, on all ranks of a replica or on the leader, its first
+    rank, only.
     """
 
     sleep_reason: str = ""
-    """Why a sleeping engine must keep its weights, as the end of a notice; empty: it need not."""
+    """Why a sleeping engine must keep its weights, as the end of a notice. Empty without a reason."""
     keeps_cache: bool = False
     """Whether running requests continue with keys and values computed by earlier weights."""
 
     def prepare(self) -> None:
-        """Change vLLM's code before anything of the engine is built."""
+        """Change vLLM's code before the engine is built."""
 
     def arguments(self) -> Mapping[str, Any]:
         """Return vLLM's arguments for this feature. Values of `rollout.vllm` replace them."""
@@ -51,7 +51,7 @@ class EnginePart:
         """Finish the start on a rank, after vLLM has warmed up."""
 
     def wrap_model(self, worker: Any, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module that a reshard writes, made of the model's."""
+        """Return the module with the parameters that a reshard writes."""
         return model
 
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -69,19 +69,19 @@ class EnginePart:
         """
 
     def complete_step(self, output: Any) -> Any:
-        """Return the output of an engine step with what vLLM left out. Called on the leader only."""
+        """Add values to the output of an engine step. Called on the leader only."""
         return output
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:
-        """Return a completion with further values of vLLM's output of it. Called on the leader only."""
+        """Add values of vLLM's output to a completion. Called on the leader only."""
         return completion
 
     def extend_aborted(self, completion: Completion, state: Any) -> Completion:
-        """Return an aborted completion with further values of vLLM's output state. Called on the leader only."""
+        """Add values of vLLM's output state to an aborted completion. Called on the leader only."""
         return completion
 
     def update_weights(self, running: Collection[RunningRequest], weight_version: int) -> None:
-        """Note that the live weights have a new version. `running` are the leader's unfinished requests."""
+        """Record a new version of the live weights. `running` are the leader's unfinished requests."""
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return the metrics since the last call. Called on the leader only."""

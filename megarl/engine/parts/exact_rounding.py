@@ -9,7 +9,7 @@ from megarl.platform.exact import engine as exact_engine
 
 
 class ExactRounding(EnginePart):
-    """Rounds as `models.exact` does, with `num_blocks` blocks of a product that is split over ranks."""
+    """Part that makes an engine round as `models.exact` does. A product has `num_blocks` blocks over all ranks."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

@@ -12,7 +12,7 @@ VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel
 """Values of vLLM's setting `quantization`, by the value of `rollout.quantization`. vLLM quantises the weights when it
 loads them, with one scale per block of 128 x 128 or per row."""
 ROUTERS = "*.mlp.gate"
-"""Pattern of the module names of MoE routers. vLLM does not quantise modules with these names."""
+"""Pattern of the names of MoE routers, which vLLM must not quantise."""
 
 
 class QuantisedWeights(EnginePart):

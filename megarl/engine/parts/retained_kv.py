@@ -1,4 +1,4 @@
-"""Running requests that keep their KV cache over a weight update (`rollout.recompute_kv = false`)."""
+"""Requests that keep their KV cache over a weight update (`rollout.recompute_kv = false`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.types import Request
 
 
 class RetainedKV(EnginePart):
-    """Requests with computed tokens continue with their old keys and values. Later ones do not reuse these."""
+    """Requests with computed tokens continue with their old keys and values. Later requests do not reuse these."""
 
     keeps_cache = True
 
@@ -34,9 +34,7 @@ class RetainedKV(EnginePart):
                 request.versions[:] = [(0, weight_version)]
 
     def _has_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
-        """Return whether keys and values of a request were computed. If not, switch the request to the new weights'
-        prefix cache.
-        """
+        """Return whether keys and values of a request were computed. Others switch to the new weights' prefix cache."""
         request = self._scheduler.requests[running.internal_id]
         if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
             return True
@@ -48,5 +46,5 @@ class RetainedKV(EnginePart):
 
 
 def _cache_salt(weight_version: int) -> str:
-    """Return the salt of prefix-cache keys. It differs between weight versions, so blocks of others are not reused."""
+    """Return the salt of prefix-cache keys. It differs between weight versions, so that blocks are not reused."""
     return f"version {weight_version}"

@@ -1,4 +1,4 @@
-"""Retained tokens: the sets of tokens left to sample from after top-p, top-k and min-p.
+"""Retained tokens: the sets of tokens that sampling could choose from after top-p, top-k and min-p.
 
 vLLM's V2 model runner records them itself. `RetainedTokenRecorder` records them for the V1 runner.
 """
@@ -22,7 +22,7 @@ from megarl.types import Completion, Request, RetainedSets
 
 
 class RetainedTokens(EnginePart):
-    """Adds the retained tokens to completions. `async_scheduling` is the recipe's choice; None: it has none."""
+    """Part that adds the retained tokens to completions. `async_scheduling` is the recipe's choice, or None."""
 
     def __init__(self, async_scheduling: bool | None) -> None:
         self._async_scheduling = async_scheduling
@@ -72,8 +72,8 @@ class RetainedTokens(EnginePart):
 class RetainedTokenRecorder:
     """Records sampling masks for vLLM's V1 model runner, equal to `return_sampling_mask` of the V2 runner.
 
-    A mask contains the tokens with a finite processed log-prob, that is, after min-p, top-p and top-k. A request that
-    may sample from the whole vocabulary has empty masks.
+    A mask has the tokens with a finite log-prob after min-p, top-p and top-k. A request that may sample from the whole
+    vocabulary has empty masks.
     """
 
     # Log-probs are read in the sampler, on the device. Requesting them from vLLM would create a Python number for each
@@ -97,7 +97,7 @@ class RetainedTokenRecorder:
         """Add the sampling masks to the output of the newest step, and return it.
 
         An asynchronous output gets its masks when it is read. Counting them then queues on the device behind the next
-        step. Starting steps ahead therefore gains nothing with this recorder.
+        step. So starting steps ahead saves no time with this recorder.
         """
         is_retained, self._is_retained = self._is_retained, None
         if isinstance(output, AsyncModelRunnerOutput):
@@ -130,8 +130,9 @@ def _mask_output(output: Any, is_retained: Tensor | None) -> Any:
 
 
 def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Return equivalent sampling parameters with temperature and top_k above 0. vLLM's V2 runner records masks only for
-    these."""
+    """Return equivalent sampling parameters with temperature and top_k above 0, as vLLM's V2 runner needs to record
+    masks.
+    """
     # Greedy sampling equals top_k 1. A top_k of the whole vocabulary cuts nothing off.
     recorded = copy.copy(parameters)
     if recorded.temperature == 0:
@@ -142,10 +143,10 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
-    """Return the sets of tokens left to sample from at each token of a completion; None if nothing was cut off.
+    """Return the set of tokens that each token of a completion was sampled from; None if it always was the vocabulary.
 
-    Shapes: token_ids [new_tokens], masks one array [retained_tokens] per token. Raises RuntimeError if masks and
-    tokens do not match.
+    Shapes: token_ids [new_tokens], masks one array [retained_tokens] per token. Raises RuntimeError if masks and tokens
+    do not match.
     """
     if not masks:
         return None

@@ -1,4 +1,4 @@
-"""The experts (MoE) chosen by an engine for each token, stored on the sampling rank for router replay."""
+"""The experts (MoE) that an engine chose for each token, stored on the sampling rank for router replay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.engine.parts.engine_part import EnginePart
 from megarl.types import Completion, ExpertsHandle
 
 KeepExperts = Callable[[NDArray[np.integer]], ExpertsHandle]
-"""A function that stores the experts [tokens, layers, top_k] of a completion, and returns their handle."""
+"""Function that stores the experts [tokens, layers, top_k] of a completion, and returns their handle."""
 
 
 class RoutedExperts(EnginePart):
-    """Stores the experts of each completion, if vLLM returns them (`enable_return_routed_experts`)."""
+    """Part that stores the experts of each completion, if vLLM returns them (`enable_return_routed_experts`)."""
 
     def __init__(self, keep: KeepExperts) -> None:
         self._keep = keep

@@ -11,14 +11,14 @@ from megarl.reshard.layouts.vllm_slots import AdapterSlots
 from megarl.types import Request
 
 BASE = "base"
-"""Name, for vLLM's cache, of the adapter that adds nothing."""
+"""Name, for vLLM's cache, of the adapter that changes nothing."""
 
 
 class ServedAdapters(TrainedAdapter):
     """Adapters in `num_slots` slots. A reshard writes one more slot, whose adapter `install` then copies.
 
-    A slot may be written while requests use the others, between two steps. Its adapter never changes while its name
-    stays. So the cached keys and values of a name stay valid, and a reshard drops none.
+    A slot may be written between two steps, while requests use the others. A name always means the same adapter, so its
+    cached keys and values stay valid, and a reshard drops none.
     """
 
     keeps_cache = True

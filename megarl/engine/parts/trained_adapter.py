@@ -1,4 +1,4 @@
-"""The trained LoRA adapter, in slots of a live vLLM engine (`lora.sync = adapter`)."""
+"""The trained LoRA adapter in slots of a live vLLM engine (`lora.sync = adapter`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.types import Request
 
 
 class TrainedAdapter(EnginePart):
-    """The trained adapter, used by all requests. A reshard writes its slots in place of the weights."""
+    """The trained adapter, used by all requests. A reshard writes its slots instead of the weights."""
 
     # Base weights next to an adapter are sent once, so a sleep must not drop them.
     sleep_reason = "lora.sync = adapter sends the base weights only once"
