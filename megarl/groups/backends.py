@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 HOST_ONLY = "cpu:gloo"
-"""Backend of a group for host tensors. torch refuses a GPU tensor there; with plain "gloo" it would enter."""
+"""Backend of a group for host tensors. torch refuses a GPU tensor there; plain "gloo" would accept it."""
 
 
 class GlooOnlyGroupError(MegarlError):
-    """Raised for a process group that GPU tensors enter, but that has no backend for them other than gloo."""
+    """Raised for a process group of GPU tensors whose only backend for them is gloo."""
 
 
 def backends_for(device: torch.device) -> str:
-    """Return the backends of a group that host tensors and tensors on this device enter."""
+    """Return the backends of a group for host tensors and tensors on this device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def require_gpu_backend(group: ProcessGroup, name: str, device: torch.device) -> None:
-    """Raise GlooOnlyGroupError, with the group's name, if tensors on this device would enter a group through gloo."""
+    """Raise GlooOnlyGroupError, with the group's name, if the group would send tensors on this device by gloo."""
     if device.type == "cpu":
         return
     backend = group._get_backend(device).name() if device.type in [d.type for d in group._device_types] else None

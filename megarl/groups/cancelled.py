@@ -1,7 +1,7 @@
-"""Cancellation of process groups across torch worlds, by the driver, after the loss of a rank.
+"""Cancellation of process groups across torch worlds by the driver, after the loss of a rank.
 
-The driver learns of a dead rank at once. Ranks waiting for it in a collective may never notice: gloo loses the error if
-a connection breaks in the middle of a message, and a stopped rank closes no connection at all.
+The driver detects a dead rank at once. Ranks waiting for it in a collective may never notice: gloo loses the error if a
+connection breaks in the middle of a message, and a stopped rank closes no connection.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _listeners: dict[str, Callable[[], object]] = {}
 
 
 def cancel(name: str, reason: str) -> None:
-    """Cancel the group `name`, so no thread of this rank waits on it any longer. The first reason is stored.
+    """Cancel the group `name`, so that no thread of this rank waits on it any longer. The first reason is stored.
 
     This also works before the rank has joined the group. Callable from any thread; returns without waiting.
     """
@@ -25,13 +25,13 @@ def cancel(name: str, reason: str) -> None:
 
 
 def reason_for(name: str) -> str | None:
-    """Return why the group `name` was cancelled; None: it was not."""
+    """Return why the group `name` was cancelled; None if it was not."""
     return _reasons.get(name)
 
 
 def on_cancelled(name: str, listener: Callable[[], object]) -> None:
-    """Register a callback for the cancellation of a group, called from another thread; if already cancelled, at
-    once.
+    """Register a callback for the cancellation of a group. It is called from another thread, or now if already
+    cancelled.
     """
     # Register before the check: a cancellation in between then calls the listener twice, but never misses it.
     _listeners[name] = listener

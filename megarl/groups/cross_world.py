@@ -1,7 +1,7 @@
 """Cross-world process groups: groups over ranks of several `torch.distributed` worlds.
 
 They are created again whenever a world is added or lost. Such a group is not a subgroup of a world. It numbers its
-ranks by itself (`rank_in`, `ProcessGroup.size`). torch functions using a world's tables of groups reject it.
+ranks by itself (`rank_in`, `ProcessGroup.size`). torch functions that use a world's tables of groups reject it.
 
 No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails the exchanges of
 its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor `abort` wakes
@@ -10,8 +10,8 @@ exchange is retained until torch ends the exchange.
 
 Over NCCL the host waits in `cuda.synchronize` for stuck kernels until `abort` ends them. Before that, torch's watchdog
 (TORCH_NCCL_ASYNC_ERROR_HANDLING, default 3) may end a process after a failed connection or the group's timeout. An
-aborted exchange looks finished, so callers must `check` the group after synchronising. The driver makes all ranks agree
-afterwards: it notifies all of them and creates another group. This follows torch's sources and has not run on GPUs.
+aborted exchange looks finished, so callers must `check` the group after synchronising. Afterwards the driver notifies
+all ranks and creates another group. This follows torch's sources and has not run on GPUs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHECK_SECONDS = 0.01
 _NAP_SECONDS = 1e-4
 """Seconds between two checks whether a GPU exchange in a background thread has ended."""
 _TURN = timedelta(seconds=0.2)
-"""Longest wait for an exchange before the group is checked for a cancellation again."""
+"""Maximum wait for an exchange before the group is checked for a cancellation again."""
 
 
 @dataclass(slots=True)
@@ -56,8 +56,8 @@ class _Membership:
 
 _memberships: WeakKeyDictionary[ProcessGroup, _Membership] = WeakKeyDictionary()
 _unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Process groups that this rank left with unfinished exchanges. Destroying them would block, so they stay
-referenced.
+"""Process groups that this rank left with unfinished exchanges. They stay referenced, because destroying them would
+block.
 """
 
 
@@ -95,9 +95,9 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
 
 
 def _unless_cancelled(name: str, meet: Callable[[], Met]) -> Met:
-    """Call `meet` in a thread. Returns its result or raises its error.
+    """Call `work` in a thread. Returns its result or raises its error.
 
-    Raises PeerGoneError if the driver cancels the group `name` meanwhile, and abandons the thread. torch gives no other
+    Raises PeerGoneError if the driver cancels the group `name` meanwhile, and abandons the thread: torch has no other
     way to interrupt a connection to a rank that has just ended.
     """
     results: list[Met] = []
@@ -181,13 +181,13 @@ def _has_ended(work: dist.Work) -> bool:
 
 
 def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
-    """Record an exchange and wait for it, as `register` and `wait` do. None stands for a finished exchange."""
+    """Record an exchange and wait for it, as `register` and `wait` do. None means a finished exchange."""
     if work is not None:
         wait(register(work, group), group, is_on_host=is_on_host)
 
 
 def check(group: ProcessGroup | None) -> None:
-    """Raise PeerGoneError if the group is a cross-world group that the driver has cancelled."""
+    """Raise PeerGoneError if the driver has cancelled this cross-world group."""
     if group is not None and (membership := _memberships.get(group)) is not None:
         _check(membership.name)
 
@@ -198,10 +198,7 @@ def _check(name: str) -> None:
 
 
 def leave_group(group: ProcessGroup | None) -> None:
-    """Leave a cross-world process group, without its other ranks. None does nothing.
-
-    Exchanges of peers waiting for this rank fail.
-    """
+    """Leave a cross-world process group, without its other ranks. Exchanges of peers that wait for this rank fail."""
     if group is None:
         return
     if (membership := _memberships.pop(group, None)) is not None:

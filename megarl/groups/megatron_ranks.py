@@ -37,7 +37,7 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
 
 def require_gpu_backends(device: torch.device) -> None:
-    """Raise GlooOnlyGroupError for the first of Megatron's groups that tensors on this device would enter by gloo."""
+    """Raise GlooOnlyGroupError for the first of Megatron's groups that would send tensors on this device by gloo."""
     from megatron.core import parallel_state
     from torch.distributed import ProcessGroup
 
@@ -51,7 +51,7 @@ class RankGroups:
     empty.
 
     Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges the
-    two.
+    two sets.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Distinguishes errors caused by the loss of another rank from errors of this rank."""
+"""Distinction between errors caused by the loss of another rank, and errors of this rank."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ class PeerGoneError(ConnectionError):
 
 
 class ReplicaCollectiveError(RuntimeError):
-    """Raised if a collective among an engine replica's own ranks failed during a reshard.
-
-    `__cause__` is the original error.
+    """Raised if a collective among an engine replica's own ranks failed during a reshard. `__cause__` is the original
+    error.
     """
 
 
 @contextmanager
 def replica_collectives_marked() -> Iterator[None]:
-    """Context marking collectives as those among an engine replica's own ranks.
-
-    Raises ReplicaCollectiveError if a peer leaves one.
+    """Context for collectives among an engine replica's own ranks. Raises ReplicaCollectiveError if a peer leaves
+    one.
     """
     try:
         yield
@@ -43,8 +41,10 @@ def replica_collectives_marked() -> Iterator[None]:
 
 
 def engine_collectives_marked(group: object | None) -> AbstractContextManager[None]:
-    """Return the context of `replica_collectives_marked` if a `group` connects trainers and engines. Without one all
-    ranks share one world, and no mark is needed.
+    """Return the context `replica_collectives_marked` if a `group` connects trainers and engines, else an empty
+    context.
+
+    Without a group all ranks share one world, and any lost rank ends it.
     """
     return nullcontext() if group is None else replica_collectives_marked()
 

@@ -1,12 +1,12 @@
-"""Rendezvous: how the ranks of a run find each other, and the secret key they share.
+"""Rendezvous: how the ranks of a run connect to each other, and the secret key they share.
 
 On one machine the ranks meet through a file in a folder private to their user. On several machines rank 0 serves a
-TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs meeting by
-mistake and stops strangers guessing keys. It does not stop an attacker able to read the network or to list the store's
-keys.
+TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs that meet
+by mistake and stops strangers guessing keys. It does not stop an attacker able to read the network or to list the
+store's keys.
 
 megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other libraries
-pickle objects of their own in collectives, so the job's network must be trusted.
+pickle their own objects in collectives, so the job's network must be trusted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Meeting:
 
 
 class _Settled:
-    """This process's rendezvous (set by `settle`), rank 0's listening socket, and the torch store."""
+    """This process's rendezvous, rank 0's listening socket, and the torch store."""
 
     rendezvous: Rendezvous | None = None
     listener: socket.socket | None = None

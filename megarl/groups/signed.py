@@ -1,8 +1,8 @@
 """Collectives of Python objects, pickled and signed with the run's secret key. Only signed data is unpickled.
 
-gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore carries an
-HMAC over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
-refused. Messages of another torch world, like an engine replica's, are refused too. A restarted replica is a new
+gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore has an HMAC
+over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
+refused. Messages of another torch world, such as an engine replica's, are refused too. A restarted replica is a new
 world.
 """
 
@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<32sQ")
 _CONTEXT = struct.Struct("<qqQ")
 """Signed together with the content: sender, message number, length in bytes."""
 _MOST_BYTES = 1 << 32
-"""Largest accepted message in bytes. The length is read before its signature can be checked."""
+"""Maximum bytes of an accepted message. The length is read before its signature can be checked."""
 
 Value = TypeVar("Value")
 
@@ -51,7 +51,7 @@ class SignedChannel:
         return _HEAD.pack(self._signature(data, len(data), sender), len(data)) + data
 
     def size(self, message: bytes | memoryview) -> int:
-        """Return the length of a message in bytes, header included. Only its first bytes are needed.
+        """Return the length of a message in bytes with its header. Only its first bytes are needed.
 
         Raises ForgedMessageError if the stated length exceeds 4 GiB.
         """

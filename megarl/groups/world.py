@@ -12,7 +12,7 @@ from megarl.platform import device, numa
 
 
 def leave() -> None:
-    """Destroy this rank's torch world and all its groups. Ranks waiting for this one in a collective then fail."""
+    """Destroy this rank's torch world and all its groups. Ranks that wait for this one in a collective then fail."""
     torch.distributed.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Size of a rank's host memory for tensors that leave the device, known before any model is built."""
+"""Size of a rank's host memory for tensors that leave the device, computed before any model is built."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl.training.host_arena import ALIGNMENT, HostArena
 def start_arena(
     recipe: Recipe, parallel: ParallelConfig, rank: int, frozen_parallel: ParallelConfig | None = None
 ) -> HostArena:
-    """Return the arena of a trainer's rank, with the size that the memory plan computes for its host copies.
+    """Return the host memory of a trainer's rank, with the size that the memory plan computes for its host copies.
 
-    Its memory is page-locked in the background from now on. Raises ConfigError if the machine has too little memory.
+    It is page-locked in the background from now on. Raises ConfigError if the machine has too little memory.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     models = read_models(recipe, shape, parallel, frozen_parallel)

@@ -34,7 +34,7 @@ class Worker(TrainerWorker):
         """Build the engine and the models.
 
         `parallel` has the parallel sizes of the trainer, `frozen_parallel` those of frozen models that may have others.
-        `topology` is the place of all ranks in the network.
+        `topology` has the nodes and switches of all ranks.
         """
         self._join_world(rank, world_size, recipe, parallel, topology, frozen_parallel)
         # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
@@ -45,7 +45,7 @@ class Worker(TrainerWorker):
             self.engine.sleep()
         self._build_models()
         self.rank_reshard: RankReshard | None = None
-        """Object copying the policy's weights into the engine; None without an engine."""
+        """Object that copies the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
             ends = ReshardEnds(
                 recipe=recipe,
@@ -73,8 +73,7 @@ class Worker(TrainerWorker):
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """Let the engine sample for a while, and return the finished completions. Only for the first rank of a vLLM
-        group.
+        """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
         `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
         `leave_after` completions.
@@ -96,7 +95,7 @@ class Worker(TrainerWorker):
     def sleep_engine(self) -> RankChanges | None:
         """Free the engine's device memory for the trainer, until the next reshard.
 
-        Returns the changes of the engine's weights since the last reshard; None if they were not recorded.
+        Returns the changes of the engine's weights since the last reshard; None if no checksums were taken.
         """
         changes = None
         if self.engine:

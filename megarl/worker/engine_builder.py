@@ -1,4 +1,4 @@
-"""The one place that chooses the optional features of a rank's engine from the recipe."""
+"""Choice of the optional features of a rank's engine from the recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build_engine(
     """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
 
     `trainer_parts` are the parts of the trainer on this rank. Its `ReplayedExperts` store the routed experts (MoE) of
-    completions. `num_slots` above 0: the engine samples from so many copies of the LoRA adapter.
+    completions. With `num_slots` above 0, the engine samples from this many copies of the LoRA adapter.
     """
     rollout = recipe.rollout
     samplings = [source.recipe.rollout.sampling for source in recipe.sources]

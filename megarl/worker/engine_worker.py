@@ -35,20 +35,19 @@ class EngineWorker:
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group with the trainers and receive their weights.
 
-        `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
-        version.
+        `meeting` describes the group, `topology` has the nodes and switches of its ranks, `version` is that of the
+        weights.
         """
         return self._cross_world_reshard.join_and_reshard(meeting, topology, version)
 
     def start_notices(self) -> list[str]:
-        """Return texts for the user at the start, about how the engine runs."""
+        """Return texts for the user about how the engine runs."""
         return [*numa.notices(), *self._cross_world_reshard.notices]
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """Let the engine sample for a while, and return the finished completions. Only for the first rank of a vLLM
-        group.
+        """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
         `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
         `leave_after` completions.
@@ -56,8 +55,8 @@ class EngineWorker:
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def sampled_so_far(self, _: None) -> dict[str, int]:
-        """Return the number of tokens sampled so far by each unfinished request, by id. Only for the first rank of a
-        vLLM group.
+        """Return the number of sampled tokens of each unfinished request, by id. Only for the first rank of a vLLM
+        group.
         """
         return self._engine.sampled_so_far()
 
@@ -66,11 +65,11 @@ class EngineWorker:
         return self._engine.metrics()
 
     def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
-        """Receive the trainers' weights of this version. The engine is between two steps meanwhile."""
+        """Receive the trainers' weights of this version. No engine step runs meanwhile."""
         return self._cross_world_reshard.run(verify, version)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if they were not recorded."""
+        """Return the changes of the engine's weights since the last reshard; None if no checksums were taken."""
         return self._cross_world_reshard.compare_weights()
 
     def close(self) -> None:

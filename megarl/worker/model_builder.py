@@ -24,7 +24,8 @@ Model = TypeVar("Model", bound=ModelShard)
 class ModelBuilder:
     """Builds models with the parallel sizes of the trainer, on all its ranks together.
 
-    `replica` are the ranks of this rank's data-parallel replica, `arena` holds tensors that leave the device.
+    `replica` has the ranks of this rank's data-parallel replica, `arena` is host memory for tensors that leave the
+    device.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class ModelBuilder:
     ) -> Model:
         """Build a model of the class `kind`, and load its weights from a folder.
 
-        `has_value_head` adds a new value head if the folder has none, `with_draft_layers` the folder's draft
-        layers. `parallel` and `replica` default to the trainer's parallel sizes and data-parallel replica.
+        `has_value_head` adds a new value head if the folder has none, `with_draft_layers` the folder's draft layers.
+        `parallel` and `replica` default to the trainer's.
         """
         shape = self.shape_of(folder)
         shape = shape.with_value_head() if has_value_head else shape
@@ -66,7 +67,7 @@ class ModelBuilder:
             return kind(self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena)
 
     def build_policy(self) -> TrainingEngine:
-        """Build the trained policy, with all layers and heads trained by the recipe."""
+        """Build the trained policy, with all layers and heads that the recipe trains."""
         recipe, is_reward_model = self.recipe, self.recipe.loop == "reward_model"
         return self.build(
             TrainingEngine,

@@ -21,8 +21,8 @@ def export_model(
 ) -> None:
     """Export a trained model to a Hugging Face folder. LoRA adapters or a drafter go to a folder next to it.
 
-    `source` is the model's original folder. `texts_by_file` holds the texts of further files, which rank 0 writes.
-    Raises DiskFullError.
+    `source` is the model's original folder. `texts_by_file` has the texts of further files, which rank 0 writes. Raises
+    DiskFullError.
     """
     recipe = builder.recipe
     # Exports move weights in buckets of the same size as reshards.

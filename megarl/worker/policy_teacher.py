@@ -17,7 +17,7 @@ from megarl.training.training_engine import TrainingEngine
 class PolicyTeacher:
     """The policy as its own teacher: with its present weights, or `at_start` with those of the start of training.
 
-    It computes without gradient, from rows with prompts of their own.
+    It computes without gradient. Its rows have other prompts than the rows of the update.
     """
 
     def __init__(self, policy: TrainingEngine, stored: StoredTargets, *, at_start: bool) -> None:
@@ -27,7 +27,7 @@ class PolicyTeacher:
         return self._policy.forward_frozen(rows) if self._at_start else self._policy.forward(rows)
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Store the targets of the trained tokens of this replica's rows, as a `Teacher` does."""
+        """Store the targets of the trained tokens of this replica's rows."""
         start = self._policy.starting_weights() if self._at_start else nullcontext()
         with start, self._policy.in_memory():
             store_targets(self._policy, rows, self._stored)

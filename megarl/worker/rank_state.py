@@ -1,4 +1,4 @@
-"""The training state of one rank: its trained models, what else a checkpoint contains, and the weights' version."""
+"""The training state of one rank: its trained models, the other contents of a checkpoint, and the weights' version."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class RankState:
-    """The training state of a rank. `parallel` are the trainer's sizes, `topology` is the place of its ranks.
+    """The training state of a rank. `parallel` are the trainer's sizes, `topology` has the nodes and switches of its
+    ranks.
 
-    The worker fills in `policy`, `critic` and `parts` while it is built.
+    The worker sets `policy`, `critic` and `parts` while it is built.
     """
 
     policy: TrainingEngine
@@ -42,21 +43,22 @@ class RankState:
         return self.weight_version - is_resharded if self.recipe.has_engine else 0
 
     def set_version(self, version: int) -> None:
-        """Set the version of the engines' weights, after another state was loaded. The next reshard adds 1 to it."""
+        """Set the version of the engines' weights after loading a state. The next reshard adds 1 to it."""
         self.weight_version = version
         self.report_version(version)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
+        """Load a checkpoint that was checked for harmful pickles. Afterwards the engines need the weights again."""
         with self.saved_models() as models:
             driver = checkpoint.restore(folder, models, str(self.parallel))
         self.set_version(driver["weight_version"])
 
     @contextmanager
     def saved_models(self) -> Iterator[dict[str, checkpoint.Model]]:
-        """Yield the models that a checkpoint contains, while they are in device memory.
+        """Yield the models that a checkpoint contains, in device memory.
 
-        The keys begin the names of the models' tensors. The policy's is empty: its tensors have Megatron's own names.
+        The keys are prefixes of the models' tensor names, empty for the policy, whose tensors have Megatron's own
+        names.
         """
         models: dict[str, checkpoint.Model] = {"": self.policy}
         with ExitStack() as stack:

@@ -13,7 +13,7 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class ReplayedExperts(TrainerPart):
-    """The experts of completions that this rank sampled, and their replay (`trainer.router_replay`)."""
+    """Part with the experts of completions that this rank sampled, and their replay (`trainer.router_replay`)."""
 
     def __init__(self, recipe: Recipe, rank: int, world_size: int) -> None:
         self._recipe = recipe
@@ -31,5 +31,5 @@ class ReplayedExperts(TrainerPart):
         return self.stored.retain(handles)
 
     def load(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Load the experts of trajectories waiting in a checkpoint."""
+        """Load the experts of trajectories that wait in a checkpoint for training."""
         self.stored.load(folder, handles)

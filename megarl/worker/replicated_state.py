@@ -13,7 +13,7 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class ReplicatedState(TrainerPart):
-    """Copies of this rank's training state, and of its partner's on another node."""
+    """Part with copies of this rank's training state, and of its partner's on another node."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
@@ -32,7 +32,7 @@ class ReplicatedState(TrainerPart):
             return self._copier.begin(step, models, str(state.parallel), weight_version=version)
 
     def finish(self, wait: bool) -> Mapping[str, FileFields] | None:
-        """Return the files of the copies that `begin` began, by name; None if they are not complete.
+        """Return the files of the copies begun by `begin`, by name; None if they are not complete.
 
         `wait` blocks until they are.
         """
@@ -42,7 +42,7 @@ class ReplicatedState(TrainerPart):
     def restore(self, files: Mapping[str, FileFields]) -> int:
         """Load the state after a step from copies in host memory. Afterwards the engines need the weights again.
 
-        `files` are this rank's copies at its agent, by name. Returns the bytes received from other ranks.
+        `files` are the copies held by this rank's node agent, by name. Returns the bytes received from other ranks.
         """
         faults.reach("restore")
         state, copies = self._state, state_copies.open_copies(files)

@@ -9,13 +9,13 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class Rollbacks(TrainerPart):
-    """Loads weights and optimizer of a checkpoint. The run's versions and learning rates go on."""
+    """Part that loads weights and optimizer of a checkpoint while the run's versions and learning rates go on."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
 
     def roll_back(self, folder: Path) -> None:
-        """Load a checkpoint's weights and optimizer in the middle of a run, and keep versions and learning rates.
+        """Load a checkpoint's weights and optimizer, and keep the run's versions and learning rates.
 
         The folder must have been checked for harmful pickles.
         """

@@ -1,4 +1,4 @@
-"""Models of a training rank for scores only: the reference, and the reward model."""
+"""Models of a training rank that only score: the reference, and the reward model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class ScoringModels(TrainerPart):
-    """The models `reference` and `reward_model`, if the recipe has them.
+    """Part with the models `reference` and `reward_model`, if the recipe has them.
 
-    As a teacher, the reference stores its targets in `targets`.
+    If the reference is a teacher, it stores its targets in `targets`.
     """
 
     def __init__(self, state: RankState, builder: ModelBuilder, targets: StoredTargets) -> None:

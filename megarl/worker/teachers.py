@@ -25,7 +25,7 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class Teachers(TrainerPart):
-    """The teachers of a recipe: teacher0, teacher1 and so on. `parallel` are their parallel sizes."""
+    """Part with the teachers of a recipe: teacher0, teacher1 and so on. `parallel` are their parallel sizes."""
 
     def __init__(
         self, state: RankState, builder: ModelBuilder, parallel: ParallelConfig, targets: StoredTargets
@@ -35,8 +35,9 @@ class Teachers(TrainerPart):
         self.targets = targets
         """Targets that this rank stores for the next update."""
         self._separate_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
-        """Process groups of teachers that cannot share the policy's process groups. Keys: parallel sizes, and whether
-        the teacher has experts."""
+        """Process groups of teachers that cannot use the policy's. Keys: parallel sizes, and whether the teacher has
+        experts.
+        """
 
     @property
     def replicas(self) -> list[Replica]:
@@ -100,7 +101,7 @@ class Teachers(TrainerPart):
         return TargetFetcher(self.targets, policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads)
 
     def _head_of(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:
-        """Return a function to a teacher's `rows` of its output layer, [rows, hidden], at the time of the call."""
+        """Return a function that returns the current `rows` of a teacher's output layer, [rows, hidden]."""
         recipe = self._recipe
         if (folder := recipe.teachers.get(name)) is not None:
             head = safetensors.head_rows(folder, rows, override=recipe.override_of(folder)).to(policy.dtype)
@@ -114,10 +115,7 @@ class Teachers(TrainerPart):
 
 
 def teacher_kind(builder: ModelBuilder, folder: str, targets: StoredTargets) -> Callable[..., FrozenModel]:
-    """Return the class of a frozen model: one computing log-probs of sampled tokens, or a teacher storing `targets`.
-
-    The recipe decides: a distillation by distributions needs targets.
-    """
+    """Return the class of a frozen model: a teacher that stores `targets` if the recipe learns whole distributions."""
     recipe = builder.recipe
     if recipe.loop != "distillation" or recipe.has_advantages:
         return FrozenModel

@@ -1,4 +1,4 @@
-"""The interface of an optional feature of a training rank, such as frozen models or copies of its state."""
+"""Interface of an optional feature of a training rank, such as frozen models or copies of its state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from megarl.training.training_engine import TrainingEngine
 
 
 class TrainerPart:
-    """An optional feature of a training rank. A method does nothing unless a part overrides it.
+    """An optional feature of a training rank. Methods that a subclass does not override do nothing.
 
-    The driver calls further methods of a part by its name, such as `rollbacks.roll_back`. The names stand in
-    `trainer_parts`.
+    The driver calls further methods of a part by its name in `trainer_parts`, such as `rollbacks.roll_back`.
     """
 
     def build_models(self) -> None:
@@ -31,11 +30,11 @@ class TrainerPart:
         """Prepare for the first step, after all models are built. A collective over the trainer's ranks."""
 
     def notices(self) -> Sequence[str]:
-        """Return start-up notices for the user."""
+        """Return texts for the user about this feature, at the start."""
         return ()
 
     def saved_models(self) -> Mapping[str, Model]:
-        """Return the models of this feature for checkpoints. The keys begin the names of their tensors."""
+        """Return this feature's models for checkpoints, by the prefix of their tensor names."""
         return {}
 
     def save(self, folder: Path) -> None:

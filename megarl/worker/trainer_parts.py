@@ -1,4 +1,4 @@
-"""The one place that chooses the optional features of a training rank, and names them for the driver."""
+"""Choice of the optional features of a training rank, and their names for the driver."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def build_trainer_parts(
 ) -> dict[str, TrainerPart]:
     """Return the parts of a training rank, by the name under which the driver calls their methods.
 
-    They stand in the order in which they build their models. `frozen_parallel` are the parallel sizes of
-    teachers with other weights than the policy's.
+    The order is that in which they build their models. `frozen_parallel` are the parallel sizes of teachers with other
+    weights than the policy's.
     """
     targets = StoredTargets()
     return {

@@ -33,7 +33,7 @@ Part = TypeVar("Part", bound=TrainerPart)
 
 
 class TrainerWorker:
-    """Worker of a training rank. The driver calls its methods, or those of a model or part, like `policy.update`.
+    """Worker of a training rank. The driver calls its methods, or those of a model or part, such as `policy.update`.
 
     The models are the recipe's, such as `policy`, `critic` and `reference`. `trainer_parts` names the parts.
     """
@@ -50,7 +50,7 @@ class TrainerWorker:
         """Create the torch world and build the models.
 
         `parallel` has the parallel sizes of the trainer, `frozen_parallel` those of frozen models that may have others;
-        None: the same. `topology` is the place of the trainer's ranks in the network; None: they share a node.
+        None: the same. `topology` has the nodes and switches of the trainer's ranks; None: they share a node.
         """
         self._join_world(rank, world_size, recipe, parallel, topology or [("node",)] * world_size, frozen_parallel)
         self._build_models()
@@ -121,14 +121,13 @@ class TrainerWorker:
 
     @property
     def weight_version(self) -> int:
-        """Version of the engines' weights: the number of reshards so far."""
         return self.state.weight_version
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group with separate engines and send them the weights.
 
-        `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
-        version.
+        `meeting` describes the group, `topology` has the nodes and switches of its ranks, `version` is that of the
+        weights.
         """
         return self._note_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
 
@@ -142,19 +141,17 @@ class TrainerWorker:
         self.state.weight_version = version
 
     def finish_reshard(self) -> ReshardReport | LostPeer:
-        """Wait until the sending that `start_reshard` began is complete, and return its report."""
+        """Wait until the sending begun by `start_reshard` is complete, and return its report."""
         return self.cross_world_reshard.finish()
 
     def _note_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
-        """Record the version of the engines' weights after a reshard, unless a peer was lost. Returns the reshard's
-        report.
-        """
+        """Record the version of the engines' weights after a reshard, unless a peer was lost. Returns the report."""
         if isinstance(report, ReshardReport):
             self.state.weight_version = version
         return report
 
     def start_notices(self) -> list[str]:
-        """Return start-up notices for the user about how this run is executed."""
+        """Return texts for the user about how this run is executed."""
         of_parts = [text for part in self.state.parts.values() for text in part.notices()]
         untrained = untrained_notices(self.recipe.model.folder, self.policy.shape)
         return [*numa.notices(), *untrained, *of_parts, *self.cross_world_reshard.notices]
@@ -193,7 +190,7 @@ class TrainerWorker:
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
+        """Load a checkpoint that was checked for harmful pickles. Afterwards the engines need the weights again."""
         self.state.load(folder)
 
     @property

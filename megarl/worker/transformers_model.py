@@ -13,15 +13,15 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class TransformersModel(TrainerPart):
-    """Transformers' own model of the policy's folder, on the first rank alone."""
+    """Part with transformers' own model of the policy's folder, on the first rank only."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
 
     def logprobs(self, sequences: Sequence[NDArray[np.int64]]) -> list[NDArray[np.float32]] | str | None:
-        """Compute log-probs of token ids.
+        """Compute log-probs of token ids with transformers, in nats.
 
-        Returns the log-probs of each sequence, or why there are none; None on other ranks.
+        Returns the log-probs [tokens] of each sequence, or the reason why there are none; None on other ranks.
         """
         if self._state.rank:
             return None

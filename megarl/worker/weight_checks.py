@@ -20,7 +20,7 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class WeightChecks(TrainerPart):
-    """Checks of the policy's weights, and of all that a checkpoint contains."""
+    """Part that checks the policy's weights, and all contents of a checkpoint."""
 
     def __init__(self, state: RankState, builder: ModelBuilder) -> None:
         self._state, self._builder = state, builder
@@ -31,7 +31,7 @@ class WeightChecks(TrainerPart):
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Checksums of the policy's weights, as exported. It is made only for runs with weights.check_every."""
+        """Checksums of the policy's weights, as exported. Only runs with weights.check_every make it."""
         policy, rank = self._state.policy, self._state.rank
         layout = self._builder.layouts(policy.shape)[rank]
         if (part := policy.find_part(DrafterPart)) is not None:
@@ -40,7 +40,7 @@ class WeightChecks(TrainerPart):
         return Ledger(f"trainer rank {rank}", layout, policy.weights)
 
     def take_checksums(self, version: int) -> RankChecksums:
-        """Compute, store and return the checksums of the policy's weights, which are of this version."""
+        """Compute, store and return the checksums of the policy's weights of this version."""
         with self._state.policy.merging():
             return self.ledger.take(version)
 
@@ -53,16 +53,18 @@ class WeightChecks(TrainerPart):
         self.ledger.forget()
 
     def compare_weights(self) -> RankChanges | None:
-        """Return which of the policy's weights differ from their checksums. None: no checksums were taken."""
+        """Return the policy's weights that differ from their checksums. None if no checksums were taken."""
         with self._state.policy.merging():
             return self.ledger.compare()
 
     def compute_canary(self) -> CanaryReport:
-        """Compute the canary batch twice with the policy, and return the checksums of all module outputs."""
+        """Compute the canary batch, a fixed batch, twice with the policy; return the checksums of all module
+        outputs.
+        """
         return compute_canary(self._state.policy)
 
     def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:
-        """Return fingerprints of this rank's part of all that a checkpoint holds, by tensor name.
+        """Return fingerprints of this rank's part of all tensors in a checkpoint, by name.
 
         Without `with_optimizer` only weights are included, not main weights and moments.
         """

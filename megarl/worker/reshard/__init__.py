@@ -1,1 +1,1 @@
-"""One rank's part in reshards: plans, copies, and checks of what was copied."""
+"""One rank's part in reshards: plans, copies, and checks of the copied weights."""

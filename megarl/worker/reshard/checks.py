@@ -1,4 +1,4 @@
-"""Checks of the weights that one rank's reshards copied: by a probe prompt, by the model folder, by a ledger."""
+"""Checks of the weights that one rank's reshards copied: log-probs of a probe prompt, the model folder, checksums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReshardChecks:
     def compare_with_folder(self) -> None:
         """Compare rows of the engine with the model folder, whose weights the trainers still have. A collective.
 
-        Probed engines got their weights from vLLM's own loader by name: only their log-probs are compared.
+        Probed engines were filled by vLLM's own loader, by name, so this does nothing for them.
         """
         if self.is_probed:
             return
@@ -56,7 +56,7 @@ class ReshardChecks:
             check_rows(model, names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._ends.group)
 
     def take_ledger(self, version: int) -> RankChecksums | None:
-        """Return the checksums of this rank's engine; None if those of this version are not due."""
+        """Return the checksums of this rank's engine; None if this version is not checked."""
         if self.ledger is None or not self._ends.recipe.weights.is_checked(version):
             return None
         return self.ledger.take(version)

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class CrossWorldReshard:
     """One rank's part in reshards between the torch worlds of trainers and engines.
 
-    A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, so the
-    policy can be trained meanwhile. `transformer_engine` says whether the trainer uses Transformer Engine's layers;
-    None on ranks with an engine. `replica` is the engine's number.
+    A rank has either the `policy` or an `engine`. A `snapshot` of the policy is sent instead of it, so that the policy
+    can be trained meanwhile. `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on
+    ranks with an engine. `replica` is the engine's number.
 
-    A lost peer is reported and not raised: this rank is sound and can join the next process group. Errors of this rank
-    are raised.
+    A lost peer is reported and not raised, because this rank can join the next process group. Errors of this rank are
+    raised.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class CrossWorldReshard:
         )
         self._group: dist.ProcessGroup | None = None
         self.rank_reshard: RankReshard | None = None
-        """Object executing this rank's share of the copies; None without a process group."""
+        """Object that executes this rank's share of the copies; None without a process group."""
         self._sending: Future[ReshardReport] | None = None
         self._unreported: RankChanges | None = None
-        """Changes of the engine's weights, found before a reshard that a lost peer ended."""
+        """Changes of the engine's weights, detected before a reshard that failed for a lost peer."""
 
     @property
     def notices(self) -> list[str]:
@@ -75,8 +75,8 @@ class CrossWorldReshard:
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group of trainers and engines, and send or receive the weights of this version.
 
-        `topology` places the group's ranks in the network. An earlier group is left first. A collective of all ranks in
-        the group.
+        `topology` has the nodes and switches of the group's ranks. An earlier group is left first. A collective of all
+        ranks in the group.
         """
         self._note_changes()
         self.leave()
@@ -104,7 +104,7 @@ class CrossWorldReshard:
     def start(self, verify: bool, version: int) -> None:
         """Copy the policy's weights into the snapshot, and start sending the snapshot in the background.
 
-        The rank can execute other calls meanwhile. Calls using the process group must wait for `finish`.
+        The rank can execute other calls meanwhile. Calls that use the process group must wait for `finish`.
         """
         assert self.rank_reshard is not None and self._snapshot is not None and self._sending is None
         self._snapshot.take(version)
@@ -123,7 +123,7 @@ class CrossWorldReshard:
         self._sending = background.begin(send)
 
     def finish(self) -> ReshardReport | LostPeer:
-        """Wait until the sending that `start` began is complete, and return its report."""
+        """Wait until the sending begun by `start` is complete, and return its report."""
         assert self._sending is not None
         sending, self._sending = self._sending, None
         try:
@@ -132,20 +132,19 @@ class CrossWorldReshard:
             return self._report_loss(error)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if they were not recorded."""
+        """Return the changes of the engine's weights since the last reshard; None if no checksums were taken."""
         self._note_changes()
         changes, self._unreported = self._unreported, None
         return changes
 
     def _note_changes(self) -> None:
-        """Compare the engine's weights with those recorded, before they are overwritten."""
+        """Compare the engine's weights with their checksums, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # Changes that were not reported yet are the earlier ones.
         if changes is not None and not (self._unreported and self._unreported.boxes):
             self._unreported = changes
 
     def _with_changes(self, report: ReshardReport) -> ReshardReport:
-        """Return the report of a complete reshard, with the changes of the engine's old weights, if compared."""
         changes, self._unreported = self._unreported, None
         return replace(report, changes=changes)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class ReshardEnds:
     """Both ends of the copies on one rank: a `policy` or its `snapshot`, an `engine`, or both a policy and an engine.
 
-    `topology` lists all ranks taking part, trainers first: the world's, or the ranks of `group`. `replica` is the
+    `topology` lists all participating ranks, trainers first: the world's, or the ranks of `group`. `replica` is the
     number of the engine. `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks
     without a trainer.
     """
@@ -87,7 +87,7 @@ class ReshardPlan(NamedTuple):
 
 
 def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
-    """Plan copies into the engines in place, or full tensors passed to `load` if their weights cannot be written so.
+    """Plan copies into the engines in place, or full tensors passed to `load` if in-place writes are impossible.
 
     `load` is the engine's own loader; None without an engine. A collective. Raises ConfigError for a recipe that needs
     an engine written in place.
@@ -239,7 +239,7 @@ class _Planner:
 
 
 def refuse_full_tensors(recipe: Recipe, refusal: str, *, is_separate: bool) -> None:
-    """Raise ConfigError for a recipe that needs an engine written in place. `refusal` says why this one cannot be."""
+    """Raise ConfigError for a recipe that needs an engine written in place. `refusal` is why this one cannot be."""
     if recipe.rollout.drafts_with_model_layers:
         raise ConfigError(
             "rollout.vllm.speculative_config: the engine's weights, with those of its draft layers, cannot be "

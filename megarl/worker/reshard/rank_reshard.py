@@ -1,4 +1,4 @@
-"""One rank's part in the copying of weights from trainers to engines."""
+"""One rank's part in copying weights from trainers to engines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from megarl.worker.reshard.checks import ReshardChecks
 from megarl.worker.reshard.planning import ReshardEnds, plan_reshard
 
 FIRST_VERSION = 1
-"""Version of the weights before the first update: those of the model folder."""
+"""Version of the weights before the first update, those of the model folder."""
 
 
 class RankReshard:
     """Executes one rank's part of the reshards between its `ends` and those of the other ranks.
 
-    `version` is the version of the current weights; None: one more than the engine's.
-
-    Construction is a collective of all ranks. It plans the copies, copies all weights once and verifies them. Raises
-    MegarlError naming the first wrong parameter.
+    `version` is the version of the current weights; None: one more than the engine's. The constructor is a collective
+    of all ranks. It plans the copies, copies all weights once and verifies them. Raises MegarlError naming the first
+    wrong parameter.
     """
 
     def __init__(self, ends: ReshardEnds, *, version: int | None = None) -> None:
@@ -57,7 +56,6 @@ class RankReshard:
             rounding=ends.rounding,
             ledger=ledger,
         )
-        """The report of the first copy."""
 
     def run(self, *, verify: bool = False, version: int | None = None) -> ReshardReport:
         """Copy the trainer's weights into the engines. With `verify`, compare them afterwards. A collective.
@@ -91,21 +89,20 @@ class RankReshard:
         )
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of this rank's engine since the last copy; None if they were not recorded.
+        """Return the changes of this rank's engine since the last copy; None if no checksums were taken.
 
         The engine must be awake.
         """
         return self.checks.compare_weights()
 
     def _engine_weights(self) -> Iterable[Tensor]:
-        """Return the live parameters of this rank's engine; none without an engine."""
         return () if self._ends.engine is None else live_parameters(self._ends.engine.model).values()
 
     def _meet(self) -> dict[str, float]:
         """Wait on the host until all ranks of the group are ready. Returns the seconds of stage `meet`.
 
-        A trainer sending in the background arrives before the engines have paused. If it started to send, NCCL kernels
-        would wait on its GPU, occupying 16 to 32 multiprocessors during training.
+        A trainer that sends in the background arrives before the engines have paused. If it started to send, NCCL
+        kernels would wait on its GPU, occupying 16 to 32 multiprocessors during training.
         """
         if self._ends.group is None:
             return {}
