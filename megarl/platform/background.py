@@ -1,7 +1,7 @@
-"""Background work of a rank: a thread, on a GPU with a CUDA stream of its own.
+"""Background work of a rank, in a thread. On a GPU the thread has a CUDA stream of its own.
 
-Main thread and background thread must not share a process group. torch matches a group's collectives by the order of
-their calls on each rank. Two threads have no common order.
+Main thread and background thread must not share a process group: torch matches a group's collectives by the order of
+their calls on each rank, and two threads have no common order.
 """
 
 from __future__ import annotations

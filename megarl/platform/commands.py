@@ -1,4 +1,4 @@
-"""Programs that the caller waits for: short ones, and ones whose output is shown. Resumes stopped processes."""
+"""Run other programs and wait for their end; let stopped processes go on."""
 
 from __future__ import annotations
 

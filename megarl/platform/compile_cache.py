@@ -16,12 +16,11 @@ _NODE_LOCAL = Path("/tmp")
 
 
 def use_own_folder() -> None:
-    """Let vLLM use a cache folder of this GPU, by VLLM_CACHE_ROOT. Call it before an engine is built. No effect on a
-    CPU.
+    """Set VLLM_CACHE_ROOT to a folder of this GPU. Call it before an engine is built. No effect on a CPU.
 
-    vLLM 0.30 names a cache folder by configuration and rank in the engine's world (compilation/backends.py). But the
-    compiled code contains the device index. Without this, a second engine of the node would run code compiled for
-    another GPU. So would an engine restarted on another device.
+    vLLM 0.30 names a cache folder by configuration and rank in the engine's world (compilation/backends.py), but the
+    compiled code contains the device index. In one folder, a second engine of the node, or an engine restarted on
+    another device, would run code compiled for another GPU.
 
     Raises ConfigError if other users can write the folder, because vLLM executes its contents.
     """

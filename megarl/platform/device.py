@@ -77,10 +77,10 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment variables for the start of a rank: device, cores, CUDA connections, cache folders.
 
-    `choice` is `cluster.device`. `binds` binds ranks on GPUs to NUMA nodes. With `orders_kernels`, a GPU starts the
-    kernels of all streams in the order in which they are launched. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
-    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU `cpu.vllm_patches` keeps them
-    offline.)
+    `choice` is `cluster.device`. With `binds`, ranks on GPUs are bound to NUMA nodes. With `orders_kernels`, a GPU
+    starts the kernels of all streams in the order in which they are launched. Ranks on the CPU see no GPU. On a GPU,
+    CUDA_HOME is `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU `cpu.vllm_patches`
+    keeps them offline.)
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads)}

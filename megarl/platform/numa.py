@@ -1,11 +1,11 @@
 """Binding of ranks to the cores next to their GPUs, read from /sys.
 
-NCCL itself chooses the network adapter nearest to each GPU. Its choice must be the same on all ranks of a machine
-(NVIDIA/nccl issue 1478), and a rank may see only its own GPUs. So NCCL's variables are left alone.
+Memory follows the cores, because Linux allocates a page on the NUMA node of the core that first writes to it. All
+threads of a rank are bound before it allocates its buffers. A memory policy (set_mempolicy) would add nothing, and
+Docker's default seccomp profile denies that system call.
 
-Memory follows the cores. Linux allocates a page on the NUMA node of the core that first writes to it. All threads of a
-rank are bound before it allocates its buffers. A memory policy (set_mempolicy) would add nothing to this. Docker's
-default seccomp profile also denies that system call.
+NCCL chooses the network adapter nearest to each GPU. Its choice must be the same on all ranks of a machine (NVIDIA/nccl
+issue 1478), and a rank may see only its own GPUs. So NCCL's variables are left alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> l
     """Return the place of each GPU, one rank per GPU. Ranks of one NUMA node share its allowed cores evenly.
 
     `gpus` are PCI addresses in the order of the ranks. `allowed` are the cores that the ranks may use together. `root`
-    is the folder of the kernel's view of the machine.
+    is the mount point of sysfs.
     """
     nodes = numa_nodes(root)
     adapters = adapter_nodes(nodes, root)
@@ -133,7 +133,9 @@ def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, 
 
 
 def _share(groups: Sequence[tuple[int, ...]], turn: int, count: int) -> tuple[int, ...]:
-    """Return the logical CPUs of rank `turn` of `count`. Ranks share a physical core only if there are too few."""
+    """Return the logical CPUs of one of `count` ranks, given the cores' CPUs. Ranks share a core only if cores are too
+    few.
+    """
     start = turn * len(groups) // count
     stop = max((turn + 1) * len(groups) // count, start + 1)
     return tuple(sorted(core for group in groups[start:stop] for core in group))

@@ -38,7 +38,7 @@ def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _fast_layout(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return `a` with the same values, column-major if the product is slow otherwise."""
+    """Return the values of `a` in a layout with which the product is fast: column-major if `b` is row-major."""
     if a.dtype != torch.bfloat16 or b.stride(-1) != 1:
         return a
     return a.mT.contiguous().mT

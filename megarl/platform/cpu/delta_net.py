@@ -18,14 +18,15 @@ _NORM_EPSILON = 1e-6
 
 
 class _Batch(NamedTuple):
-    """Sequences of one engine step: their states' slots [sequences], and the places of their tokens.
+    """Sequences of one engine step: where their tokens are, and where the layer's cache has their states.
 
+    A slot is a row of the cache with the state of one sequence. `slots` [sequences] hold the states before the step.
     `lengths` [sequences] counts new tokens. `places` [tokens] indexes the tokens in [sequences, longest], flattened.
     `has_state` [sequences]: whether earlier tokens of the sequence are in its state.
 
     A step that verifies drafted tokens begins at the state after the last accepted one. It keeps the state after each
     of its tokens, because the next step may begin at any of them. Then `inputs` [sequences] are the slots of the
-    convolution's inputs, `skipped` [sequences] the inputs before those of the last accepted token, and
+    convolution's inputs, `skipped` [sequences] the number of inputs before those of the last accepted token, and
     `token_slots` [sequences, longest] the slots of the states after each token. Other steps have None there.
     """
 
@@ -75,7 +76,7 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 
 
 def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
-    """Yield the sequences of a step without drafted tokens and those with some, each with its tokens' indices."""
+    """Yield the sequences without drafted tokens, then those with some: the indices of their tokens, and the batch."""
     all_tokens = torch.arange(metadata.num_actual_tokens)
     if metadata.spec_sequence_masks is None:
         if len(all_tokens):

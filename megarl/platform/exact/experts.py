@@ -30,7 +30,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
-    """Let the experts among the modules of a live vLLM model compute as described above.
+    """Let the experts among the modules of a live vLLM model compute as this module describes.
 
     Products over the intermediate channels have `num_blocks` blocks over all ranks.
     """

@@ -1,7 +1,7 @@
 """vLLM's memory pools of a sleeping engine. A process frees them before it builds another engine.
 
-vLLM 0.30 keeps one object with the pools per process. It refuses to build an engine while they have memory. On a CPU
-it has no pools, and nothing here does anything.
+vLLM 0.30 keeps one object with the pools per process, and refuses to build an engine while they have memory. On a CPU
+there are no pools, and the functions have no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def allow_free_while_asleep() -> None:
-    """Let memory of the pools be freed while it sleeps. Call it before an engine is built.
+    """Allow memory of the pools to be freed while the engine sleeps. Call it before an engine is built.
 
     vLLM 0.30 would unmap such memory a second time. That fails, and with it all later allocations from the pools.
     """
@@ -47,7 +47,7 @@ def _allocator() -> Any:
 
 
 def _free(allocator: Any, address: int) -> Any:
-    """Map sleeping memory, so vLLM can unmap and free it. The allocations are freed one by one."""
+    """Free one allocation of a sleeping pool. It is mapped first, because vLLM unmaps what it frees."""
     from vllm.device_allocator.cumem import create_and_map
 
     allocation = allocator.pointer_to_data[address]

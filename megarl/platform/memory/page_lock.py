@@ -62,8 +62,8 @@ def refusal(num_bytes: int, reason: str) -> str:
 def turn(folder: Path | None = None) -> Iterator[None]:
     """Context in which no other process of this user on this machine locks pages.
 
-    `folder` holds the lock's file; None: the system's temporary folder. Without access to it there are no turns, at the
-    cost of time.
+    `folder` holds the lock's file; None: the system's temporary folder. If the file cannot be opened, processes may
+    lock at the same time, which is only slower.
     """
     path = (folder or Path(tempfile.gettempdir())) / f"megarl-page-lock-{os.getuid()}"
     try:

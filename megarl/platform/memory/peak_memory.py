@@ -17,21 +17,21 @@ _fixed_peak: int | None = None
 
 
 def restart_peak() -> None:
-    """Forget the peak so far. Call it after memory of the phase before was released inside a phase."""
+    """Forget the peak so far. Call it within a phase, after memory of the phase before was released."""
     _measure_and_reset_peak()
 
 
 def settle_peak() -> None:
-    """End the measurement for the running call: its peak is what was in use until now.
+    """Fix the running call's peak: later use of memory does not change it, and counts for the next call.
 
-    Call it before the last part of a call prepares the next phase. Memory taken from here on counts for the next call.
+    Call it before the last part of a call, which prepares the next phase.
     """
     global _fixed_peak
     _fixed_peak = _measure_and_reset_peak()
 
 
 def take_peak_bytes() -> int | None:
-    """Return the peak memory in bytes since the last call, and start a new peak. `settle_peak` ends it earlier."""
+    """Return the peak memory in bytes since the last call, or until `settle_peak`, and start a new peak."""
     global _fixed_peak
     if (peak := _fixed_peak) is not None:
         _fixed_peak = None
