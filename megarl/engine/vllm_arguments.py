@@ -151,8 +151,8 @@ def _family_rope(shape: ModelShape) -> dict[str, float]:
 
 
 def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
-    """Change fields of a model's config for vLLM, and remove the quantisation: the trainer sends weights in full
-    precision.
+    """Change fields of a model's config for vLLM. Also remove its `quantization_config`, because the trainer sends
+    weights in full precision.
     """
     config.update(dict(changes))
     del config.quantization_config

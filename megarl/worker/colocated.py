@@ -95,7 +95,7 @@ class Worker(TrainerWorker):
     def sleep_engine(self) -> RankChanges | None:
         """Free the engine's device memory for the trainer, until the next reshard.
 
-        Returns the changes of the engine's weights since the last reshard; None if no checksums were taken.
+        Returns the changes of the engine's weights since the last reshard; None if the weights were not recorded.
         """
         changes = None
         if self.engine:

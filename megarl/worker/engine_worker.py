@@ -69,7 +69,7 @@ class EngineWorker:
         return self._cross_world_reshard.run(verify, version)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if no checksums were taken."""
+        """Return the changes of the engine's weights since the last reshard; None if the weights were not recorded."""
         return self._cross_world_reshard.compare_weights()
 
     def close(self) -> None:

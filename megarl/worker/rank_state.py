@@ -57,7 +57,7 @@ class RankState:
     def saved_models(self) -> Iterator[dict[str, checkpoint.Model]]:
         """Yield the models that a checkpoint contains, in device memory.
 
-        The keys are prefixes of the models' tensor names, empty for the policy, whose tensors have Megatron's own
+        The keys are the beginnings of the models' tensor names, empty for the policy, whose tensors have Megatron's own
         names.
         """
         models: dict[str, checkpoint.Model] = {"": self.policy}

@@ -34,7 +34,7 @@ class TrainerPart:
         return ()
 
     def saved_models(self) -> Mapping[str, Model]:
-        """Return this feature's models for checkpoints, by the prefix of their tensor names."""
+        """Return this feature's models for checkpoints, by the beginning of their tensor names."""
         return {}
 
     def save(self, folder: Path) -> None:

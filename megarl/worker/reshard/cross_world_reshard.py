@@ -132,13 +132,13 @@ class CrossWorldReshard:
             return self._report_loss(error)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if no checksums were taken."""
+        """Return the changes of the engine's weights since the last reshard; None if the weights were not recorded."""
         self._note_changes()
         changes, self._unreported = self._unreported, None
         return changes
 
     def _note_changes(self) -> None:
-        """Compare the engine's weights with their checksums, before they are overwritten."""
+        """Compare the engine's weights with their record, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # Changes that were not reported yet are the earlier ones.
         if changes is not None and not (self._unreported and self._unreported.boxes):

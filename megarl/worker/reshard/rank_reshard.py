@@ -89,7 +89,7 @@ class RankReshard:
         )
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of this rank's engine since the last copy; None if no checksums were taken.
+        """Return the changes of this rank's engine since the last copy; None if the weights were not recorded.
 
         The engine must be awake.
         """
