@@ -84,7 +84,7 @@ class WaitingRoom:
 
 
 class QuantisingConversion:
-    """Conversion of the weights of one rank's `modules`, through a `WeightBuffer`.
+    """Conversion of the weights of one rank's `modules`, through a `WaitingRoom`.
 
     A rank without such modules takes part in the comparison, because other ranks need its weights.
     """

@@ -66,9 +66,9 @@ class LedgerComparison:
     def verify(self, values: Mapping[int, Tensor], differing: Sequence[str] = ()) -> None:
         """Compare this rank's checksums with those of all ranks. A collective.
 
-        `values` are the checksums of the engine's pieces by index, int64 [scalar]. `differing` lists live parameters that
-        differ from the converted weights. Raises MegarlError on all ranks. It names the first parameter that differs,
-        or the trainer ranks that differ from others with the same weights.
+        `values` are the checksums of the engine's pieces by index, int64 [scalar]. `differing` lists live parameters
+        that differ from the converted weights. Raises MegarlError on all ranks. It names the first parameter that
+        differs, or the trainer ranks that differ from others with the same weights.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)
