@@ -5,6 +5,9 @@ arithmetic. Each method then starts from it, with the same data, seeds and steps
 are measured by the share of held-out pairs that they win. Environments that megarl ships are methods here too: games
 start from a player that mostly guesses at random, tools from a student that seldom calls them. A row per method and
 seed; it fails if the run fails or gains less than its limit. With several seeds, a last row per method has their means.
+
+A method that masks tokens, drops sequences or adds a KL may never do so in a run, which then learns as without it. The
+column `effect` is the largest value of the method's metric in any step (`EFFECTS`). A row with 0 fails.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from tools.make_dataset import make_dataset
 from tools.make_play_data import make_play_data
 from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
-from tools.runs import heldout_accuracies, train
+from tools.runs import heldout_accuracies, read_metrics, train
 
 DURATION = {"small": "155 s of CPU time", "full": "hours: about a minute for each of 40 methods (not timed)"}
 SMALL = {"only": ["grpo"]}
@@ -39,6 +42,8 @@ FROM_RANDOM_MODEL = ("model.path=runs/quickstart_input/model", "optimizer.learni
 PLAYER, SEARCHER = "player", "searcher"
 """Runs of imitation that make the models with which games and searches begin."""
 PLAYER_DATA = "runs/player_input/data"
+SEVERAL_UPDATES = "train.updates_per_step=8"
+"""So that the policy of a step's last updates has moved away from the step's samples, and limits are reached."""
 _ARITHMETIC = (
     "{operators: ['+', '-'], allow_parentheses: false, allow_negation: false, min_terms: 3, max_terms: 4, "
     "min_digits: 1, max_digits: 1}"
@@ -66,16 +71,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     "gspo": ("rl", "algorithm.preset=gspo", "train.updates_per_step=2"),
     "cispo": ("rl", "algorithm.preset=cispo", "train.updates_per_step=2"),
     "luspo": ("rl", "algorithm.preset=luspo", "train.updates_per_step=2"),
-    "dppo_tv": ("rl", "algorithm.preset=dppo_tv", "train.updates_per_step=2"),
-    "dppo_kl": ("rl", "algorithm.preset=dppo_kl", "train.updates_per_step=2"),
+    "dppo_tv": ("rl", "algorithm.preset=dppo_tv", SEVERAL_UPDATES),
+    "dppo_kl": ("rl", "algorithm.preset=dppo_kl", SEVERAL_UPDATES),
     "vespo": ("rl", "algorithm.preset=vespo", "train.updates_per_step=2"),
     "dro": (
         "rl", "algorithm.policy_loss=dro", "algorithm.policy_loss_kwargs={beta: 0.1}", "train.updates_per_step=2",
     ),
-    "off_policy_limit": (
-        "rl", "algorithm.off_policy_limit=0.5", "algorithm.old_logprobs=rollout", "train.updates_per_step=2",
-    ),
-    "kl_unbiased": ("rl", "algorithm.kl_coefficient=0.001", "algorithm.kl_unbiased=true", "train.updates_per_step=2"),
+    # Samples of the same step drift less than those of older policies, for which TRL's limit is 0.5 nats.
+    "off_policy_limit": ("rl", "algorithm.off_policy_limit=0.05", "algorithm.old_logprobs=rollout", SEVERAL_UPDATES),
+    "kl_unbiased": ("rl", "algorithm.kl_coefficient=0.05", "algorithm.kl_unbiased=true", SEVERAL_UPDATES),
     "clip_cov": ("rl", "algorithm.preset=clip_cov", "train.updates_per_step=2"),
     "kl_cov": ("rl", "algorithm.preset=kl_cov", "train.updates_per_step=2"),
     "maxrl": ("rl", "algorithm.advantage=maxrl"),
@@ -123,6 +127,17 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Name to recipe and overrides of it."""
+
+EFFECTS: dict[str, tuple[str, ...]] = {
+    "dppo_tv": ("train/clip_fraction",),
+    "dppo_kl": ("train/clip_fraction",),
+    "off_policy_limit": ("train/off_policy_fraction",),
+    # The ratio in the KL's gradient differs from 1 only where the policy has moved since the step's first update.
+    "kl_unbiased": ("kl/reference", "kl/update"),
+    "clip_cov": ("covariance/dropped_share",),
+    "kl_cov": ("covariance/penalised_share", "kl/update"),
+}
+"""Name to metrics that are above 0 if the method changed the loss."""
 
 
 START = "quickstart_sft"
@@ -176,16 +191,24 @@ def check_method(folder: Path, name: str, seed: int) -> dict[str, Any]:
     except SystemExit as failure:
         return {"method": name, "seed": seed, "failure": str(failure), "met": False}
     before, *_, after = heldout_accuracies(folder / "runs" / run_name)
+    effect = measure_effect(folder / "runs" / run_name, name)
     return {
         "method": name,
         "seed": seed,
         "before": before,
         "after": after,
         "gain": after - before,
+        "effect": "-" if effect is None else effect,
         "seconds": round(seconds),
         "failure": "none",
-        "met": after - before >= LEAST_GAIN and (recipe not in BY_PAIRS or after >= LEAST_WON),
+        "met": after - before >= LEAST_GAIN and (recipe not in BY_PAIRS or after >= LEAST_WON) and effect != 0,
     }
+
+
+def measure_effect(run_folder: Path, name: str) -> float | None:
+    """Return the largest value of a method's metric in any step; of several metrics the smallest. None: it has none."""
+    steps = read_metrics(run_folder)
+    return min((max(step.get(metric, 0.0) for step in steps) for metric in EFFECTS.get(name, ())), default=None)
 
 
 def mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
