@@ -54,7 +54,7 @@ class AdapterReshard:
         first difference.
         """
         base_copies = self._base.self_test()
-        # Before the adapter's staging memory is allocated: both together could exceed the device's memory.
+        # Freed before the adapter's staging memory is allocated: both together could exceed the device's memory.
         self._base.release()
         self._adapter = self._plan_adapter()
         return base_copies + self._adapter.self_test()

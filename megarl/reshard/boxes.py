@@ -77,16 +77,16 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    # The range lies inside one row. Otherwise: the rest of a row, whole rows, the beginning of a row.
+    # A range within one row; else the rest of a row, whole rows, and the beginning of a row.
     if first > last:
-        yield from _within(shape, last, start, stop)
+        yield from _boxes_in_row(shape, last, start, stop)
         return
     if start < first * row:
-        yield from _within(shape, first - 1, start, first * row)
+        yield from _boxes_in_row(shape, first - 1, start, first * row)
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
     if last * row < stop:
-        yield from _within(shape, last, last * row, stop)
+        yield from _boxes_in_row(shape, last, last * row, stop)
 
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
@@ -108,7 +108,7 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
         offset += prod(size)
 
 
-def _within(
+def _boxes_in_row(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offset and shape of the boxes that cover a range within row `index` of a tensor."""

@@ -208,7 +208,7 @@ class DirectReshard:
         self._comparison.verify(values, differing)
 
     def _resend(self) -> None:
-        # Looked up when called: after `release` there is no transport, and unconverted weights need none.
+        # A method, because `self._transport` is gone after `release`. Unconverted weights never come here.
         self._transport.reshard()
 
     @torch.no_grad()

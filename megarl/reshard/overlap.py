@@ -69,7 +69,7 @@ class Flow:
         if key not in self.templates:
             slices: list[list[CopyTemplate]] = [[] for _ in range(num_slices)]
             for region, kind in zip(self.regions, kinds, strict=True):
-                for index, copy_template in _slices(_copy_template(region, region.sources[kind]), num_slices):
+                for index, copy_template in _cut_slices(_copy_template(region, region.sources[kind]), num_slices):
                     slices[index].append(copy_template)
             self.templates[key] = [merge_series(copy_templates) for copy_templates in slices]
         return self.templates[key]
@@ -86,7 +86,7 @@ class Overlap:
         flows: dict[tuple[Sequence[int], Sequence[int]], Flow] = {}
         cells = [
             (start, stop, cell_sources, tuple(sorted({rank for holding in cell_sources for rank in holding.ranks})))
-            for start, stop, cell_sources in _cells(sources)
+            for start, stop, cell_sources in _disjoint_cells(sources)
         ]
         for destination in destinations:
             missing = Box(tensor.name, destination.start, destination.stop).numel
@@ -113,7 +113,9 @@ class Overlap:
 
     def roles(self, rank: int) -> tuple[tuple[int, Flow], ...]:
         """Return the flows in which a rank is sender or receiver, with their indices."""
-        return tuple((i, k) for i, k in enumerate(self.flows) if rank in k.takers or rank in k.holders)
+        return tuple(
+            (index, flow) for index, flow in enumerate(self.flows) if rank in flow.takers or rank in flow.holders
+        )
 
 
 def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
@@ -124,12 +126,21 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
     if len(copy_templates) < 2:
         return copy_templates
 
-    def kind(m: CopyTemplate) -> tuple[Any, ...]:
-        return m.source, m.source_strides, m.destination, m.destination_strides, m.shape
+    def kind(template: CopyTemplate) -> tuple[Any, ...]:
+        return (
+            template.source,
+            template.source_strides,
+            template.destination,
+            template.destination_strides,
+            template.shape,
+        )
 
     merged: list[CopyTemplate] = []
     for _, group in groupby(
-        sorted(copy_templates, key=lambda m: (kind(m), m.destination_offset, m.source_offset)), key=kind
+        sorted(
+            copy_templates, key=lambda template: (kind(template), template.destination_offset, template.source_offset)
+        ),
+        key=kind,
     ):
         run: list[CopyTemplate] = []
         for copy_template in group:
@@ -173,7 +184,7 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
     )
 
 
-def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
+def _cut_slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
     """Cut a copy along its first dimension into equal slices. Yields index and slice; empty slices are omitted."""
     if num_slices == 1:
         yield 0, copy_template
@@ -195,7 +206,7 @@ def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int,
 _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
-def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
+def _disjoint_cells(holdings: Sequence[Holding]) -> list[_Cell]:
     """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.

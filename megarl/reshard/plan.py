@@ -89,12 +89,12 @@ _FLOAT32_BYTES = 4
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
 """A copy without rank numbers, and the pairs (source rank, destination rank) making it."""
 
-NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+NO_LOADS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 """Empty array, for a tensor that no rank sends."""
 
 
 class _Loads(NamedTuple):
-    """Number of elements that each rank sends and receives for each slice of a tensor: int64 [ranks], or `NOTHING`."""
+    """Number of elements that each rank sends and receives for each slice of a tensor: int64 [ranks], or `NO_LOADS`."""
 
     of_slice: NDArray[np.int64]
     num_slices: int
@@ -160,13 +160,17 @@ class Plan:
             name, width = tensor.name, self.width(tensor)
             for bucket, copies in zip(buckets, slices, strict=True):
                 local, sends, receives = transfers[bucket]
-                for m, pairs in copies:
-                    source_storage, shift = m.source.of(tensor)
-                    destination_storage, step = m.destination.of(tensor)
-                    source_view = View(source_storage, m.source_offset + shift, m.source_strides)
-                    destination_view = View(destination_storage, m.destination_offset + step, m.destination_strides)
+                for template, pairs in copies:
+                    source_storage, source_shift = template.source.locate(tensor)
+                    destination_storage, destination_shift = template.destination.locate(tensor)
+                    source_view = View(source_storage, template.source_offset + source_shift, template.source_strides)
+                    destination_view = View(
+                        destination_storage,
+                        template.destination_offset + destination_shift,
+                        template.destination_strides,
+                    )
                     for source, taker in pairs:
-                        transfer = Transfer(source, taker, name, m.shape, source_view, destination_view, width)
+                        transfer = Transfer(source, taker, name, template.shape, source_view, destination_view, width)
                         (local if source == taker else sends if source == rank else receives).append(transfer)
         # Peers must agree on the order of elements in a message. Sorting is stable, so both keep the order of the
         # steps.
@@ -205,7 +209,7 @@ class Plan:
                     np.searchsorted(link_groups[ranks[order]], link_groups[taker_ranks], side)
                     for side in ("left", "right")
                 )
-                # `first` to `last` are the holders at this distance. The place of the taker, shifted by the turn, picks
+                # `first` to `last` are the holders at this distance. The taker's place, shifted by the turn, selects
                 # one of them.
                 index = first + place % np.maximum(last - first, 1)
                 source_ranks = np.where(
@@ -220,12 +224,12 @@ class Plan:
         for index, flow in overlap.roles(rank):
             takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, turn + index)
             pairs: dict[int, list[tuple[int, int]]] = {}
-            mine = (takers == rank) | (sources == rank)
-            for source, taker in zip(sources[mine].tolist(), takers[mine].tolist(), strict=True):
+            is_on_rank = (takers == rank) | (sources == rank)
+            for source, taker in zip(sources[is_on_rank].tolist(), takers[is_on_rank].tolist(), strict=True):
                 pairs.setdefault(source, []).append((source, taker))
             for source, source_pairs in pairs.items():
-                for part, copy_templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):
-                    part += [(copy_template, source_pairs) for copy_template in copy_templates]
+                for slice_copies, copy_templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):
+                    slice_copies += [(copy_template, source_pairs) for copy_template in copy_templates]
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
@@ -243,7 +247,7 @@ class Plan:
             key = (id(source_holdings), id(destination_holdings))
             if key not in overlaps:
                 overlap = Overlap(tensor, source_holdings, destination_holdings)
-                overlaps[key] = overlap, self._fit(overlap, limit, self.width(tensor))
+                overlaps[key] = overlap, self._plan_slices(overlap, limit, self.width(tensor))
             place = count[id(source_holdings)] = count.get(id(source_holdings), -1) + 1
             rounds.setdefault((place, tensor.template), []).append((tensor, *overlaps[key]))
         staged = np.zeros(self.num_ranks, dtype=np.int64)
@@ -255,11 +259,11 @@ class Plan:
                 for (_, _, loads), tensor_buckets in zip(group, buckets, strict=True):
                     if index < loads.num_slices:
                         if not self.exchanged or (
-                            loads.of_slice is not NOTHING and (staged + loads.of_slice).max() > limit
+                            loads.of_slice is not NO_LOADS and (staged + loads.of_slice).max() > limit
                         ):
                             self.exchanged.append(False)
                             staged = np.zeros(self.num_ranks, dtype=np.int64)
-                        if loads.of_slice is not NOTHING:
+                        if loads.of_slice is not NO_LOADS:
                             staged += loads.of_slice
                         self.exchanged[-1] |= loads.is_exchanged
                         tensor_buckets.append(len(self.exchanged) - 1)
@@ -267,18 +271,18 @@ class Plan:
                 turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
                 self.steps.append(Step(tensor, overlap, turn, tuple(tensor_buckets)))
 
-    def _fit(self, overlap: Overlap, limit: int, width: int) -> _Loads:
+    def _plan_slices(self, overlap: Overlap, limit: int, width: int) -> _Loads:
         """Return upper bounds of the items staged by each rank per slice of a tensor, and the number of slices.
 
         An element takes `width` items.
         """
-        reach = [self._reach(flow.holders, flow.takers) for flow in overlap.flows]
-        if not any(reach) and not self._bounds_local:
-            return _Loads(NOTHING, 1, is_exchanged=False)
+        max_takers = [self._max_takers(flow.holders, flow.takers) for flow in overlap.flows]
+        if not any(max_takers) and not self._bounds_local:
+            return _Loads(NO_LOADS, 1, is_exchanged=False)
         num_slices = 1
         while True:
             load = np.zeros(self.num_ranks, dtype=np.int64)
-            for flow, num_takers in zip(overlap.flows, reach, strict=True):
+            for flow, num_takers in zip(overlap.flows, max_takers, strict=True):
                 if num_takers or self._bounds_local:
                     numel = width * sum(region.largest_slice_numel(num_slices) for region in flow.regions)
                     load[np.asarray(flow.holders)] += num_takers * numel
@@ -286,11 +290,11 @@ class Plan:
             largest = int(load.max())
             # A slice of at most half a bucket leaves space for slices of other tensors in the same bucket.
             if largest * 2 <= limit or num_slices >= overlap.longest:
-                return _Loads(load, num_slices, is_exchanged=any(reach))
+                return _Loads(load, num_slices, is_exchanged=any(max_takers))
             # Jump to the number of slices that would fit if all slices were equal; uneven slices need another round.
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
-    def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
+    def _max_takers(self, holders: Sequence[int], takers: Sequence[int]) -> int:
         """Return the maximum number of destination ranks of one source rank, over all rotations. 0: all copies are
         local.
         """

@@ -21,11 +21,11 @@ from megarl.reshard.layouts.vllm_quantised import QuantisedModule
 from megarl.reshard.plan import Plan
 from megarl.reshard.transport import BucketStage
 
-Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
+TakeModule = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 """Function called with a module and its complete weights by name."""
 
 
-class WaitingRoom:
+class WeightBuffer:
     """Buffer for the weights of quantising modules, from the arrival of a module's first piece to that of its last.
 
     `destinations` maps names to these weights. They are views of one buffer, and modules share places in it at
@@ -60,10 +60,10 @@ class WaitingRoom:
                 self.destinations[name] = self._buffer.narrow(0, start, prod(shape)).view(shape)
                 start += prod(shape)
             self._due[spans[module.name][1]].append(module)
-        self._take: Take | None = None
+        self._take: TakeModule | None = None
 
     @contextmanager
-    def allocate_buffer(self, take: Take | None = None) -> Iterator[None]:
+    def allocate_buffer(self, take: TakeModule | None = None) -> Iterator[None]:
         """Context in which the buffer has memory. `take` is called with each module once its weights are complete."""
         # Resizing the storage frees the memory and keeps all views valid: the transport has bound them.
         storage = self._buffer.untyped_storage()
@@ -84,7 +84,7 @@ class WaitingRoom:
 
 
 class QuantisingConversion:
-    """Conversion of the weights of one rank's `modules`, through a `WaitingRoom`.
+    """Conversion of the weights of one rank's `modules`, through a `WeightBuffer`.
 
     A rank without such modules takes part in the comparison, because other ranks need its weights.
     """
@@ -103,16 +103,16 @@ class QuantisingConversion:
         # failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world, and
         # no mark is needed.
         collective = partial(engine_collectives_marked, group)
-        self._room = WaitingRoom(modules, plan, layout, dtype=dtype, device=device, collective=collective)
-        self.destinations: Mapping[str, Tensor] = self._room.destinations
+        self._weight_buffer = WeightBuffer(modules, plan, layout, dtype=dtype, device=device, collective=collective)
+        self.destinations: Mapping[str, Tensor] = self._weight_buffer.destinations
         self.converted: Collection[str] = {name for module in modules for name in module.live}
-        self.stage = BucketStage("quantise", self._room.take_complete_modules) if modules else None
+        self.stage = BucketStage("quantise", self._weight_buffer.take_complete_modules) if modules else None
 
     def allocate_buffers(self) -> AbstractContextManager[None]:
-        return self._room.allocate_buffer()
+        return self._weight_buffer.allocate_buffer()
 
     def writing(self) -> AbstractContextManager[None]:
-        return self._room.allocate_buffer(QuantisedModule.write)
+        return self._weight_buffer.allocate_buffer(QuantisedModule.write)
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
@@ -127,7 +127,7 @@ class QuantisingConversion:
             checksums.update(ledger.compute(weights))
             differing.extend(module.differing(weights))
 
-        with self._room.allocate_buffer(compare_module):
+        with self._weight_buffer.allocate_buffer(compare_module):
             send()
         return checksums, differing
 
@@ -138,13 +138,13 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
     `modules` maps module names to storage names. Raises ValueError for a module without pieces.
     """
     owners = {name: module for module, names in modules.items() for name in names}
-    of_tensor: dict[str, set[str]] = defaultdict(set)
+    owners_by_tensor: dict[str, set[str]] = defaultdict(set)
     for piece in layout:
         if piece.storage in owners:
-            of_tensor[piece.box.name].add(owners[piece.storage])
+            owners_by_tensor[piece.box.name].add(owners[piece.storage])
     buckets_by_module: dict[str, list[int]] = defaultdict(list)
     for step in plan.steps:
-        for owner in of_tensor.get(step.tensor.name, ()):
+        for owner in owners_by_tensor.get(step.tensor.name, ()):
             buckets_by_module[owner] += step.buckets
     if missing := [module for module in modules if module not in buckets_by_module]:
         raise ValueError(f"the reshard's plan has no tensor for module {missing[0]}")

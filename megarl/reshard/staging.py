@@ -34,7 +34,7 @@ _END_MILLISECONDS = 1000
 """Milliseconds to wait for the end of a peer process after its files were closed."""
 
 
-class OwnSlots:
+class PrivateSlots:
     """Two private slots of staging memory, each for all elements that a rank sends and receives in one exchange."""
 
     def __init__(
@@ -47,7 +47,7 @@ class OwnSlots:
         self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
         self._travelling: deque[dist.Work] = deque()
 
-    def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
+    def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the parts of an exchange's slot: elements to send [sent], and those received from each rank
         [received].
         """
@@ -137,7 +137,7 @@ class SharedSlots:
                 raise PeerGoneError("a rank taking part in the reshard has ended") from error
             raise
 
-    def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
+    def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Return this rank's elements to send [sent], and those from each rank for this one [received].
 
         The received elements are views of the other ranks' memory.
@@ -152,8 +152,8 @@ class SharedSlots:
     def claim(self, exchange: int) -> None:
         """Wait until all other ranks have read the slot's earlier exchange."""
         packed = self._counts[self._rank][0]
-        # A later exchange may leave the one before unread: it is in the other slot. The first of a reshard may not,
-        # because the last exchange of the reshard before may have used either slot.
+        # The exchange before may still be unread, because it is in the other slot. Before the first exchange of a
+        # reshard all must be read: the last one of the earlier reshard may have used either slot.
         self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
 
     def depart(self, exchange: int) -> None:
@@ -217,8 +217,8 @@ def gather_values(value: Value, group: dist.ProcessGroup | None = None) -> list[
 def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
     """Return the number of elements sent to each rank, and received from each rank, in a bucket."""
     sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
-    for t in bucket.sends:
-        sent[t.destination_rank] += t.numel
-    for t in bucket.receives:
-        received[t.source_rank] += t.numel
+    for transfer in bucket.sends:
+        sent[transfer.destination_rank] += transfer.numel
+    for transfer in bucket.receives:
+        received[transfer.source_rank] += transfer.numel
     return sent, received

@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.groups import cross_world
 from megarl.platform import device
 from megarl.reshard.plan import RankPlan, Transfer, View
-from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
+from megarl.reshard.staging import PrivateSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
 """Copies with fewer bytes are made together by one kernel launch. Their own launches would take longer than the
@@ -146,7 +146,7 @@ class Transport:
         self._on_arrival, self._group = on_arrival, group
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = shared_memory and is_exchanged and is_one_machine(self._device.type == "cpu", group)
-        self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
+        self._slots = SharedSlots(plan, dtype, group) if is_shared else PrivateSlots(plan, dtype, self._device, group)
         self._steps = list(_bind(plan, sources, destinations, self._slots, dtype))
         count = {
             "local": sum(t.numel for b in plan.buckets for t in b.local),
@@ -174,7 +174,7 @@ class Transport:
                 step.local.run()
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
-            # The call trails one bucket behind: remote elements of the previous bucket were unpacked only now.
+            # One bucket behind, because the remote elements of the previous bucket were unpacked only now.
             self._run_arrival_stage(number - 1, clock)
         self._unpack(travelling, clock)
         self._run_arrival_stage(len(self._steps) - 1, clock)
@@ -245,7 +245,7 @@ def _bind(
     plan: RankPlan,
     sources: Mapping[str, Tensor],
     destinations: Mapping[str, Tensor],
-    slots: OwnSlots | SharedSlots,
+    slots: PrivateSlots | SharedSlots,
     dtype: torch.dtype,
 ) -> Iterator[_Step]:
     def source(t: Transfer) -> Tensor:
@@ -266,7 +266,7 @@ def _bind(
         if not bucket.is_exchanged:
             yield _Step(local, pack, unpack, None)
             continue
-        outgoing, messages = slots.of(exchange)
+        outgoing, messages = slots.views(exchange)
         start = 0
         for t in bucket.sends:
             pack.add(message(outgoing, start, t), source(t))

@@ -24,7 +24,7 @@ class StorageSlot(NamedTuple):
     expert_step: int = 0
     """Distance in elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
 
-    def of(self, tensor: TensorName) -> tuple[str, int]:
+    def locate(self, tensor: TensorName) -> tuple[str, int]:
         """Return the name of a tensor's storage, and the element offset of its expert there."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
@@ -41,7 +41,7 @@ class Holding(NamedTuple):
     strides: tuple[int, ...]
 
     def piece(self, tensor: TensorName) -> Piece:
-        storage, shift = self.slot.of(tensor)
+        storage, shift = self.slot.locate(tensor)
         return Piece(Box(tensor.name, self.start, self.stop), storage, self.offset + shift, self.strides)
 
 
@@ -84,7 +84,7 @@ class PlacedLayouts(Layouts):
     def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
         assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"
         self._layouts, self._first, self._num_ranks = layouts, first, num_ranks
-        # All tensors of a kind share one holdings object. It is retained here, so that its id is not reused.
+        # The key is the id of a holdings object. The entry keeps this object alive, so that the id is not reused.
         self._placed: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
 
     @cached_property

@@ -31,7 +31,7 @@ class Engine(engine_worker.EngineWorker):
         def die(slots):
             os.kill(os.getpid(), number)
 
-        for kind in (transport.OwnSlots, transport.SharedSlots):
+        for kind in (transport.PrivateSlots, transport.SharedSlots):
             kind.arrive = die
 
     def stop_in_join(self, number):

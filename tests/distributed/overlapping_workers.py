@@ -27,7 +27,7 @@ def _append(file, line):
 class Trainer(dying_workers.Trainer):
     def note_order(self, file):
         """From now on, this file gets a line with the rank when it sends its first bucket of a reshard."""
-        for kind in (transport.OwnSlots, transport.SharedSlots):
+        for kind in (transport.PrivateSlots, transport.SharedSlots):
 
             def noted(slots, exchange, claim=kind.claim):
                 if exchange == 0:
@@ -69,7 +69,7 @@ class Engine(dying_workers.Engine):
 
     def wait_in_reshard(self, file):
         """From now on, each bucket is taken only once this file is there."""
-        for kind in (transport.OwnSlots, transport.SharedSlots):
+        for kind in (transport.PrivateSlots, transport.SharedSlots):
 
             def late(slots, arrive=kind.arrive):
                 while not os.path.exists(file):

@@ -27,7 +27,7 @@ def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[R
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
             slot = layouts.slot(rule, chunk, coordinates.ep)
             for layer in layers:
-                rules[slot.of(TensorName("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
+                rules[slot.locate(TensorName("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
     return rules
 
 

@@ -58,14 +58,14 @@ def check_rows(
     FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises MegarlError on all
     ranks, naming the first tensor that differs or that vLLM's loader did not copy.
     """
-    fault = None if model is None else _fault(model, names, tensor_of, dtype, seed)
+    fault = None if model is None else _find_fault(model, names, tensor_of, dtype, seed)
     for rank, text in enumerate(gather_values(fault, group)):
         if text is not None:
             raise MegarlError(f"rank {rank}: {text}. Please report this with the recipe.")
 
 
 @torch.no_grad()
-def _fault(
+def _find_fault(
     model: nn.Module, names: Sequence[str], tensor_of: Callable[[str], Tensor], dtype: torch.dtype, seed: int
 ) -> str | None:
     quantised = quantised_modules(model)
@@ -111,7 +111,7 @@ class RowComparer(Recorder):
         for name in names:
             tensor = tensor_of(name)
             self._names[_storage(tensor)] = name
-            # A storage that is freed could return for another tensor.
+            # Without this reference, another tensor could get the same storage address.
             self._mapped.append(tensor)
             yield name, tensor
 

@@ -52,7 +52,7 @@ class Fingerprint:
         """
         if (self.checksum, self.numel) == (reference.checksum, reference.numel):
             return 0.0
-        # The expected square of one projection of a difference is the squared norm of the difference.
+        # A projection of a difference has, as the mean of its square, the squared norm of the difference.
         squares = [(a - b) ** 2 for a, b in zip(self.sketch, reference.sketch, strict=True)]
         estimate = math.sqrt(sum(squares) / NUM_PROJECTIONS)
         norm = math.sqrt(max(self.squares, reference.squares))
@@ -169,7 +169,7 @@ def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.d
     """
     rows = torch.ones(1, dtype=torch.int64, device=device)
     for dim, (first, size) in enumerate(zip(start, shape, strict=True), -len(shape) - 1):
-        # Numbers of a place come from each index alone: a box need not know the larger tensor's shape.
+        # Each index has its own number, so the shape of the larger tensor is not needed.
         rows = torch.outer(rows, _random(first, size, dim, device)).flatten()
     return rows
 

@@ -38,13 +38,13 @@ class RankChecksums:
 
     def of_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
         """Return only the checksums of boxes with the data type in `dtypes`, or of tensors that it does not list."""
-        places = [
-            place
-            for place, (box, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True))
+        indices = [
+            index
+            for index, (box, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True))
             if dtypes.get(box.name, dtype) == dtype
         ]
-        boxes, box_dtypes = (tuple(values[place] for place in places) for values in (self.boxes, self.dtypes))
-        return replace(self, boxes=boxes, values=self.values[places], dtypes=box_dtypes)
+        boxes, box_dtypes = (tuple(values[index] for index in indices) for values in (self.boxes, self.dtypes))
+        return replace(self, boxes=boxes, values=self.values[indices], dtypes=box_dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Ledger:
 
     def _compute(self) -> NDArray[np.int64]:
         checksums = [self._checksum(number) for number in range(len(self._layout))]
-        # One copy to the host: each would wait for the device.
+        # One copy to the host for all: each copy waits for the device.
         return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)
 
     def _checksum(self, number: int) -> Tensor:

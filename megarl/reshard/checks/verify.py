@@ -75,7 +75,7 @@ class LedgerComparison:
         expected = torch.full((self._num_boxes,), _NOT_STORED, dtype=torch.int64, device=self._device)
         expected.scatter_(0, self._source_numbers, source_values)
         if self._num_ranks > 1:
-            # All trainers with a box have the same value, so the smallest is the value of each.
+            # All trainers with a box should have the same value: then the minimum is this value.
             work = dist.all_reduce(expected, dist.ReduceOp.MIN, self._group, async_op=True)
             cross_world.finish(work, self._group, is_on_host=expected.is_cpu)
         is_other = (source_values != expected.gather(0, self._source_numbers)).tolist()
@@ -91,7 +91,7 @@ class LedgerComparison:
         faults = [(fault, outlier)]
         if self._num_ranks > 1:
             faults = signed.gather((fault, outlier), self._group, purpose="verification")
-        # Before the engines: which of the differing copies an engine got is chance.
+        # Reported before the engines' faults: an engine may have received any of the differing copies.
         if outliers := {rank: outlier for rank, (_, outlier) in enumerate(faults) if outlier is not None}:
             raise MegarlError(
                 f"the trainer's ranks {list(outliers)} hold other values of {next(iter(outliers.values()))} than other "
@@ -131,16 +131,15 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
             for region in flow.regions:
                 if is_holder:
                     holding = next(holding for holding in region.sources if rank in holding.ranks)
-                    sources[number] = _cut(holding, region, tensor)
+                    sources[number] = _cut_to_region(holding, region, tensor)
                 if is_taker:
-                    destinations[number] = _cut(region.destination, region, tensor)
+                    destinations[number] = _cut_to_region(region.destination, region, tensor)
                 number += 1
     return sources, destinations, number
 
 
-def _cut(holding: Holding, region: Region, tensor: TensorName) -> Piece:
-    """Return the part of a stored box within a region."""
-    # Not the arithmetic of `overlap`: a fault in it would be the same on both sides of the comparison.
+def _cut_to_region(holding: Holding, region: Region, tensor: TensorName) -> Piece:
+    # The arithmetic of `overlap` is not used here, because a fault in it would then stay hidden.
     piece = holding.piece(tensor)
     steps = zip(region.start, holding.start, holding.strides, strict=True)
     offset = piece.offset + sum((start - first) * stride for start, first, stride in steps)

@@ -72,10 +72,10 @@ def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> 
     comparable = [engine for engine in engines if not engine.is_converted]
     merged, differences = merge(comparable, trainer)
     yield from differences
-    named = {difference.box.name for difference in differences}
+    reported_names = {difference.box.name for difference in differences}
     expected, engine_checksums = by_tensor(trainer), by_tensor(merged)
     for name in engine_checksums:
-        if name in named or engine_checksums[name] == expected.get(name):
+        if name in reported_names or engine_checksums[name] == expected.get(name):
             continue
         boxes = [box for box in merged if box.name == name]
         holders = [engine.holder for engine in comparable if not set(boxes).isdisjoint(engine.boxes)]

@@ -171,15 +171,15 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     # Rows 0 and 1 count receives on the same node and on other nodes, rows 2 and 3 the sends.
     in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
-    turn_of = cache(partial(_turn, plan))
-    missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _count_gathered))
+    count_turn = cache(partial(_count_turn, plan))
+    count_missing, count_gathered = (cache(partial(f, plan)) for f in (_lower_bound, _count_gathered))
     for tensor, overlap, turn, buckets in plan.steps:
-        counts, width = turn_of(overlap, turn=turn, num_slices=len(buckets)), plan.width(tensor)
+        counts, width = count_turn(overlap, turn=turn, num_slices=len(buckets)), plan.width(tensor)
         received += width * counts.received
         sent += width * counts.sent
         copies += counts.copies
-        lower_bound += width * missing_of(overlap)
-        gathered += width * gathered_of(overlap)
+        lower_bound += width * count_missing(overlap)
+        gathered += width * count_gathered(overlap)
         for bucket in buckets:
             in_bucket[bucket, :2] += width * counts.received[1:] / len(buckets)
             in_bucket[bucket, 2:] += width * counts.sent[1:] / len(buckets)
@@ -252,7 +252,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
         dataclasses.replace(parallel, rank_permutation=rank_permutation)
         for rank_permutation in _rank_permutations(model, parallel)
     ]
-    # The identity comes first in the list, and `min` keeps the first of equals: no permutation without a saving.
+    # `min` returns the first of equal candidates, and the first one is the identity: no permutation without a saving.
     return min(candidates, key=count_missing) if len(candidates) > 1 else parallel
 
 
@@ -303,7 +303,7 @@ class _Turn:
     pairs: NDArray[np.int64]
 
 
-def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
+def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
     """Count the elements sent and received by each rank, and its copies, to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)

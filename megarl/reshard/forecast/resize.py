@@ -78,24 +78,26 @@ def forecast_resize(
     old, new = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
     topology = [(rank // nodes[0],) for rank in range(before.world_size)]
     holders = {rank: {topology[rank][0], topology[partner][0]} for rank, partner in enumerate(partners(topology))}
-    places = [(rank // nodes[1],) for rank in range(after.world_size)]
-    sent = hand_overs(holders, list(dict.fromkeys(node for (node,) in places)))
+    new_topology = [(rank // nodes[1],) for rank in range(after.world_size)]
+    sent = hand_overs(holders, list(dict.fromkeys(node for (node,) in new_topology)))
     handed_over = sum(old.num_bytes(origin) for origin in sent)
-    on_node = [{origin for origin, nodes_with in holders.items() if node in nodes_with} for (node,) in places]
-    reads = [
+    local_origins = [
+        {origin for origin, nodes_with in holders.items() if node in nodes_with} for (node,) in new_topology
+    ]
+    readable_origins = [
         origins | {origin for origin, receiver in sent.items() if receiver == node}
-        for origins, (node,) in zip(on_node, places, strict=True)
+        for origins, (node,) in zip(local_origins, new_topology, strict=True)
     ]
     # The minimum may come from leaving nodes: one more rank for each copy there.
-    near_reads = [*on_node, *({origin} for origin in sent)]
-    far_places = [*places, *(topology[origin] for origin in sent)]
+    nearest_origins = [*local_origins, *({origin} for origin in sent)]
+    nearest_topology = [*new_topology, *(topology[origin] for origin in sent)]
     received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
     for size, pieces_by_rank in new.needed.items():
         needs = [tuple(pieces) for pieces in pieces_by_rank]
-        copies = [old.copies(size, origins) for origins in near_reads]
-        minimum += int(_traffic(copies, [*needs, *(() for _ in sent)], size, far_places).lower_bound.sum())
-        copies = [old.copies(size, origins) for origins in reads]
-        from_others = _traffic(copies, needs, size, places).received[1:].sum(0)
+        copies = [old.copies(size, origins) for origins in nearest_origins]
+        minimum += int(_traffic(copies, [*needs, *(() for _ in sent)], size, nearest_topology).lower_bound.sum())
+        copies = [old.copies(size, origins) for origins in readable_origins]
+        from_others = _traffic(copies, needs, size, new_topology).received[1:].sum(0)
         received += int(from_others.sum())
         for rank, num_bytes in enumerate(from_others.tolist()):
             by_rank[rank] += num_bytes

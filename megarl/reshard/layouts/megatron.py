@@ -56,7 +56,7 @@ def parameter_shapes(
             shape = _local_shape(rule, layouts.cut(rule))
             layers = [layer for layer in layers if rule.has_layer(layer)]
             for layer, expert in product(layers, experts if rule.is_expert else (0,)):
-                shapes[slot.of(TensorName("", layer, expert))[0]] = shape
+                shapes[slot.locate(TensorName("", layer, expert))[0]] = shape
     return shapes
 
 
@@ -140,8 +140,8 @@ class MegatronLayouts(Layouts):
             self._holdings_by_kind[key] = tuple(
                 holding
                 for rule in rules
-                for where in ([chunk] if chunk else self.chunks_of(rule))
-                for holding in self._holdings(rule, tensor.template, where, ep)
+                for rule_chunk in ([chunk] if chunk else self.chunks_of(rule))
+                for holding in self._holdings(rule, tensor.template, rule_chunk, ep)
             )
         return self._holdings_by_kind[key]
 

@@ -50,13 +50,13 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
         tensor = parse_name(piece.box.name)
         if tensor.template in aliases:
             for alias in aliases[tensor.template]:
-                pieces += _parts(piece, alias, tensor.layer, shapes[alias.tensor])
+                pieces += _expert_pieces(piece, alias, tensor.layer, shapes[alias.tensor])
         else:
             pieces.append(piece)
     return tuple(pieces)
 
 
-def _parts(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
+def _expert_pieces(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
     """Yield the pieces of one kind of expert tensor within a piece of a packed tensor.
 
     `shape` is that of one expert's tensor.

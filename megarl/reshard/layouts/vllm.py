@@ -105,8 +105,7 @@ class Recorder(TorchDispatchMode):
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._zeroed: set[str] = set()
         self._live: dict[int, tuple[str, torch.Tensor]] = {}
-        # Some parameters are views of another parameter's storage. Sorted by size, the widest one comes last and
-        # replaces them.
+        # Some parameters are views of another parameter's storage. The largest one comes last and replaces them here.
         for name, parameter in sorted(parameters, key=lambda item: item[1].numel()):
             self._live[_storage(parameter)] = (name, parameter)
 
@@ -130,7 +129,7 @@ class Recorder(TorchDispatchMode):
                 self._write(func, live, target, arguments)
                 return target
             if source := self._sources.get(_storage(target)):
-                self._overwrite(func, source, target)
+                self._zero_source(func, source, target)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.clone.default and _storage(args[0]) in self._sources:
             self._copies[_storage(result)] = (result, args[0])
@@ -154,7 +153,7 @@ class Recorder(TorchDispatchMode):
             else:
                 self.pieces.append(piece)
 
-    def _overwrite(self, func, source: tuple[str, torch.Tensor], target: torch.Tensor) -> None:
+    def _zero_source(self, func, source: tuple[str, torch.Tensor], target: torch.Tensor) -> None:
         name, tensor = source
         if func.overloadpacket.__name__ != "zero_" or target.numel() != tensor.numel():
             raise DirectWriteError(

@@ -52,8 +52,8 @@ class VllmLayouts(Layouts):
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         of_drafter = is_draft_tensor(self.model, tensor)
         stack = self._stack_of[of_drafter, tensor.template]
-        # With expert parallelism the owner distinguishes kinds of tensors. Otherwise all ranks hold a part of every
-        # expert.
+        # With expert parallelism, experts on different ranks are different kinds of tensors. Otherwise all ranks have a
+        # part of every expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
         key = (of_drafter, tensor.template, owner)
         if key not in self._holdings_by_kind:

@@ -177,7 +177,7 @@ class QuantisedModule:
         if live.shape != loaded.shape:
             return None
         sizes = list(zip(live.shape, scale.shape, strict=True))
-        # Each scale belongs to a block of so many elements in each dimension.
+        # The number of elements per scale in each dimension.
         blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
         if any(-(-size // block) != count for block, (size, count) in zip(blocks, sizes, strict=True)):
             return None
