@@ -80,7 +80,7 @@ class Part:
         num_earlier = (self.num_keys - self.num_queries)[:, None, None, None]
         places = np.arange(self.longest_query)[:, None] + num_earlier
         keys = np.arange(self.longest_key)
-        # Every query, padding included, attends to the key at its own place: a row without any key would be NaN.
+        # Every query, even padding, attends to the key at its own place: the softmax of no key would be NaN.
         attended = (keys <= places) & (keys > places - window) if self._limits(window) else keys <= places
         return torch.tensor(attended, device=self.cu_queries.device)
 
@@ -113,18 +113,18 @@ class PackedRow(PackedSeqParams):
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
         """Make the row of consecutive sequences with these lengths in tokens, multiples of 2 * cp if cp > 1."""
-        # Index arithmetic runs on the host: on a GPU, each length read by Python would be a synchronisation.
+        # Index arithmetic runs on the host: on a GPU, Python would wait for each length that it reads.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
-        cu_seqlens = _from_zero(sizes, device)
+        cu_seqlens = _cumulative_sums(sizes, device)
         if cp == 1:
             local = np.arange(sizes.sum())
             parts: tuple[Part, ...] = (_part(None, None, sizes, sizes, device),)
             order = place = None
         else:
             chunk = sizes // (2 * cp)
-            of_rank = [_zigzag(starts, chunk, cp, rank) for rank in range(cp)]
-            local, places = of_rank[cp_rank], np.argsort(np.concatenate(of_rank))
+            tokens_by_rank = [_zigzag(starts, chunk, cp, rank) for rank in range(cp)]
+            local, places = tokens_by_rank[cp_rank], np.argsort(np.concatenate(tokens_by_rank))
             halves = (cp_rank, 2 * cp - 1 - cp_rank)
             queries = [ranges((starts // cp) + chunk * back, chunk) for back in (0, 1)]
             keys = [places[ranges(starts, chunk * (half + 1))] for half in halves]
@@ -183,7 +183,7 @@ def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.nda
     return ranges(firsts.flatten(), chunk.repeat(2))
 
 
-def _from_zero(sizes: np.ndarray, device: torch.device) -> Tensor:
+def _cumulative_sums(sizes: np.ndarray, device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes.cumsum().tolist()], dtype=torch.int32, device=device)
 
 
@@ -195,8 +195,8 @@ def _part(
         keys=None if keys is None else torch.tensor(keys, device=device),
         num_queries=num_q,
         num_keys=num_k,
-        cu_queries=_from_zero(num_q, device),
-        cu_keys=_from_zero(num_k, device),
+        cu_queries=_cumulative_sums(num_q, device),
+        cu_keys=_cumulative_sums(num_k, device),
         longest_query=int(num_q.max()),
         longest_key=int(num_k.max()),
     )
@@ -340,8 +340,8 @@ class PackedAttention(nn.Module):
         q, k, v = _pad_all(q, k, v, part)
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
         scores = torch.where(part.mask(self.window), scores, -torch.inf)
-        to_sinks = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        probabilities = torch.cat([scores, to_sinks], dim=-1).softmax(-1).narrow(-1, 0, scores.size(-1))
+        sink_scores = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat([scores, sink_scores], dim=-1).softmax(-1).narrow(-1, 0, scores.size(-1))
         return _from_padded(probabilities.to(v.dtype) @ v, part)
 
 

@@ -95,7 +95,7 @@ def transformer_config(
     if fp8 == "blockwise":
         settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     if settings.get("softmax_type", "vanilla") != "vanilla":
-        # Such models have one angle a token (`models.policy`), Transformer Engine's kernel one a position.
+        # Models with sinks use one rotary angle per token; Transformer Engine's fused kernel needs one per position.
         settings["apply_rope_fusion"] = False
     overrides = _without_apex(overrides)
     for name in sorted(overrides.keys() & (settings.keys() | reserved_settings("architecture").keys())):

@@ -103,8 +103,8 @@ def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.kv_layernorm = norm
     # Megatron-Core 0.16.1 would split these over tensor-parallel ranks and gather their outputs. The gradient of the
-    # rotary key, shared by all heads, then lacks the heads of other ranks: with two ranks the whole gradient is wrong
-    # by 20% of its norm.
+    # rotary key, which all heads share, would lack the heads of other ranks. With two ranks the error of the whole
+    # gradient was 20% of its norm.
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 

@@ -47,7 +47,7 @@ def vocab_parallel_logprobs(
     backward pass: three matrix products of the head instead of four, and a single block for GPU kernels. `function`
     rounds in its own way, may gather the logits of whole tokens, and stores none.
     """
-    # Here, because a function's own `forward` always runs without gradients.
+    # Checked here, because an autograd function's `forward` always runs without gradients.
     keeps_logits &= torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return (function or VocabParallelLogprobs).apply(
         hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support, keeps_logits
@@ -79,64 +79,64 @@ class VocabParallelLogprobs(torch.autograd.Function):
         # Kernels make no copies of the logits, so blocks would save no memory.
         is_whole = keeps_logits and support is None and _has_kernels(hidden)
         blocks = vocabulary_blocks(len(targets), weight.size(0), len(targets) if is_whole else chunk)
-        cut = None if support is None else Truncation(support, first_token_id, blocks)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        truncation = None if support is None else Truncation(support, first_token_id, blocks)
+        wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
         # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
-        log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide, device=hidden.device)
-        target_logit = torch.zeros_like(local, dtype=wide)
-        rooms = _rooms(hidden, blocks, is_shared=not keeps_logits)
-        kernels = _kernels(hidden, cut)
+        log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide_dtype, device=hidden.device)
+        target_logit = torch.zeros_like(local, dtype=wide_dtype)
+        logit_memory = _allocate_logits(hidden, blocks, is_shared=not keeps_logits)
+        kernels = _kernels(hidden, truncation)
         for index, block in enumerate(blocks):
-            logits = _logits(hidden, weight, block, temperature, rooms[index])
+            logits = _logits(hidden, weight, block, temperature, logit_memory[index])
             columns, is_here = columns_of(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
-            if cut is not None:
-                log_totals[index], entropies[index] = _retained_log_total(logits, cut.outside(index))
+            if truncation is not None:
+                log_totals[index], entropies[index] = _retained_log_total(logits, truncation.outside(index))
                 continue
             if kernels is not None:
                 kernels.block_statistics(logits, log_totals[index], entropies[index])
                 continue
-            largest = logits.amax(-1, keepdim=True).to(wide)
+            largest = logits.amax(-1, keepdim=True).to(wide_dtype)
             # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding
             # errors.
-            below = logits - largest
-            exponentials = below.exp()
+            below_largest = logits - largest
+            exponentials = below_largest.exp()
             total = exponentials.sum(-1)
             log_total = total.log()
             torch.add(largest.squeeze(1), log_total, out=log_totals[index])
-            torch.sub(log_total, below.mul_(exponentials).sum(-1) / total, out=entropies[index])
+            torch.sub(log_total, below_largest.mul_(exponentials).sum(-1) / total, out=entropies[index])
         top = log_totals.logsumexp(0)
         all_reduce(top, group, dist.ReduceOp.MAX)
         shares = (log_totals - top).exp()
-        if cut is not None:
+        if truncation is not None:
             log_totals = log_totals.where(shares > 0, top)  # Avoids 0 * inf for blocks without tokens of a set.
         sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
         all_reduce(sums, group, dist.ReduceOp.SUM)
         target_logit, total, surprise = sums
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
-        ctx.settings = (temperature, blocks, cut, _logits)
+        ctx.settings = (temperature, blocks, truncation, _logits)
         # Not a saved tensor: the backward pass overwrites it.
-        ctx.rooms = rooms if keeps_logits else None
+        ctx.saved_logits = logit_memory if keeps_logits else None
         return target_logit - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, log_total, entropy = ctx.saved_tensors
-        temperature, blocks, cut, logits_of = ctx.settings
+        temperature, blocks, cut, compute_logits = ctx.settings
         logprob_gradient, entropy_gradient = (None if grad is None else grad / temperature for grad in grads)
         logprob_gradient = torch.zeros_like(log_total) if logprob_gradient is None else logprob_gradient
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
         constant = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         # A second backward pass computes the logits again: the first one overwrites them.
-        kept_rooms, ctx.rooms = ctx.rooms, None
-        rooms = kept_rooms or _rooms(hidden, blocks, is_shared=True)
+        saved_logits, ctx.saved_logits = ctx.saved_logits, None
+        logit_memory = saved_logits or _allocate_logits(hidden, blocks, is_shared=True)
         kernels = _kernels(hidden, cut)
         for index, block in enumerate(blocks):
-            room = rooms[index]
-            if kept_rooms is None:
-                logits = logits_of(hidden, weight, block, temperature, room)
+            room = logit_memory[index]
+            if saved_logits is None:
+                logits = compute_logits(hidden, weight, block, temperature, room)
             else:
                 logits = room.view(len(hidden), len(block))
             if kernels is not None:
@@ -177,7 +177,7 @@ def _has_kernels(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype != torch.float64
 
 
-def _rooms(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[Tensor]:
+def _allocate_logits(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[Tensor]:
     """Return memory for the logits of each block, [tokens * block]. With `is_shared` all blocks use the same memory."""
     if is_shared:
         return [hidden.new_empty(len(hidden) * max(map(len, blocks), default=0))] * len(blocks)
@@ -248,7 +248,7 @@ class Truncation:
         """Return bool [tokens, tokens of the block]: True outside a token's set, if it has one."""
         block = self._blocks[index]
         columns = self._columns - block.start
-        # One column more takes the ids of other blocks. Selecting this block's ids would make the host wait.
+        # Ids of other blocks go to an extra column. Selecting this block's ids would make the host wait.
         columns = torch.where((columns >= 0) & (columns < len(block)), columns, len(block))
         outside = self._is_cut[:, None].repeat(1, len(block) + 1)
         outside.index_put_((self._tokens, columns), outside.new_zeros(()))

@@ -56,8 +56,8 @@ class Adapter(nn.Module):
             if self.is_expert
             else parallel_state.get_tensor_model_parallel_group()
         )
-        # With a fused norm, the layer's input is not yet normalised, but the weight sees normalised values. So must the
-        # adapter. The norm belongs to the layer and is not registered here.
+        # A layer with a fused norm normalises its input before the weight, so the adapter does too. The norm's
+        # parameters belong to the layer and are not registered here.
         self.norm = None
         if hasattr(linear, "layer_norm_weight"):
             self.norm = (linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma)
@@ -80,7 +80,7 @@ class Adapter(nn.Module):
 
     def _draw(self, seed: int, shape: tuple[int, int]) -> Tensor:
         """Return this rank's part of a new matrix A, [rank, local in]."""
-        # Each rank draws the full matrix and cuts its part: the start is the same in every layout.
+        # Each rank draws the full matrix and cuts its part, so that the values do not depend on the parallel sizes.
         rank, columns = shape
         splits = 1 if self.is_column else self.group.size()
         full = _random_values((rank, columns * splits), f"{seed} {self.key}")
@@ -108,7 +108,7 @@ class Adapter(nn.Module):
             else:
                 x = F.rms_norm(x, x.shape[-1:], weight, epsilon)
         if self.dropout and self.training:
-            # Ranks must drop the same elements only if they see the same features of the same tokens.
+            # Ranks must drop the same elements if and only if they have the same features of the same tokens.
             is_alike = self.is_column and not self.sequence_parallel
             tracker = get_cuda_rng_tracker()
             assert tracker is not None
@@ -204,7 +204,7 @@ def attach(
                 linear.register_forward_pre_hook(_with_merged_weight, with_kwargs=True)
                 linear.register_forward_hook(_add_gradient)
             else:
-                linear.register_forward_hook(_add)
+                linear.register_forward_hook(_add_adapter_output)
     if chunk.pre_process:
         # torch's activation checkpointing computes gradients only if an input requires one; frozen embeddings do not.
         chunk.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_(torch.is_grad_enabled()))
@@ -254,7 +254,7 @@ def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
     return state
 
 
-def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+def _add_adapter_output(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
     if not linear.adapter.is_on:
         return None
     return output[0] + linear.adapter(inputs[0]), output[1]

@@ -51,7 +51,7 @@ class FlashKernel(NamedTuple):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # The state of the random generator: without dropout the kernel reads none.
+        # In place of the random generator's state, which the kernel does not read without dropout.
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse, *self.lengths, 0.0, self._is_causal, unused, unused, **self._options

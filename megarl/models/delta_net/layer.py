@@ -60,8 +60,8 @@ class DeltaNet(GatedDeltaNet):
     out_norm: Any
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **settings: Any) -> None:
-        # The constructor refuses to run without FLA's kernels. This forward pass has a substitute in torch. The name
-        # is that of the constructor's module: Megatron-Core 0.19 has another than 0.16.1.
+        # The constructor refuses to run without FLA's kernels, but this class has a substitute in torch. The flag is
+        # set in the constructor's own module, because 0.19 has it in another module than 0.16.1.
         GatedDeltaNet.__init__.__globals__["HAVE_FLA"] = True
         super().__init__(config, submodules, **settings)
         self.cp_group: Any = self.pg_collection.cp
@@ -84,10 +84,10 @@ class DeltaNet(GatedDeltaNet):
         inputs = _Inputs(*projected.squeeze(1).split(self._widths, dim=-1))
         order = row.place
         if order is not None:
-            inputs = _Inputs(*self._by_heads(inputs, order))
+            inputs = _Inputs(*self._exchange_for_heads(inputs, order))
         out = self._mix_heads(inputs, row)
         if order is not None:
-            out = self._by_tokens(out, order)
+            out = self._exchange_for_tokens(out, order)
         return self.out_proj(out.unsqueeze(1))
 
     @property
@@ -131,14 +131,14 @@ class DeltaNet(GatedDeltaNet):
         """
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
-    def _by_heads(self, inputs: _Inputs, order: Tensor) -> Sequence[Tensor]:
+    def _exchange_for_heads(self, inputs: _Inputs, order: Tensor) -> Sequence[Tensor]:
         """Exchange [own tokens, channels] of all inputs for [all tokens of the row, channels of own heads]."""
         cp = self.cp_group.size()
         parts = torch.cat([x.unflatten(-1, (cp, -1)) for x in inputs], dim=-1)
         received = all_to_all(self.cp_group, parts.transpose(0, 1).contiguous()).flatten(0, 1)
         return received[order].split([x.size(-1) // cp for x in inputs], dim=-1)
 
-    def _by_tokens(self, out: Tensor, order: Tensor) -> Tensor:
+    def _exchange_for_tokens(self, out: Tensor, order: Tensor) -> Tensor:
         """Exchange [all tokens of the row, channels of own heads] for [own tokens, all channels]."""
         by_rank = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
         sent = out[by_rank].unflatten(0, (self.cp_group.size(), -1))
@@ -213,7 +213,7 @@ def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 
         linears = (TELayerNormColumnParallelLinear, TERowParallelLinear)
-    # Transformer Engine's norm would be zero-centred, as all others of the model. This one is not.
+    # Transformer Engine's norm would be zero-centred like the model's other norms; the output norm is not.
     modules = GatedDeltaNetSubmodules(in_proj=linears[0], out_norm=PlainRMSNorm, out_proj=linears[1])
     return ModuleSpec(module=DeltaNet, submodules=modules)
 

@@ -68,17 +68,17 @@ def gated_delta_rule(
     rate = _in_chunks(widen(beta).unsqueeze(-1), chunks)
 
     ones = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
-    # Masked before the exponential: later tokens would overflow, and their gradient would be NaN.
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(ones.triu(1), -torch.inf).exp()
-    since_start = decay.exp().unsqueeze(-1)
-    # Tokens of a chunk correct each other: a triangular system, with ones on its diagonal that are not read.
-    system = (rate * (k @ k.mT) * between).tril(-1)
+    # The mask comes before the exponential: later tokens would overflow, and their gradient would be NaN.
+    decay_between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(ones.triu(1), -torch.inf).exp()
+    decay_since_start = decay.exp().unsqueeze(-1)
+    # The updates of a chunk's tokens depend on each other: a triangular system. Its diagonal of ones is not stored.
+    system = (rate * (k @ k.mT) * decay_between).tril(-1)
     solved = torch.linalg.solve_triangular(
-        system, torch.cat([rate * v, rate * since_start * k], dim=-1), upper=False, unitriangular=True
+        system, torch.cat([rate * v, rate * decay_since_start * k], dim=-1), upper=False, unitriangular=True
     )
     new_values, read_keys = solved.split([v.size(-1), k.size(-1)], dim=-1)
-    scores = (q @ k.mT) * between
-    decayed_queries = q * since_start
+    scores = (q @ k.mT) * decay_between
+    decayed_queries = q * decay_since_start
     last = decay[..., -1:]
     decayed_keys = k * (last - decay).exp().unsqueeze(-1)
     whole_decay = last.exp().unsqueeze(-1)

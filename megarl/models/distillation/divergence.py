@@ -84,8 +84,10 @@ class _VocabParallelDivergence(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             logprobs = _logits(hidden, weight, block, temperature).sub_(log_total[:, None])
-            of_teacher = _logits(teacher_hidden, teacher_weight, block, temperature).sub_(teacher_log_total[:, None])
-            _, slopes = divergence(logprobs, of_teacher)
+            teacher_logprobs = _logits(teacher_hidden, teacher_weight, block, temperature).sub_(
+                teacher_log_total[:, None]
+            )
+            _, slopes = divergence(logprobs, teacher_logprobs)
             grad_logits = torch.addcmul(slopes, logprobs.exp_(), slope[:, None], value=-1).mul_(scale).to(weight.dtype)
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 6
@@ -129,14 +131,14 @@ class _VocabParallelGathered(torch.autograd.Function):
         blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
         local = token_ids - first_token_id
         token_logits = torch.zeros_like(local, dtype=torch.float32)
-        parts = _no_parts(hidden, blocks)
+        block_totals = _empty_totals(hidden, blocks)
         for index, block in enumerate(blocks):
             columns, is_here = columns_of(local, block)
             logits = _logits(hidden, weight, block, temperature)
             token_logits += logits.gather(1, columns) * is_here
-            parts[index] = _others(logits, columns, is_here).logsumexp(-1)
+            block_totals[index] = _exclude_columns(logits, columns, is_here).logsumexp(-1)
         all_reduce(token_logits, group, dist.ReduceOp.SUM)
-        others_log_total = _log_total(parts, group)
+        others_log_total = _log_total(block_totals, group)
         log_total = torch.logaddexp(token_logits.logsumexp(-1), others_log_total)
         logprobs, others_logprob = token_logits - log_total[:, None], others_log_total - log_total
         ctx.save_for_backward(hidden, weight, local, logprobs, others_log_total, others_logprob)
@@ -147,19 +149,19 @@ class _VocabParallelGathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, weight, local, logprobs, others_log_total, others_logprob = ctx.saved_tensors
         temperature, blocks = ctx.settings
-        of_chosen, remainder = (grad / temperature for grad in grads)
-        gradient_sum = -of_chosen.sum(-1) - remainder
-        # With p the probabilities: a requested token's gradient is its own + whole * p. Another token's gradient is its
-        # share among the others, times the total of all others.
-        of_chosen = of_chosen + logprobs.exp() * gradient_sum[:, None]
-        remainder = remainder + others_logprob.exp() * gradient_sum
+        chosen_gradient, others_gradient = (grad / temperature for grad in grads)
+        gradient_sum = -chosen_gradient.sum(-1) - others_gradient
+        # With p the probabilities, a requested token's gradient is chosen_gradient + gradient_sum * p. The others share
+        # the gradient of their joint log-prob by their probabilities.
+        chosen_gradient = chosen_gradient + logprobs.exp() * gradient_sum[:, None]
+        others_gradient = others_gradient + others_logprob.exp() * gradient_sum
         others_log_total = others_log_total.masked_fill(others_log_total == -torch.inf, 0.0)
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             columns, is_here = columns_of(local, block)
-            logits = _others(_logits(hidden, weight, block, temperature), columns, is_here)
-            grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(remainder[:, None])
-            grad_logits = grad_logits.scatter_add_(1, columns, of_chosen * is_here).to(weight.dtype)
+            logits = _exclude_columns(_logits(hidden, weight, block, temperature), columns, is_here)
+            grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(others_gradient[:, None])
+            grad_logits = grad_logits.scatter_add_(1, columns, chosen_gradient * is_here).to(weight.dtype)
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 5
 
@@ -187,31 +189,31 @@ def vocab_parallel_top_k(
     for block in blocks:
         block_logits = _logits(hidden, weight, block, temperature)
         largest, places = block_logits.topk(min(k, len(block)), dim=-1)
-        of_block = block_logits.scatter_(-1, places, -torch.inf).logsumexp(-1)
+        block_total = block_logits.scatter_(-1, places, -torch.inf).logsumexp(-1)
         parts = (logits, token_ids), (largest, places + block.start + first_token_id)
-        logits, token_ids, remaining_total = _best(parts, k)
-        others_log_total = torch.logaddexp(others_log_total, torch.logaddexp(of_block, remaining_total))
+        logits, token_ids, remaining_total = _select_top_k(parts, k)
+        others_log_total = torch.logaddexp(others_log_total, torch.logaddexp(block_total, remaining_total))
     others_log_total = _log_total(others_log_total[None], group)
     if group is not None and group.size() > 1:
-        of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
-        dist.all_gather(of_ranks[0], logits, group=group)
-        dist.all_gather(of_ranks[1], token_ids, group=group)
-        logits, token_ids, remaining_total = _best(list(zip(*of_ranks, strict=True)), k)
+        rank_parts = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
+        dist.all_gather(rank_parts[0], logits, group=group)
+        dist.all_gather(rank_parts[1], token_ids, group=group)
+        logits, token_ids, remaining_total = _select_top_k(list(zip(*rank_parts, strict=True)), k)
         others_log_total = torch.logaddexp(others_log_total, remaining_total)
     log_total = torch.logaddexp(logits.logsumexp(-1), others_log_total)
     return token_ids, logits - log_total[:, None], others_log_total - log_total
 
 
-def _best(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _select_top_k(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k largest logits [tokens, k] of all parts, their tokens, and the log total [tokens] of the others."""
     logits, token_ids = (torch.cat(list(part), -1) for part in zip(*parts, strict=True))
     logits, places = logits.sort(dim=-1, descending=True)
     return logits[:, :k].contiguous(), token_ids.gather(-1, places[:, :k]), logits[:, k:].logsumexp(-1)
 
 
-def _others(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
+def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
     """Set the local columns [tokens, k] of the logits to minus infinity, in place. Returns the logits."""
-    # Added, not assigned: clamped columns of remote tokens may coincide with columns of local ones.
+    # Minus infinity is added, not assigned: tokens of other ranks have clamped columns and must change nothing.
     return logits.scatter_add_(
         1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)
     )
@@ -219,13 +221,13 @@ def _others(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
 
 def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
     """Return the log of the sum of exponentials of all logits (the normaliser), float32 [tokens]."""
-    parts = _no_parts(hidden, blocks)
+    parts = _empty_totals(hidden, blocks)
     for index, block in enumerate(blocks):
         parts[index] = _logits(hidden, weight, block, temperature).logsumexp(-1)
     return _log_total(parts, group)
 
 
-def _no_parts(hidden: Tensor, blocks: list[range]) -> Tensor:
+def _empty_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
     """Return the log of a sum over no tokens for each block: minus infinity, float32 [blocks or 1, tokens]."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 

@@ -61,7 +61,7 @@ class TargetModel(PolicyModel):
 
         Without a request it returns a policy's outputs.
         """
-        # A request holds for one pass: the next one may be an update of this same model.
+        # A request is valid for one pass only: the next pass may be an update of this model.
         is_wanted, self._is_wanted = self._is_wanted, None
         if is_wanted is None:
             return super()._token_outputs(hidden, weight, labels, row)
@@ -152,8 +152,8 @@ class StudentModel(TargetModel):
 
     def _top_k_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
         """Return divergences [target tokens] over the teacher's most likely tokens, and all others as one."""
-        token_ids, of_tokens = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
-        teacher_logprobs = of_tokens.contiguous().view(torch.float32)
+        token_ids, logprob_bytes = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
+        teacher_logprobs = logprob_bytes.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(
             hidden,
             weight[: targets.num_local_tokens],
@@ -163,7 +163,7 @@ class StudentModel(TargetModel):
             temperature=self._distillation.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
-        complete = TAILS[self._distillation.tail]
-        of_teacher = complete(teacher_logprobs[:, :-1], teacher_logprobs[:, -1])
-        terms, _ = self._divergence(complete(*policy_logprobs), of_teacher)
+        add_tail = TAILS[self._distillation.tail]
+        teacher_distribution = add_tail(teacher_logprobs[:, :-1], teacher_logprobs[:, -1])
+        terms, _ = self._divergence(add_tail(*policy_logprobs), teacher_distribution)
         return terms.sum(-1)

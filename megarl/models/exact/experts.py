@@ -39,7 +39,7 @@ class ExactRouter(TopKRouter):
         """
         logits = logits.flatten(0, -2)
         rounded = logits.detach().to(self.weight.dtype)
-        # The same call as in the engine, because equal logits are chosen and ordered by this function.
+        # The engine makes the same call: among equal logits, this function decides which are chosen and their order.
         chosen_logits, experts = torch.topk(rounded, k=self.topk, dim=-1, sorted=False)
         if self.config.moe_router_pre_softmax:
             usual = logits.softmax(-1).gather(1, experts)

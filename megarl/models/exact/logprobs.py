@@ -53,8 +53,8 @@ class ExactLogprobs(VocabParallelLogprobs):
         cut = None if support is None else Truncation(support, first_token_id, blocks)
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
         ctx.settings = (temperature, blocks, cut, _logits)
-        # The backward pass computes the logits by blocks of the vocabulary, this one by tokens.
-        ctx.rooms = None
+        # No logits are stored: the backward pass needs them by blocks of the vocabulary, not by tokens.
+        ctx.saved_logits = None
         return logprobs, entropies
 
 
@@ -63,7 +63,7 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 
     Shapes: hidden [tokens, hidden_size], weight [local_vocabulary, hidden_size]. `room` has no effect.
     """
-    # Rounded before the temperature divides them: with other roundings, probabilities near 1 would exceed 1.
+    # Rounded before the division by the temperature, as in `forward`. Else probabilities near 1 would exceed 1.
     logits = row_product(hidden, weight[block.start : block.stop]).float()
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 

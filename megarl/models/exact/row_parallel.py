@@ -42,9 +42,9 @@ class _BlockProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = grads[0].to(x.dtype)
-        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, None
+        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        weight_gradient = gradient.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return input_gradient, weight_gradient, None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -102,7 +102,7 @@ class UpdateRouter(TopKRouter):
         if self.is_counting:
             self._count(logits.view(-1, self.expert_count))
         elif self.training:
-            self._take_row()
+            self._select_row()
         return super().routing(logits, padding_mask)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ class UpdateRouter(TopKRouter):
         # A sequence's tokens are split over the tensor- and context-parallel ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
-        of_tokens = tokens.weigh((scores * shares).sum(1))
+        token_losses = tokens.weigh((scores * shares).sum(1))
         scale = self.expert_count / (self.topk * self.num_tokens)
-        return self._attach(probs, "seq_aux_loss", coefficient, of_tokens.sum() * scale)
+        return self._attach(probs, "seq_aux_loss", coefficient, token_losses.sum() * scale)
 
     def _attach(self, activation: Tensor, name: str, coefficient: float, loss: Tensor) -> Tensor:
         part = loss.detach()
@@ -187,7 +187,7 @@ class UpdateRouter(TopKRouter):
         assert self._current is not None
         return self._current
 
-    def _take_row(self) -> None:
+    def _select_row(self) -> None:
         """Select the row of this pass.
 
         A recomputed layer runs first without gradients, then again in the backward pass, row by row in the same order.

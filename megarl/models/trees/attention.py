@@ -75,7 +75,8 @@ class TokenTree:
         queries = self._places(starts), self._places(ends)
         calls = _group_blocks(*queries, starts, ends, is_causal=True, device=device)
         is_second = np.diff(segments, prepend=-1) == 0
-        # Both chunks of a segment attend to the same tokens. The keys of one call differ, so that gradients add up.
+        # Both chunks of a segment attend to the same tokens. They use two calls, because the backward pass of a call
+        # writes each key's gradient once.
         for is_chosen in (~is_second, is_second):
             borders = (x[is_chosen & (starts > segments)] for x in (*queries, segments, starts))
             calls += _group_blocks(*borders, is_causal=False, device=device)
@@ -155,7 +156,7 @@ class TokenTree:
         farthest, nearest = np.maximum.reduceat(reach, firsts), np.minimum.reduceat(reach, firsts)
         queries, keys = np.ix_(np.arange(len(query_firsts)), np.arange(len(firsts)))
         first_query, last_query = (self.own_tokens[places][queries] for places in (query_firsts, query_lasts))
-        # Some key of the block may be attended to by some query: the mask's function decides for each pair.
+        # True if some query may attend to some key of the block. The mask's function then decides for each pair.
         is_some = (firsts[keys] <= last_query) & (farthest[keys] > first_query)
         is_full = (lasts[keys] <= first_query) & (nearest[keys] > last_query)
         # FlexAttention reads whole blocks, so the row's incomplete last block needs the function.
@@ -242,8 +243,8 @@ def attend(
     # The kernels take one size for all heads. Padded values give outputs of zero, cut off below.
     if width < k.size(-1):
         v = F.pad(v, (0, k.size(-1) - width))
-    carrier = flex_attend if q.is_cuda else merged_attend
-    out = carrier(q, k, v, tree, scale=scale, window=window if tree.limits(window) else 0, sinks=sinks)
+    kernel = flex_attend if q.is_cuda else merged_attend
+    out = kernel(q, k, v, tree, scale=scale, window=window if tree.limits(window) else 0, sinks=sinks)
     return out.narrow(-1, 0, width)
 
 
@@ -390,7 +391,7 @@ def _part(
 ) -> TreePart:
     longest = int(num_keys.max())
     mask = None
-    # Behind a causal mask, padding follows the keys of every query.
+    # A causal mask already excludes padding, which follows the keys of every query.
     if not is_causal and num_keys.min() < longest:
         mask = torch.from_numpy(np.arange(longest) < num_keys[:, None])[:, None, None].to(device)
     return TreePart(
