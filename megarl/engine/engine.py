@@ -81,7 +81,7 @@ class RolloutEngine:
         replaces fields of the model's config.json. `features` are settings outside of `config`. Raises ConfigError for
         settings that vLLM refuses.
         """
-        # First, because vLLM caches its environment variables while the engine is built.
+        # This comes first, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
         self._parts = list(build_parts(model_path, config, override, features or EngineFeatures()))
         for part in self._parts:
@@ -137,7 +137,7 @@ class RolloutEngine:
         )
         engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
         client = cast(Any, engine.engine_core)
-        # vLLM 0.32 shuts the engine down when its client is deleted. As in 0.30, only `close` shall do so.
+        # vLLM 0.32 shuts the engine down when its client is deleted. Here, as in 0.30, only `close` does.
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()
         core = client.engine_core

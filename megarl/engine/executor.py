@@ -204,7 +204,7 @@ class LeaderExecutor(Executor):
         self.channel.send(("execute_model", (scheduler_output,), {}))
         output = _execute_step(self.worker, scheduler_output)
         self._is_sampled = output is not None
-        return self._begin(output, non_block)
+        return self._complete_step(output, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Run the second half of a step: sampling with the masks of grammar-constrained requests.
@@ -216,9 +216,9 @@ class LeaderExecutor(Executor):
             self._is_sampled = False
             return self._result_ahead if non_block else self._result_ahead.result()
         self.channel.send(("sample_tokens", (grammar_output,), {}))
-        return self._begin(self.worker.sample_tokens(grammar_output), non_block)
+        return self._complete_step(self.worker.sample_tokens(grammar_output), non_block)
 
-    def _begin(self, output: Any, non_block: bool) -> Any:
+    def _complete_step(self, output: Any, non_block: bool) -> Any:
         for part in self._parts:
             output = part.complete_step(output)
         self._result_ahead = _future(output)

@@ -246,10 +246,10 @@ class RecordingScheduler(Scheduler):
                 remaining[name] = num_tokens
                 continue
             request, row = sampled.request, rows[name]
-            new = token_ids[row]
+            new_token_ids = token_ids[row]
             if (
-                len(new) != 1
-                or new[0] in sampled.ends
+                len(new_token_ids) != 1
+                or new_token_ids[0] in sampled.ends
                 or len(sampled.token_ids) + 1 >= sampled.limit
                 # Its first token reports the prefix cache's hits.
                 or request.prefill_stats is not None
@@ -259,8 +259,8 @@ class RecordingScheduler(Scheduler):
                 remaining[name] = num_tokens
                 continue
             request.num_in_flight_tokens -= 1
-            sampled.token_ids.append(new[0])
-            sampled.all_token_ids.append(new[0])
+            sampled.token_ids.append(new_token_ids[0])
+            sampled.all_token_ids.append(new_token_ids[0])
             sampled.logprobs.append(values[row])
             if len(sampled.all_token_ids) % block_size == 0:
                 request.update_block_hashes()

@@ -118,7 +118,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        # Of vLLM 0.30's CUDA backends only this one leaves the experts' weights in the layout in which they are loaded.
+        # Only this one of vLLM 0.30's CUDA backends leaves the experts' weights in the layout in which they are loaded.
         "moe_backend": "triton",
         "async_scheduling": config.async_scheduling,
         "disable_log_stats": True,

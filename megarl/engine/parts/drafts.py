@@ -73,12 +73,12 @@ class FrozenDrafts(Drafts):
         self._drafter: nn.Module | None = None
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
-        # Of an engine with dummy weights, vLLM 0.30 would share embedding and head of any drafter with the policy.
+        # In an engine with dummy weights, vLLM 0.30 would share embedding and head of any drafter with the policy.
         own = {"model": find_folder(self._config["model"]), "draft_load_config": {"load_format": "safetensors"}}
         return {"speculative_config": {**self._config, **own}}
 
     def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
-        # Outside of the written model, so that a reshard cannot reach the drafter's own head or embedding.
+        # The drafter is not part of the returned model, so that a reshard cannot write its head or embedding.
         self._drafter = worker.model_runner.drafter.model
         return model
 

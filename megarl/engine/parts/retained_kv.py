@@ -28,12 +28,12 @@ class RetainedKV(EnginePart):
     def update_weights(self, running: Collection[RunningRequest], weight_version: int) -> None:
         # Later requests use another cache salt, so they do not reuse blocks computed with old weights.
         for request in running:
-            if self._has_computed_tokens(request, weight_version):
+            if self._keeps_computed_tokens(request, weight_version):
                 request.versions.append((len(request.sampled.token_ids), weight_version))
             else:
                 request.versions[:] = [(0, weight_version)]
 
-    def _has_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
+    def _keeps_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
         """Return whether keys and values of a request were computed. Others switch to the new weights' prefix cache."""
         request = self._scheduler.requests[running.internal_id]
         if request.num_computed_tokens > 0 or request.num_output_tokens > 0:

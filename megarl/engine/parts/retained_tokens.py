@@ -36,7 +36,7 @@ class RetainedTokens(EnginePart):
             # vLLM's V2 model runner records retained sets by itself; the V1 runner does not know this setting.
             return {"return_sampling_mask": True}
         if vllm_config.scheduler_config.async_scheduling and self._async_scheduling is None:
-            # Steps started ahead gain nothing with `RetainedTokenRecorder` (see its `complete`).
+            # With `RetainedTokenRecorder`, steps started ahead save no time (see its `complete`).
             return {"async_scheduling": False}
         return {}
 

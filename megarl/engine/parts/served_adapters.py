@@ -38,7 +38,9 @@ class ServedAdapters(TrainedAdapter):
     def install(self, name: str | None, index: int) -> None:
         """Copy the adapter of the last reshard into slot `index`. No request may use the slot's earlier adapter."""
         assert self.slots is not None
-        self._indices = {other: place for other, place in self._indices.items() if place != index}
+        self._indices = {
+            other_name: slot_index for other_name, slot_index in self._indices.items() if slot_index != index
+        }
         self._indices[name] = index
         self.slots.copy_to_further(index)
 

@@ -35,11 +35,11 @@ class TrainedAdapter(EnginePart):
         }
 
     def build(self, worker: Any, *, is_leader: bool) -> None:
-        # Before vLLM captures CUDA graphs, which hold the addresses of the slots.
+        # vLLM captures CUDA graphs after this call. They contain the addresses of the slots.
         self.slots = AdapterSlots(worker.get_model(), self._lora.rank)
 
     def activate(self, worker: Any) -> None:
-        # After the warm-up, at whose end vLLM removes all adapters.
+        # At the end of its warm-up vLLM removes all adapters, so this call comes after it.
         assert self.slots is not None
         self.slots.activate(worker)
 
