@@ -33,7 +33,7 @@ def on_cancelled(name: str, listener: Callable[[], object]) -> None:
     """Register a callback for the cancellation of a group. It is called from another thread, or now if already
     cancelled.
     """
-    # Register before the check: a cancellation in between then calls the listener twice, but never misses it.
+    # Registered before the check: a cancellation in between calls the listener twice, but is never missed.
     _listeners[name] = listener
     if name in _reasons:
         listener()

@@ -35,7 +35,7 @@ from megarl.groups.peer_errors import PeerGoneError
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import device
 
-Met = TypeVar("Met")
+Result = TypeVar("Result")
 
 _CHECK_SECONDS = 0.01
 """Seconds between two checks while ranks connect."""
@@ -71,12 +71,12 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
     timeout = timedelta(seconds=timeout_seconds)
     rank, num_ranks = meeting.first + own_rank, meeting.num_ranks
 
-    def meet() -> tuple[Store, dist.ProcessGroupGloo]:
+    def connect() -> tuple[Store, dist.ProcessGroupGloo]:
         store = rendezvous.store_of(meeting, timeout_seconds)
         _await_all(store, rank, num_ranks, meeting)
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
 
-    store, gloo = _unless_cancelled(meeting.name, meet)
+    store, gloo = _run_unless_cancelled(meeting.name, connect)
     # dist.new_group knows only ranks of one world, so assemble the group from its backends.
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
@@ -94,24 +94,24 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
     return group
 
 
-def _unless_cancelled(name: str, meet: Callable[[], Met]) -> Met:
+def _run_unless_cancelled(name: str, work: Callable[[], Result]) -> Result:
     """Call `work` in a thread. Returns its result or raises its error.
 
     Raises PeerGoneError if the driver cancels the group `name` meanwhile, and abandons the thread: torch has no other
     way to interrupt a connection to a rank that has just ended.
     """
-    results: list[Met] = []
+    results: list[Result] = []
     errors: list[Exception] = []
 
     def run() -> None:
         try:
-            results.append(meet())
+            results.append(work())
         except Exception as error:
             errors.append(error)
 
-    meeting = threading.Thread(target=run, name=f"meeting at {name}", daemon=True)
-    meeting.start()
-    while meeting.is_alive():
+    thread = threading.Thread(target=run, name=f"meeting at {name}", daemon=True)
+    thread.start()
+    while thread.is_alive():
         _check(name)
         time.sleep(_CHECK_SECONDS)
     if errors:
@@ -124,7 +124,7 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
 
     Raises PeerGoneError for missing ranks or a cancelled group.
     """
-    # Without this a rank that died early would block the others for the timeout of a whole collective.
+    # Without this wait, a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
     everyone = [f"here {number}" for number in range(num_ranks)]
     deadline = time.monotonic() + meeting.seconds

@@ -23,13 +23,13 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    class DealtRanks(parallel_state.RankGenerator):
+    class PermutedRanks(parallel_state.RankGenerator):
         def get_ranks(self, token: str) -> list[list[int]]:
             return [[rank_of_part[part] for part in group] for group in super().get_ranks(token)]
 
     # Megatron-Core 0.16.1 lists a group's members by coordinates. torch sorts them by rank unless sort_ranks is False.
     generator, new_group = parallel_state.RankGenerator, dist.new_group
-    parallel_state.RankGenerator, dist.new_group = DealtRanks, partial(new_group, sort_ranks=False)
+    parallel_state.RankGenerator, dist.new_group = PermutedRanks, partial(new_group, sort_ranks=False)
     try:
         yield
     finally:

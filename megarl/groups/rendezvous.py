@@ -51,7 +51,7 @@ class Meeting:
     """Seconds within which all ranks must arrive."""
 
 
-class _Settled:
+class _ProcessState:
     """This process's rendezvous, rank 0's listening socket, and the torch store."""
 
     rendezvous: Rendezvous | None = None
@@ -62,13 +62,13 @@ class _Settled:
 def listen(address: str) -> int:
     """Listen on the interface with this address, and return the port. Called by rank 0 of a run on several machines."""
     # Port 0 lets the kernel choose. The backlog covers thousands of ranks connecting at once.
-    _Settled.listener = socket.create_server((address, 0), backlog=4096)
-    return _Settled.listener.getsockname()[1]
+    _ProcessState.listener = socket.create_server((address, 0), backlog=4096)
+    return _ProcessState.listener.getsockname()[1]
 
 
-def settle(rendezvous: Rendezvous) -> None:
+def set_rendezvous(rendezvous: Rendezvous) -> None:
     """Set this process's rendezvous. A store of an earlier world is dropped."""
-    _Settled.rendezvous, _Settled.store = rendezvous, None
+    _ProcessState.rendezvous, _ProcessState.store = rendezvous, None
 
 
 def derived_key(purpose: str) -> bytes:
@@ -82,9 +82,9 @@ def world_name() -> str:
 
 
 def _require_rendezvous() -> Rendezvous:
-    if _Settled.rendezvous is None:
-        raise RuntimeError("this process is not a rank of a run: `settle` was not called with a rendezvous")
-    return _Settled.rendezvous
+    if _ProcessState.rendezvous is None:
+        raise RuntimeError("this process is not a rank of a run: `set_rendezvous` was not called with a rendezvous")
+    return _ProcessState.rendezvous
 
 
 def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
@@ -108,9 +108,9 @@ def store(world_size: int, timeout_seconds: float) -> Store:
     """Return this process's store for `torch.distributed`. On several machines, rank 0 serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    if _Settled.store is None:
+    if _ProcessState.store is None:
         secret = derived_key("names in the store").hex()
-        meeting, listener = _Settled.rendezvous, _Settled.listener
+        meeting, listener = _ProcessState.rendezvous, _ProcessState.listener
         assert meeting is not None
         if meeting.file is not None:
             shared: Store = FileStore(meeting.file, world_size)
@@ -124,6 +124,6 @@ def store(world_size: int, timeout_seconds: float) -> Store:
                 # Without this socket torch 2.13 would listen on all interfaces.
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-        _Settled.store = PrefixStore(secret, shared)
-    _Settled.store.set_timeout(timedelta(seconds=timeout_seconds))
-    return _Settled.store
+        _ProcessState.store = PrefixStore(secret, shared)
+    _ProcessState.store.set_timeout(timedelta(seconds=timeout_seconds))
+    return _ProcessState.store

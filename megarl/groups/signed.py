@@ -124,8 +124,8 @@ def gather(
     else:
         dist.gather(block, blocks or None, dst=to, group=group)
     return [
-        value if rank == own_rank else channel.open(theirs.cpu().numpy().data, rank)
-        for rank, theirs in zip(members, blocks, strict=is_receiver)
+        value if rank == own_rank else channel.open(block_of_rank.cpu().numpy().data, rank)
+        for rank, block_of_rank in zip(members, blocks, strict=is_receiver)
     ]
 
 
@@ -140,7 +140,7 @@ def broadcast(
 
     The first broadcast has `block_bytes` bytes. Longer messages need a second one. Raises ForgedMessageError.
     """
-    # All ranks know the size of the first broadcast, so a short message needs no broadcast of its length before.
+    # The first broadcast has a fixed size, so a short message needs no broadcast of its length.
     if dist.get_rank() == source:
         message = bytearray(channel.seal(value, source))
         size = len(message)

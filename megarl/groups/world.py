@@ -28,10 +28,10 @@ def initialize(timeout_seconds: float) -> None:
     device.require()
     rank_device = device.current()
     if rank_device.type == "cuda":
-        # Before the groups exist: NCCL takes the current device of each rank.
+        # Set before the groups exist, because NCCL uses the current device of each rank.
         torch.cuda.set_device(rank_device)
         numa.bind_rank()
-        # More threads than cores would wait for each other. The driver counted threads by its own cores.
+        # More threads than cores would wait for each other. The number of threads was set for the driver's cores.
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     world_size = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(

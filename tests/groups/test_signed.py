@@ -28,7 +28,7 @@ class Trap:
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous._Settled, "rendezvous", rendezvous.Rendezvous(b"k" * 32, file="nowhere"))
+    monkeypatch.setattr(rendezvous._ProcessState, "rendezvous", rendezvous.Rendezvous(b"k" * 32, file="nowhere"))
 
 
 def test_messages_are_opened_in_their_order() -> None:
@@ -46,12 +46,12 @@ def test_a_forged_message_is_refused_and_not_unpickled(forgery: str, tmp_path: P
     message = ours.seal(Trap(trap), 0)
     sender = 0
     if forgery == "other key":
-        rendezvous.settle(rendezvous.Rendezvous(b"x" * 32, file="nowhere"))
+        rendezvous.set_rendezvous(rendezvous.Rendezvous(b"x" * 32, file="nowhere"))
         message = SignedChannel("steps").seal(Trap(trap), 0)
     elif forgery == "other world":
         # A replica's leader before it was lost, and a follower of the one in its place: the same key, ranks and number.
         def commands(world: str) -> SignedChannel:
-            rendezvous.settle(rendezvous.Rendezvous(b"k" * 32, file="nowhere", world=world))
+            rendezvous.set_rendezvous(rendezvous.Rendezvous(b"k" * 32, file="nowhere", world=world))
             signed._channels.clear()
             return signed.channel_between("commands", (0, 1))
 

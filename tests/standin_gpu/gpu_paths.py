@@ -163,7 +163,7 @@ def run_rank(rank: int, path: str, folder: Path) -> None:
         sys.path.insert(0, str(folder))
         from megarl.groups import rendezvous, world
 
-        rendezvous.settle(rendezvous.Rendezvous(key=bytes(32), file=str(folder / "meeting"), world="paths"))
+        rendezvous.set_rendezvous(rendezvous.Rendezvous(key=bytes(32), file=str(folder / "meeting"), world="paths"))
         world.initialize(RANK_SECONDS)
         runpy.run_path(str(folder / "gpu_paths.py"))["PATHS"][path](rank)
         torch.cuda.synchronize()

@@ -69,7 +69,7 @@ def _rank(
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     torch.set_num_threads(1)
     try:
-        rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=store))
+        rendezvous.set_rendezvous(rendezvous.Rendezvous(b"a benchmark has no secrets", file=store))
         world.initialize(3600.0)
         answer.send((True, function(*args)))
         dist.barrier()

@@ -293,7 +293,7 @@ def join_world_alone() -> PrivateFolder:
 
     libraries.prepare_megatron()
     folder = PrivateFolder()
-    rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=str(folder.path / "store")))
+    rendezvous.set_rendezvous(rendezvous.Rendezvous(b"a benchmark has no secrets", file=str(folder.path / "store")))
     world.initialize(600)
     return folder
 

@@ -116,7 +116,7 @@ class _Host:
         host_methods = {
             "__init__": self.construct,
             "__listen__": _listen,
-            "__settle__": rendezvous.settle,
+            "__settle__": rendezvous.set_rendezvous,
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
             "__arm__": _arm,
