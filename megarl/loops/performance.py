@@ -19,7 +19,7 @@ from megarl.cluster.ranks.activity import Activity, phase_of_method
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.files.atomic import replace_text
-from megarl.platform.spans import Span, record, seconds_of_a_span
+from megarl.platform.spans import Span, measure_span_seconds, record
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.tracking.run_folder import RunFolder
@@ -430,7 +430,7 @@ class Profiles:
             offsets_of_engines.cancel()
             raise
         spans = [spans for _, spans in of_trainers]
-        facts = {"step": number, "seconds_of_a_span": seconds_of_a_span()}
+        facts = {"step": number, "seconds_of_a_span": measure_span_seconds()}
         self._writing = asyncio.create_task(
             self._write(step_span, driver_spans, offsets, spans, offsets_of_engines, facts)
         )

@@ -18,7 +18,7 @@ from megarl.platform import device
 
 Value = TypeVar("Value")
 
-_NAP_SECONDS = 1e-3
+_POLL_SECONDS = 1e-3
 """Seconds between two checks whether the background work has ended."""
 
 
@@ -27,7 +27,7 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
 
     On a GPU the work starts after all kernels queued so far on the current stream.
     """
-    done: Future[Value] = Future()
+    future: Future[Value] = Future()
     stream = None
     if device.current().type == "cuda":
         stream = torch.cuda.Stream()
@@ -41,17 +41,17 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
                     # A done future promises finished kernels, not only queued ones.
                     stream.synchronize()
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
         else:
-            done.set_result(value)
+            future.set_result(value)
 
     # A daemon thread: a rank that exits must not wait for unfinished background work.
     threading.Thread(target=run, name="background", daemon=True).start()
-    return done
+    return future
 
 
-def finish(begun: Future[Value]) -> Value:
+def finish(future: Future[Value]) -> Value:
     """Wait for background work that `begin` started. Returns its value or raises its error."""
-    while not begun.done():
-        time.sleep(_NAP_SECONDS)
-    return begun.result()
+    while not future.done():
+        time.sleep(_POLL_SECONDS)
+    return future.result()

@@ -48,8 +48,8 @@ def resume_process(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-_KEPT_ERROR_LINES = 200
-"""A run of days may write many warnings; its error is at the end."""
+_NUM_ERROR_LINES = 200
+"""Number of last lines of error output that are returned. A run of days may write many warnings before its error."""
 
 
 def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[int, str, str]:
@@ -64,12 +64,12 @@ def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[in
     is_inherited = not captures_output and sys.stdout is sys.__stdout__
     output = None if is_inherited else subprocess.PIPE
     captured: deque[str] = deque(maxlen=None if captures_output else 0)
-    errors: deque[str] = deque(maxlen=_KEPT_ERROR_LINES)
+    errors: deque[str] = deque(maxlen=_NUM_ERROR_LINES)
     with subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None
-        reading = [_Reading(process.stderr, errors, sys.stderr)]
+        reading = [_StreamReader(process.stderr, errors, sys.stderr)]
         if process.stdout is not None:
-            reading.append(_Reading(process.stdout, captured, None if captures_output else sys.stdout))
+            reading.append(_StreamReader(process.stdout, captured, None if captures_output else sys.stdout))
         for thread in reading:
             thread.start()
         try:
@@ -104,8 +104,8 @@ def run_in_foreground(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-class _Reading(threading.Thread):
-    """Reads a stream of a child to its end: keeps lines, and writes them to another stream."""
+class _StreamReader(threading.Thread):
+    """Thread that reads a child's stream to its end. It appends the lines to `lines`, and writes them to `shown_on`."""
 
     def __init__(self, stream: IO[str], lines: deque[str], shown_on: IO[str] | None) -> None:
         super().__init__(daemon=True)

@@ -29,7 +29,7 @@ def use_own_folder() -> None:
         return
     # A folder chosen by the user is not checked: its permissions are the user's decision.
     if not os.environ.get(_VARIABLE):
-        _make_private(_own_root())
+        _make_private(_default_root())
     os.environ[_VARIABLE] = str(folder_of_device(rank_device.index or 0))
 
 
@@ -37,11 +37,11 @@ def folder_of_device(index: int) -> Path:
     """Return the folder of this node's GPU `index`: below VLLM_CACHE_ROOT if set, else on the node's own disk."""
     # Nodes may share a folder named by the user, so the host name separates them.
     user_folder = os.environ.get(_VARIABLE)
-    root = Path(user_folder).expanduser() / socket.gethostname() if user_folder else _own_root() / "vllm"
+    root = Path(user_folder).expanduser() / socket.gethostname() if user_folder else _default_root() / "vllm"
     return root / f"cuda{index}"
 
 
-def _own_root() -> Path:
+def _default_root() -> Path:
     return _NODE_LOCAL / f"megarl-{os.getuid()}"
 
 

@@ -163,7 +163,7 @@ def _missing_files(toolkit: Path) -> list[str]:
 
 
 # vLLM 0.30 imports these modules only with a model. It imports Ray to see whether it runs within a task of Ray.
-_WITH_A_MODEL = ("vllm.model_executor.layers.quantization.online.base", "ray")
+_IMPORTED_WITH_MODELS = ("vllm.model_executor.layers.quantization.online.base", "ray")
 
 
 def forkable_imports(*modules: str) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def forkable_imports(*modules: str) -> tuple[str, ...]:
     CUDA cannot be used after a fork. On a CPU, modules that vLLM imports only with a model are added.
     """
     # With a GPU, imports may initialise state that does not survive a fork, above all CUDA.
-    return (*modules, *_WITH_A_MODEL) if _uses_cpu() else ()
+    return (*modules, *_IMPORTED_WITH_MODELS) if _uses_cpu() else ()
 
 
 def _uses_cpu() -> bool:

@@ -55,9 +55,9 @@ class Need:
     def range_missed_by(self, capability: Capability) -> str | None:
         """Return the required range of compute capabilities as text if `capability` is outside of it; else None."""
         if capability < self.least:
-            return f"{_number(self.least)} ({generation(self.least)}) or newer"
+            return f"{_text_of(self.least)} ({generation(self.least)}) or newer"
         if self.below is not None and capability >= self.below:
-            return f"{_number(self.least)} ({generation(self.least)}) up to below {_number(self.below)}"
+            return f"{_text_of(self.least)} ({generation(self.least)}) up to below {_text_of(self.below)}"
         return None
 
     def missed_by_libraries(self, versions: Mapping[str, str]) -> Iterator[str]:
@@ -135,7 +135,7 @@ def unmet_needs(
     for field, need in asked.items():
         for gpu in dict.fromkeys(gpus):
             if gpu.capability is not None and (fitting := need.range_missed_by(gpu.capability)) is not None:
-                reason = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
+                reason = f"{gpu.name} has compute capability {_text_of(gpu.capability)} ({generation(gpu.capability)})"
                 yield f"{field}: {reason}, it needs {fitting}; {need.remedy}, or take other GPUs (CUDA_VISIBLE_DEVICES)"
         for fault in need.missed_by_libraries(versions) if versions is not None else ():
             yield f"{field}: {fault}; {need.remedy}, or run launch/setup.sh"
@@ -163,5 +163,5 @@ def generation(capability: Capability) -> str:
     return next((GENERATIONS[first] for first in sorted(GENERATIONS, reverse=True) if first <= capability), "unknown")
 
 
-def _number(capability: Capability) -> str:
+def _text_of(capability: Capability) -> str:
     return ".".join(map(str, capability))

@@ -71,9 +71,9 @@ def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> l
     """
     nodes = numa_nodes(root)
     adapters = adapter_nodes(nodes, root)
-    of_gpus = [_node_of(root / "bus/pci/devices" / gpu, nodes) for gpu in gpus]
+    node_of_gpu = [_node_of(root / "bus/pci/devices" / gpu, nodes) for gpu in gpus]
     gpu_places = []
-    for index, (gpu, node) in enumerate(zip(gpus, of_gpus, strict=True)):
+    for index, (gpu, node) in enumerate(zip(gpus, node_of_gpu, strict=True)):
         if node is None:
             gpu_places.append(Place(gpu, None, fault=UNKNOWN))
             continue
@@ -82,8 +82,8 @@ def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> l
         if not usable:
             gpu_places.append(Place(gpu, node, adapters=near, fault=OUTSIDE))
             continue
-        turn, count = of_gpus[:index].count(node), of_gpus.count(node)
-        gpu_places.append(Place(gpu, node, _share(physical_cores(usable, root), turn, count), near))
+        index_in_node, count = node_of_gpu[:index].count(node), node_of_gpu.count(node)
+        gpu_places.append(Place(gpu, node, _rank_cpus(physical_cores(usable, root), index_in_node, count), near))
     return gpu_places
 
 
@@ -132,12 +132,13 @@ def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, 
     return [tuple(group) for group in groups.values()]
 
 
-def _share(groups: Sequence[tuple[int, ...]], turn: int, count: int) -> tuple[int, ...]:
-    """Return the logical CPUs of one of `count` ranks, given the cores' CPUs. Ranks share a core only if cores are too
-    few.
+def _rank_cpus(groups: Sequence[tuple[int, ...]], index: int, count: int) -> tuple[int, ...]:
+    """Return the logical CPUs of rank `index` of `count`. `groups` has the CPUs of each core.
+
+    Ranks share a core only if cores are too few.
     """
-    start = turn * len(groups) // count
-    stop = max((turn + 1) * len(groups) // count, start + 1)
+    start = index * len(groups) // count
+    stop = max((index + 1) * len(groups) // count, start + 1)
     return tuple(sorted(core for group in groups[start:stop] for core in group))
 
 
@@ -211,7 +212,7 @@ def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
     return addresses
 
 
-class _Outcome:
+class _Binding:
     """Result of `bind_rank` in this process."""
 
     fault: str | None = None
@@ -230,15 +231,15 @@ def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SY
         places_of_ranks, rank = rank_places(gpus(), root), int(os.environ.get("LOCAL_RANK", "0"))
         if rank >= len(places_of_ranks):
             return
-        _Outcome.fault = places_of_ranks[rank].fault
+        _Binding.fault = places_of_ranks[rank].fault
         if places_of_ranks[rank].fault is None:
             bind_threads(places_of_ranks[rank].cores)
     except OSError as error:
         # A sandbox may deny the call.
-        _Outcome.fault = f"the system refuses to bind threads to cores ({error.strerror})"
+        _Binding.fault = f"the system refuses to bind threads to cores ({error.strerror})"
     except (ValueError, AttributeError) as error:
         # An unknown kernel's /sys, or a torch that does not name PCI addresses.
-        _Outcome.fault = f"the places of GPUs cannot be read ({error})"
+        _Binding.fault = f"the places of GPUs cannot be read ({error})"
 
 
 def bind_threads(cores: Collection[int]) -> None:
@@ -254,4 +255,4 @@ def bind_threads(cores: Collection[int]) -> None:
 
 def notices() -> list[str]:
     """Return a notice if this rank could not be bound to its GPU's NUMA node; equal for all ranks with one reason."""
-    return [] if _Outcome.fault is None else [f"ranks are not bound to NUMA nodes: {_Outcome.fault}"]
+    return [] if _Binding.fault is None else [f"ranks are not bound to NUMA nodes: {_Binding.fault}"]

@@ -22,7 +22,7 @@ _annotate: Callable[[str], AbstractContextManager[None]] | None = None
 _NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
 
-class _Recorded:
+class _RecordedSpan:
     __slots__ = ("_began", "_name", "_range")
 
     def __init__(self, name: str) -> None:
@@ -45,7 +45,7 @@ def span(name: str) -> AbstractContextManager[None]:
     """
     # Spans of one thread always nest; spans of several threads would overlap in the profile.
     is_on = _recorded is not None or _annotate is not None
-    return _Recorded(name) if is_on and threading.current_thread() is threading.main_thread() else _NOT_RECORDED
+    return _RecordedSpan(name) if is_on and threading.current_thread() is threading.main_thread() else _NOT_RECORDED
 
 
 def annotation(name: str) -> AbstractContextManager[None]:
@@ -59,7 +59,7 @@ def annotate_with(annotate: Callable[[str], AbstractContextManager[None]] | None
     _annotate = annotate
 
 
-def seconds_of_a_span() -> float:
+def measure_span_seconds() -> float:
     """Measure and return the mean cost, in seconds, of recording one span. Recording must be off before the call."""
     record(True)
     began = time.monotonic()

@@ -31,7 +31,7 @@ def installed_gpus() -> tuple[Gpu, ...]:
     query = [program, "--query-gpu=memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
     query += [] if visible is None else [f"--id={visible.replace(' ', '')}"]
     try:
-        return tuple(_gpu(line) for line in _answer(query).split("\n") if line.strip())
+        return tuple(_parse_gpu(line) for line in _run_nvidia_smi(query).split("\n") if line.strip())
     except (OSError, ValueError):
         return ()
 
@@ -44,13 +44,13 @@ def driver_version() -> str | None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        versions = re.findall(r"^\d+(?:\.\d+)*$", _answer(query), re.MULTILINE)
+        versions = re.findall(r"^\d+(?:\.\d+)*$", _run_nvidia_smi(query), re.MULTILINE)
     except OSError:
         return None
     return versions[0] if versions else None
 
 
-def _answer(query: list[str]) -> str:
+def _run_nvidia_smi(query: list[str]) -> str:
     """Return the output of nvidia-smi. Raises OSError if it fails."""
     # nvidia-smi hangs on some broken GPUs, hence the limit in seconds.
     done = run_command(query, seconds=20)
@@ -59,7 +59,7 @@ def _answer(query: list[str]) -> str:
     return done.stdout
 
 
-def _gpu(line: str) -> Gpu:
+def _parse_gpu(line: str) -> Gpu:
     """Parse one line of nvidia-smi's list of GPUs. It writes [N/A] for an unknown value."""
     memory, capability, name = line.split(", ", 2)
     major, _, minor = capability.partition(".")

@@ -73,7 +73,7 @@ def of_engine(weights: Mapping[str, Tensor], renormalise: bool, batch: list[int]
     """Return an engine's output [tokens, hidden_size], weights and choices [tokens, top_k] for a batch of tokens."""
     from megarl.platform import libraries
     from megarl.platform.exact.block_products import row_product
-    from megarl.platform.exact.experts import _apply
+    from megarl.platform.exact.experts import _compute_experts
 
     libraries.prepare_vllm()
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -84,7 +84,7 @@ def of_engine(weights: Mapping[str, Tensor], renormalise: bool, batch: list[int]
     w13, w2 = packed(weights)
     group: Any = dist.group.WORLD
     output, silu = torch.empty_like(hidden), SimpleNamespace(value="silu")
-    _apply(BLOCKS, group, output, hidden, w13, w2, chosen_weights, chosen, silu, EXPERTS, None)
+    _compute_experts(BLOCKS, group, output, hidden, w13, w2, chosen_weights, chosen, silu, EXPERTS, None)
     return output, chosen_weights, chosen
 
 

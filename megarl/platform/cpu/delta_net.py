@@ -131,10 +131,10 @@ def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
     weight = layer.conv1d.weight.flatten(1).float()
     width = weight.size(1)
 
-    def rows(of: Tensor, first: Tensor, count: int) -> Tensor:
+    def rows(source: Tensor, first: Tensor, count: int) -> Tensor:
         """Return `count` rows of each sequence, from `first` [sequences] on: [sequences, count, channels]."""
-        index = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, of.size(-1))
-        return of.gather(1, index)
+        index = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, source.size(-1))
+        return source.gather(1, index)
 
     before = batch.states(rows(cache[batch.inputs], batch.skipped, width - 1))
     all_inputs = torch.cat([before, batch.pad(x)], dim=1)
@@ -155,7 +155,7 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
     heads, keys = layer.num_v_heads // layer.tp_size, layer.num_k_heads // layer.tp_size
     widths = [keys * layer.head_k_dim, keys * layer.head_k_dim, heads * layer.head_v_dim]
     q, k, v = convolved.split(widths, dim=-1)
-    q, k = (_unit(x.unflatten(-1, (keys, -1))).repeat_interleave(heads // keys, dim=1) for x in (q, k))
+    q, k = (_normalize(x.unflatten(-1, (keys, -1))).repeat_interleave(heads // keys, dim=1) for x in (q, k))
     decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
     queries, all_keys, values = (
         batch.pad(q * layer.head_k_dim**-0.5),
@@ -181,6 +181,6 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
     return batch.tokens(torch.stack(outputs, dim=1))
 
 
-def _unit(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     """Return vectors [..., channels] divided by their norm."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPSILON)

@@ -34,8 +34,8 @@ def block_product(x: Tensor, weight: Tensor, num_blocks: int) -> Tensor:
     This rank's share of the inner dimension, `in`, is split into `num_blocks` equal blocks. Shapes: x [..., in], weight
     [out, in].
     """
-    parts = zip(x.flatten(0, -2).chunk(num_blocks, -1), weight.chunk(num_blocks, -1), strict=True)
-    total = _tree_sum([row_product(of_x, of_weight).float() for of_x, of_weight in parts])
+    blocks = zip(x.flatten(0, -2).chunk(num_blocks, -1), weight.chunk(num_blocks, -1), strict=True)
+    total = _tree_sum([row_product(x_block, weight_block).float() for x_block, weight_block in blocks])
     return total.view(*x.shape[:-1], len(weight))
 
 

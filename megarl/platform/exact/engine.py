@@ -33,11 +33,11 @@ def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
     for module in modules:
         if isinstance(module, RowParallelLinear):
             assert module.bias is None and module.input_is_parallel and module.reduce_results
-            cast(Any, module).forward = functools.partial(_in_blocks, module, num_blocks // module.tp_size)
+            cast(Any, module).forward = functools.partial(_forward_in_blocks, module, num_blocks // module.tp_size)
     round_experts(modules, num_blocks)
 
 
-def _in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:
+def _forward_in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:
     """Return the output [tokens, out] of a row-parallel layer without bias, for this rank's input [tokens, in].
 
     vLLM's layer returns a pair of output and bias, unless `return_bias` is off.

@@ -47,11 +47,11 @@ def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
         assert experts.w1_bias is None and experts.w2_bias is None
         # Whole experts (expert parallelism) have all blocks on their rank.
         own_blocks = num_blocks // experts.moe_config.tp_size
-        experts.apply = functools.partial(_apply, own_blocks, get_tp_group().device_group)
+        experts.apply = functools.partial(_compute_experts, own_blocks, get_tp_group().device_group)
         kernel.output_is_reduced = lambda: True
 
 
-def _apply(
+def _compute_experts(
     num_blocks: int,
     group: dist.ProcessGroup,
     output: Tensor,
