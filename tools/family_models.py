@@ -106,7 +106,7 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
         of_layers = np.zeros((len(replayed), model.shape.num_layers, replayed.shape[2]), np.int64)
         of_layers[:, expert_layers(model.chunks)] = replayed
         stored = StoredExperts(0, 1)
-        handles = [stored.keep(experts) for experts in np.split(of_layers, np.cumsum(LENGTHS)[:-1])]
+        handles = [stored.store(experts) for experts in np.split(of_layers, np.cumsum(LENGTHS)[:-1])]
         batch = replace(batch, experts=np.array(handles))
         model.feeds.append(make_route_feed(stored, model))
     logprobs = model.forward([batch])
@@ -283,7 +283,7 @@ def replay(
     else:
         # The first rank sampled all; the others count the same handles.
         stored = StoredExperts(0, parallel.world_size)
-        batch = replace(batch, experts=np.array([stored.keep(choices) for choices in experts]))
+        batch = replace(batch, experts=np.array([stored.store(choices) for choices in experts]))
         stored = StoredExperts(dist.get_rank(), parallel.world_size) if dist.get_rank() else stored
         engine.feeds.append(make_route_feed(stored, engine))
     logprobs = engine.forward([batch])

@@ -486,7 +486,7 @@ def find_checkpoint(folder: Path) -> Path:
         return folder
     if not (folder / TRACKER).exists():
         return _checkpoint_of_run(folder)
-    # Anything but a number or `release` is refused below, so bytes that are not text may be replaced.
+    # Only a number or `release` is accepted below, so bytes that are not text may be replaced.
     text = (folder / TRACKER).read_bytes()[:100].decode(errors="replace").strip()
     if text != RELEASE and not text.isdecimal():
         raise DataError(

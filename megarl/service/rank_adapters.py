@@ -114,7 +114,7 @@ class Adapters:
                 group["lr"], group["weight_decay"] = adam["learning_rate"], adam["weight_decay"]
                 group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
         # Gradients are cleared after a refused step too: the client's error promises it.
-        norm, is_applied = step_if_finite(policy.optimizer, is_wanted=True)
+        norm, is_applied = step_if_finite(policy.optimizer, is_allowed=True)
         policy.clear_gradients()
         return norm, is_applied
 

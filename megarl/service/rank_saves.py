@@ -35,7 +35,7 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
         return fault
     # Rank 0 writes the state common to all ranks already here.
     records.free()
-    save = checkpoint.stage(folder, {"": policy}, str(parallel))
+    save = checkpoint.plan_save(folder, {"": policy}, str(parallel))
     tensors = _Room(folder / "tensors", save.num_bytes)
     if _is_anywhere(fault := records.take() or tensors.take()):
         return fault

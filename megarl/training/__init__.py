@@ -1,6 +1,6 @@
-"""The trainer of one rank: packed rows in, summed gradients and an optimizer step out.
+"""Training on one rank: packed rows of sequences in, summed gradients and an optimizer step out.
 
-`training_engine` holds the model and runs Megatron's schedules, `objective` defines the loss, `rows` packs sequences
+`training_engine` holds the model and runs Megatron's schedules. `objective` defines the loss, `rows` packs sequences
 into microbatches. A step's loss is a sum of weight x token loss over the global batch. The weights are part of the
 data, so a gradient does not depend on the split of the batch.
 """

@@ -1,4 +1,4 @@
-"""The canary: checksums of all module outputs for one fixed batch, computed twice by each data-parallel replica."""
+"""Canary: a check for faulty GPUs. Each data-parallel replica computes a fixed batch twice and compares checksums."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megarl.training.training_engine import TrainingEngine
 from megarl.types import TrainingSequence
 
 _MAX_TOKENS = 256
-"""Maximum length of a canary sequence. Products of this size use the kernels of training; the pass stays cheap."""
+"""Maximum tokens of a canary sequence: enough to use the kernels of training, and cheap."""
 
 
 def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
-    """Return the canary batch: the smallest number of rows, each a sequence of random tokens. They depend on the
-    recipe's seed only.
+    """Return the fixed batch of the canary: as few rows as the parallel sizes allow, each one sequence of random
+    tokens. The tokens depend on the recipe's seed only.
     """
     recipe = model.recipe
     length = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)
-    # 2: the stream of the canary, apart from other uses of the seed.
+    # 2 makes the canary's random stream differ from other streams with this seed.
     random = np.random.default_rng([recipe.seed, 2])
     tokens = random.integers(0, model.shape.vocab_size, (model.parallel.rows_multiple, length))
     mask = np.arange(length) > 0
@@ -31,15 +31,17 @@ def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
 
 
 def compute_canary(model: TrainingEngine) -> CanaryReport:
-    """Compute the canary batch twice in evaluation mode. A collective over the trainer's ranks."""
-    began = time.monotonic()
+    """Compute the canary batch twice in evaluation mode; return checksums of all module outputs and the seconds. A
+    collective over the trainer's ranks.
+    """
+    start = time.monotonic()
     rows = canary_rows(model)
     first, second = _outputs(model, rows), _outputs(model, rows)
-    return CanaryReport(first, [output.number for output in second], time.monotonic() - began)
+    return CanaryReport(first, [output.number for output in second], time.monotonic() - start)
 
 
 def _outputs(model: TrainingEngine, rows: list[TokenBatch]) -> list[Output]:
-    trace = ModuleTrace(model.chunks, checksum)
-    with trace.recording():
+    module_trace = ModuleTrace(model.chunks, checksum)
+    with module_trace.recording():
         model.forward(rows)
-    return trace.outputs()
+    return module_trace.outputs()

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 
 def exchange_rows(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
-    """Send rows to all ranks, and return the received ones by rank: [sum of num_received, ...].
+    """Send rows to all ranks, and return the received rows in rank order: [sum of num_received, ...].
 
-    `values` [sum of num_sent, ...] are the rows for all ranks, in order. A collective over the world, between hosts.
+    `values` [sum of num_sent, ...] are the rows to send, in rank order. `num_sent` and `num_received` are [ranks]. A
+    collective over the world, from host to host.
     """
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
@@ -32,41 +33,44 @@ def fetch_values(
     runs: NDArray[np.int64],
     holders: NDArray[np.int64],
     read_values: Callable[[int, int, int, int], NDArray[Any]],
-    nothing: NDArray[Any],
+    empty: NDArray[Any],
 ) -> NDArray[Any]:
-    """Fetch values of spans of tokens (runs) from the ranks storing them: [tokens, ...], in order.
+    """Fetch values of runs of tokens from the ranks that store them: [tokens, ...], in the order of `runs`.
 
-    A collective over the world. `runs` [runs, 3] lists sequence number, first token and end. `holders` [runs] are the
-    ranks storing them. `read_values` returns this rank's values for (rank, number, first, end). `nothing` [0, ...] has
-    the dtype and the trailing shape of the result.
+    `runs` [runs, 3] lists sequence number, first token and end; `holders` [runs] the rank storing each.
+    `read_values(rank, number, first, end)` returns what this rank stores, for the requesting rank. `empty` [0, ...] has
+    the dtype and trailing shape of the result. A collective over the world.
     """
     world_size = dist.get_world_size()
     # `exchange_rows` expects rows in rank order.
     by_holder = np.argsort(holders, kind="stable")
-    asked = runs[by_holder]
-    num_asked = np.bincount(holders, minlength=world_size)
-    ones = np.ones_like(num_asked)
+    requested_runs = runs[by_holder]
+    num_requested = np.bincount(holders, minlength=world_size)
+    ones = np.ones_like(num_requested)
     # First all ranks learn the number of requests, then the requests, then their values.
-    num_requests_from = exchange_rows(num_asked[:, None], ones, ones)[:, 0]
-    requests_from = np.split(exchange_rows(asked, num_asked, num_requests_from), np.cumsum(num_requests_from)[:-1])
+    num_requests_from = exchange_rows(num_requested[:, None], ones, ones)[:, 0]
+    requests_from = np.split(
+        exchange_rows(requested_runs, num_requested, num_requests_from), np.cumsum(num_requests_from)[:-1]
+    )
     answers = [
         [read_values(rank, *run).ravel() for run in requests.tolist()] for rank, requests in enumerate(requests_from)
     ]
-    num_sent = np.array([sum(values.size for values in of_rank) for of_rank in answers])
-    sizes = asked[:, 2] - asked[:, 1]
-    of_token = nothing.shape[1:]
+    num_sent = np.array([sum(values.size for values in rank_answers) for rank_answers in answers])
+    sizes = requested_runs[:, 2] - requested_runs[:, 1]
+    value_shape = empty.shape[1:]
     num_tokens = np.bincount(holders[by_holder], sizes, world_size).astype(np.int64)
-    sent = np.concatenate([nothing.ravel(), *(values for of_rank in answers for values in of_rank)])
-    received = exchange_rows(sent, num_sent, num_tokens * int(np.prod(of_token)))
+    sent = np.concatenate([empty.ravel(), *(values for rank_answers in answers for values in rank_answers)])
+    received = exchange_rows(sent, num_sent, num_tokens * int(np.prod(value_shape)))
     # Restore the order of the runs. Values may have no elements: a pipeline stage of dense layers has no experts.
-    pieces = np.split(received.reshape(sizes.sum(), *of_token), np.cumsum(sizes)[:-1])
-    return np.concatenate([nothing, *(pieces[place] for place in np.argsort(by_holder))])
+    pieces = np.split(received.reshape(sizes.sum(), *value_shape), np.cumsum(sizes)[:-1])
+    return np.concatenate([empty, *(pieces[place] for place in np.argsort(by_holder))])
 
 
 def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the runs of consecutive tokens: [runs, names + 2], the sequence's names, first token and end.
 
-    `names` is [sequences, names]. `sequence` and `token` [tokens] are each token's sequence and its place there.
+    `names` [sequences, names] identify a sequence. `sequence` and `token` [tokens] are each token's sequence and its
+    place in the sequence.
     """
     is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
     firsts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(token)])

@@ -1,6 +1,7 @@
-"""Host memory of a rank for tensors that leave the device: one arena, page-locked in the background.
+"""Page-locked host memory of one rank for tensors that leave the device: one arena, locked in the background.
 
-torch's allocator page-locks each tensor alone when it first leaves, and rounds its size up to a power of two.
+torch's allocator page-locks each tensor alone when it first leaves the device, and rounds its size up to a power of
+two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megarl.types import ConfigError
 CHUNK_BYTES = 256 << 20
 """Bytes page-locked by one call: about 0.16 s on an H200's host. A rank waits for another's turn at most this long."""
 ALIGNMENT = 64
-"""Copies start at multiples of a cache line, so any dtype can view them."""
+"""Alignment of copies in bytes, a cache line: any dtype can view them."""
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Mapping:
-    """Contiguous memory [bytes] from the system, in chunks. The first `num_used` bytes belong to copies."""
+    """Contiguous memory [bytes] from the system, cut into chunks. Copies take the first `num_used` bytes."""
 
     memory: Tensor
     chunks: Sequence[_Chunk]
@@ -49,7 +50,7 @@ class _Mapping:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Memory of an arena for one tensor or storage: `memory` [bytes]."""
+    """Part of an arena for one tensor or storage: `memory` [bytes], in `chunks`."""
 
     memory: Tensor
     chunks: Sequence[_Chunk] = field(repr=False)
@@ -58,14 +59,13 @@ class HostCopy:
 class HostArena:
     """Page-locked host memory of one rank. On a CPU it is ordinary memory that counts the same calls and bytes.
 
-    A thread locks it chunk by chunk, in turn with the machine's other ranks. A copy waits for its own chunks only.
+    A thread locks it chunk by chunk. The machine's ranks take turns. A copy waits for its own chunks only.
     """
 
     def __init__(self, num_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Reserve memory and start to lock it.
+        """Reserve `num_bytes` of memory and start to lock it.
 
-        `num_bytes` is the size of all copies, each rounded up by `aligned_bytes`. Raises ConfigError if the machine has
-        less.
+        Sum `aligned_bytes` over all copies to get `num_bytes`. Raises ConfigError if the machine has less memory.
         """
         self._chunk_bytes = chunk_bytes
         self._mappings: list[_Mapping] = []
@@ -74,15 +74,14 @@ class HostArena:
         self.num_calls = 0
         """Number of calls that page-locked memory."""
         self.num_locked_bytes = 0
-        """Bytes of page-locked memory."""
         self._background: Future[None] | None = None
         if num_bytes:
             chunks = self._extend(num_bytes).chunks
             self._background = background.begin(lambda: self._lock_all(chunks))
 
     def take(self, sizes: Sequence[int]) -> list[HostCopy]:
-        """Return memory for copies of these sizes in bytes; `close` releases it. If the arena is too small, it grows
-        once.
+        """Return memory for copies of these sizes in bytes. If the arena is too small, it grows once. `close` releases
+        it.
         """
         copies: list[HostCopy] = []
         for index, size in enumerate(sizes):
@@ -92,12 +91,12 @@ class HostArena:
         return copies
 
     def wait_for(self, copy: HostCopy) -> None:
-        """Return once all of a copy's memory is page-locked. Raises MegarlError if the system refuses."""
+        """Wait until all of a copy's memory is page-locked. Raises MegarlError if the system refuses."""
         for chunk in copy.chunks:
             self._lock_chunk(chunk)
 
     def close(self) -> None:
-        """Release the page lock of all memory. The locking thread stops after its current chunk.
+        """Unlock all memory. The locking thread stops after its current chunk.
 
         All copies from and to the GPU must be complete.
         """
@@ -114,7 +113,6 @@ class HostArena:
         self._mappings = []
 
     def _extend(self, num_bytes: int) -> _Mapping:
-        """Map memory of whole pages, not yet locked."""
         if (available := available_bytes()) < num_bytes:
             raise ConfigError(
                 f"trainer.offload: this rank needs {num_bytes / 2**30:.1f} GiB of host memory for offloaded states and "
@@ -144,7 +142,7 @@ class HostArena:
             self._lock_chunk(chunk)
 
     def _lock_chunk(self, chunk: _Chunk) -> None:
-        # Background and main thread: whoever comes first locks the chunk.
+        # Both the background thread and a waiting main thread may try: the first locks the chunk.
         with self._locking:
             if chunk.is_locked or self._is_closed:
                 return
@@ -156,5 +154,5 @@ class HostArena:
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """Return the bytes that a copy takes of an arena."""
+    """Return the bytes that a copy of `num_bytes` takes of an arena."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
-"""Adam with its state in host memory, and its step on the CPU, for a fraction of the parameters.
+"""Adam for a fraction of the parameters with its state and its step on the CPU, to save device memory.
 
-Megatron's `HybridDeviceOptimizer` copies gradients of this fraction to the host. torch's fused Adam steps there on
-float32 copies of the weights; the new weights are copied back. Statements about its internals refer to Megatron-Core
-0.16.1, optimizer/cpu_offloading.
+Megatron's `HybridDeviceOptimizer` copies their gradients to the host. torch's fused Adam steps there on float32 copies
+of the weights; the new weights are copied back. Its internals are those of Megatron-Core 0.16.1,
+optimizer/cpu_offloading.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SETTINGS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""Settings of `HybridDeviceOptimizer` in its parameter groups, in addition to Adam's."""
+"""Settings of `HybridDeviceOptimizer` in its parameter groups, beyond Adam's."""
 
 
 def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
-    """Set the fraction of the optimizer that Megatron keeps in host memory; 0 changes nothing."""
+    """Set the fraction of the optimizer in host memory. 0 changes nothing."""
     if not fraction:
         return
     libraries.prepare_hybrid_optimizer()
@@ -50,26 +50,28 @@ def is_hybrid(optimizer: Any) -> bool:
 
 
 def allocate_moments(optimizer: Any) -> None:
-    """Allocate an optimizer's state before its first step, as zeros: Megatron's `dummy_step` changes weights."""
+    """Allocate an optimizer's state as zeros before its first step. Megatron's `dummy_step` would change weights."""
     inner = optimizer.optimizer
-    for part in inner.sub_optimizers:
-        for parameter in _parameters(part):
-            state = part.state[parameter]
+    for sub_optimizer in inner.sub_optimizers:
+        for parameter in _parameters(sub_optimizer):
+            state = sub_optimizer.state[parameter]
             if "exp_avg" not in state:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                if _is_torch(part):
+                if _is_torch(sub_optimizer):
                     state["step"] = torch.zeros((), device=parameter.device)
     inner._sync_sub_optimizers_state_to_hdo()
 
 
 def set_step(optimizer: Any, step: int) -> None:
-    """Set Adam's step count, wherever the optimizer's parts store it."""
-    for part in optimizer.optimizer.sub_optimizers:
-        if _is_torch(part):
-            for parameter in _parameters(part):
-                part.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)
+    """Set Adam's step count in all parts of the optimizer. torch counts in each parameter's state, others in the
+    groups.
+    """
+    for sub_optimizer in optimizer.optimizer.sub_optimizers:
+        if _is_torch(sub_optimizer):
+            for parameter in _parameters(sub_optimizer):
+                sub_optimizer.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)
         else:
-            for group in part.param_groups:
+            for group in sub_optimizer.param_groups:
                 group["step"] = step
     optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
 
@@ -77,16 +79,16 @@ def set_step(optimizer: Any, step: int) -> None:
 def without_settings(state: dict[str, Any]) -> dict[str, Any]:
     """Return a distributed optimizer's state without the settings of `HybridDeviceOptimizer`."""
     inner = state["optimizer"]
-    # A checkpoint must not depend on the host fraction: it is read with and without one.
+    # A checkpoint must not depend on the fraction in host memory: a later run may use another one.
     groups = [
         {name: value for name, value in group.items() if name not in _SETTINGS} for group in inner["param_groups"]
     ]
     return {**state, "optimizer": {**inner, "param_groups": groups}}
 
 
-def _parameters(part: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in part.param_groups for parameter in group["params"]]
+def _parameters(sub_optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in sub_optimizer.param_groups for parameter in group["params"]]
 
 
-def _is_torch(part: Any) -> bool:
-    return isinstance(part, torch.optim.Adam | torch.optim.AdamW)
+def _is_torch(sub_optimizer: Any) -> bool:
+    return isinstance(sub_optimizer, torch.optim.Adam | torch.optim.AdamW)

@@ -32,21 +32,22 @@ from megarl.training.host_arena import HostArena
 from megarl.training.model_parts import ModelParts
 from megarl.training.replica import Replica
 from megarl.training.rows.choice import make_microbatch
-from megarl.training.rows.feeds import RowFeed, feeds_of
+from megarl.training.rows.feeds import RowFeed, build_feeds
 from megarl.training.rows.microbatch import Microbatch, unpack_row, whole_row
 from megarl.training.stage_shapes import CarriedStates, StageCommunicator, stage_groups
 
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
-"""Function that fills a model's parameters, given by name, in place."""
+"""Function that fills a model's parameters, a mapping by name, in place."""
 
 NO_PARTS = ModelParts()
 
 
 class ModelShard:
-    """One rank's shard of a model: the chunks of this pipeline stage, one or `parallel.vpp` of them.
+    """One rank's shard of a model: the chunks of its pipeline stage, one or `parallel.vpp` (virtual pipeline) of them.
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
-    over the trainer's ranks. `load_weights` fills the parameters. With a `replica`, only its first rank receives rows.
+    over the trainer's ranks. `load_weights` fills the parameters. With a `replica`, only its first rank passes rows to
+    the methods, and the others None.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class ModelShard:
                 if "bias" in name:
                     _mark_expert_bias(parameter)
         load_weights(self.tensors)
-        self.feeds = list(feeds_of(self.chunks, self.token_parts))
-        """Feeds of all forward passes."""
+        self.feeds = list(build_feeds(self.chunks, self.token_parts))
+        """Feeds (see `RowFeed`) of all forward passes: data that a pass needs beyond tokens."""
         self.update_feeds: list[RowFeed] = []
-        """Further feeds, of forward passes with gradients only."""
+        """Further feeds, for forward passes with gradients only."""
 
     def _build(self, index: int) -> PackedModel:
         return self.parts.build_chunk(
@@ -104,7 +105,7 @@ class ModelShard:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The modules for Megatron's schedule: the model chunks, or wrappers around them."""
+        """The modules that Megatron's schedule runs: the model chunks, or wrappers around them."""
         return self.chunks
 
     @property
@@ -127,29 +128,28 @@ class ModelShard:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank returns results of its replica: the last stage's first tensor-parallel rank does, for each
-        context-parallel part.
+        """Whether this rank returns results of its replica: True on the last stage's first tensor-parallel rank, for
+        each context-parallel part.
         """
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """Compute log-probs of every token of this replica's rows, or a critic's values before each token.
 
-        All ranks of the replica receive `rows`. With `replica`, only its first rank does, and the others pass None.
-        Returns float32 [tokens] per row, or None on ranks that do not report.
+        Returns float32 [tokens] per row, in nats, or None on ranks that do not report.
         """
         outputs = self._outputs(rows, 1)
         return None if outputs is None else [values for [values] in outputs]
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
-        """Return the first `count` output values of each token, [count, tokens] per row. Arguments as in `forward`."""
-        return self.unpack_outputs(self.run_forward(self.share_rows(rows), partial(_kept_output, count=count)))
+        """Return the first `count` output values of each token, float32 [count, tokens] per row; as in `forward`."""
+        return self.unpack_outputs(self.run_forward(self.share_rows(rows), partial(_select_outputs, count=count)))
 
     def unpack_outputs(self, outputs: Sequence[tuple[Tensor, Microbatch]]) -> list[NDArray[np.float32]] | None:
-        """Return values of each token in the rows' order, float32 [count, tokens] per row; None on ranks that do not
-        report.
+        """Return output values in the order of the batch's tokens, float32 [count, tokens] per row; None on ranks that
+        do not report.
 
-        `outputs` has the values [count, places] of each row, and its microbatch.
+        `outputs` has the values [count, places] of each padded row, and its microbatch.
         """
         if not self.reports:
             return None
@@ -162,14 +162,18 @@ class ModelShard:
             for values, (_, batch) in zip(np.split(on_host, ends[:-1]), outputs, strict=True)
         ]
 
-    def run_forward(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
-        """Run the rows through the model in evaluation mode, without gradients. `of_row` gets each row's output."""
+    def run_forward(self, rows: Sequence[TokenBatch], process_row: Callable[..., Any]) -> list[Any]:
+        """Run the rows through the model in evaluation mode, without gradients.
+
+        Returns `process_row(output, batch=Microbatch, non_loss_data=True)` of each row; an empty list before the last
+        stage.
+        """
         faults.reach("logprobs")
         with torch.no_grad(), evaluating(self.chunks):
-            return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
+            return get_forward_backward_func()(**self.schedule_arguments(rows, process_row, forward_only=True))
 
     def share_rows(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Return this replica's rows, passed to its first rank."""
+        """Return this replica's rows. With a `replica`, its first rank broadcasts them."""
         if self._replica is not None:
             return self._replica.share(rows)
         assert rows is not None
@@ -181,7 +185,6 @@ class ModelShard:
         return self.parallel.tp if self.sequence_parallel else 1
 
     def _stage_arguments(self, batches: Sequence[Microbatch], *, forward_only: bool) -> dict[str, Any]:
-        """Return the schedule's arguments for exchanges between pipeline stages; none for one stage."""
         if self.parallel.pp == 1:
             return {}
         hidden_size = self.config.hidden_size
@@ -213,13 +216,13 @@ class ModelShard:
         for feed in (*self.feeds, *self.update_feeds):
             feed.release()
 
-    def passes(
-        self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
+    def schedule_arguments(
+        self, rows: Sequence[TokenBatch], process_row: Callable[..., Any], *, forward_only: bool = False
     ) -> dict[str, Any]:
         """Return the arguments of Megatron's forward and backward schedule for these rows.
 
-        On the last stage, the schedule returns `of_row(output, batch=Microbatch)` per row: a `RowLoss`, or anything
-        with `forward_only`.
+        On the last stage, the schedule returns `process_row(output, batch=Microbatch)` per row: a `RowLoss`, or
+        anything with `forward_only`.
         """
         batches = self._microbatches(rows)
         feeds = self.feeds if forward_only else [*self.feeds, *self.update_feeds]
@@ -242,7 +245,7 @@ class ModelShard:
             )
             if not forward_only:
                 faults.reach("backward", lambda: [output])
-            return output, partial(of_row, batch=batch)
+            return output, partial(process_row, batch=batch)
 
         return self._stage_arguments(batches, forward_only=forward_only) | {
             "forward_step_func": forward_step,
@@ -258,9 +261,9 @@ class ModelShard:
 
 
 class FrozenModel(ModelShard):
-    """A model never trained, such as a reference or a reward model. Between passes it is in host memory.
+    """A model that is never trained, such as a reference or a reward model. Between passes it is in host memory.
 
-    `has_moved`: its weights differ from those of its folder, because the policy's were mixed into them.
+    `has_moved` is True once the policy's weights were mixed into its own: it then differs from its folder.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -271,12 +274,12 @@ class FrozenModel(ModelShard):
         for chunk in self.chunks:
             chunk.cpu()
 
-    def _own_parameters(self) -> list[torch.nn.Parameter]:
+    def _chunk_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def _move_to_host(self) -> None:
-        """Replace the parameters by copies in the page-locked arena: copying back is fast."""
-        parameters = self._own_parameters()
+        """Move the parameters into the page-locked arena, which makes copying them back fast."""
+        parameters = self._chunk_parameters()
         copies = self.arena.take([parameter.nbytes for parameter in parameters])
         for parameter, copy in zip(parameters, copies, strict=True):
             self.arena.wait_for(copy)
@@ -285,16 +288,17 @@ class FrozenModel(ModelShard):
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
-        """Context in which the model is on the device. Only `is_changed` copies parameters back to the host."""
-        # The host copies keep their memory and values; only the device copies are dropped. This saves a copy back per
-        # pass.
-        host = [(parameter, parameter.data) for parameter in self._own_parameters()]
-        for parameter, values in host:
+        """Context in which the model is on the device. `is_changed` copies the parameters back to the host at the
+        end.
+        """
+        # The host copies stay in place; only the device copies are dropped. This saves a copy back per pass.
+        host_values = [(parameter, parameter.data) for parameter in self._chunk_parameters()]
+        for parameter, values in host_values:
             parameter.data = values.to(self.device, non_blocking=True)
         for chunk in self.chunks:
             chunk.to(self.device)
         yield
-        for parameter, values in host:
+        for parameter, values in host_values:
             if is_changed:
                 values.copy_(parameter.data)
             parameter.data = values
@@ -307,10 +311,10 @@ class FrozenModel(ModelShard):
             return super().forward(rows)
 
     def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
-        """Mix other weights into the model, in float32: each tensor becomes share * tensor + (1 - share) * itself.
+        """Mix other weights into the model, in float32: each tensor becomes share * other + (1 - share) * itself.
 
-        `tensors` [*shape] belong to a model of the same shape and parallel sizes, by name. Source: TR-DPO (Gorbatovski
-        et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
+        `tensors` [*shape] are the other weights by name, of a model with the same shape and parallel sizes. Source:
+        TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: soft update, and hard update at share 1).
         """
         with torch.no_grad():
             for name, values in self.tensors.items():
@@ -320,7 +324,7 @@ class FrozenModel(ModelShard):
 
 
 def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers [*shape] of a chunk that belong to its checkpoint, with their names."""
+    """Yield the buffers [*shape] of a chunk that its checkpoint contains, with their names."""
     for path, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -344,21 +348,20 @@ def _join_ranks(seed: int, parallel: ParallelConfig, shape: ModelShape) -> None:
         )
     require_gpu_backends(device.current())
     model_parallel_cuda_manual_seed(seed)
-    # megarl draws from neither generator; seeding makes draws by libraries reproducible.
+    # Only libraries draw from these two generators; seeding makes their draws reproducible.
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _mark_expert_bias(bias: Any) -> None:
-    """Mark a bias [channels] of an expert as whole on its rank, like the expert's weights.
+    """Mark an expert's bias [channels] as whole on its rank, like the expert's weights.
 
-    Megatron-Core 0.16.1 marks the second one as if tensor-parallel ranks shared it. It would add up gradients of
-    different experts, and leave some out of the gradient's norm.
+    Megatron-Core 0.16.1 marks it as shared by tensor-parallel ranks. It would add up gradients of different experts,
+    and leave some out of the gradient's norm.
     """
     bias.sequence_parallel = False
     bias.tensor_model_parallel = True
 
 
-def _kept_output(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
-    """Return the first `count` rows of a model's output [values, tokens], with the microbatch."""
+def _select_outputs(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
     return output[:count], batch

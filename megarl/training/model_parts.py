@@ -1,4 +1,4 @@
-"""Optional parts of a model's chunks: the settings and modules that they change."""
+"""Optional features of a model that change its settings and modules."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ Policy = TypeVar("Policy", bound=PolicyModel)
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
+    """Optional features of a model; the default has none."""
+
     replays_routes: bool = False
-    """Whether the routers can replay the experts that the engine chose."""
+    """Whether the MoE routers can replay the experts that the engine chose."""
     exact_blocks: int = 0
-    """Above 0 the model rounds as the engine does, with this many blocks of a product split over all ranks."""
+    """Above 0, the model rounds as the engine does. It is the number of blocks of each product, split over all ranks.
+    """
     learns_distributions: bool = False
     """Whether the policy learns from its teachers' distributions."""
     drafts_learn_distribution: bool = False
@@ -40,7 +43,6 @@ class ModelParts:
         dtype: torch.dtype,
         sequence_parallel: bool,
     ) -> TransformerConfig:
-        """Return Megatron's settings of the model."""
         trainer = recipe.trainer
         return transformer_config(
             shape,
@@ -59,7 +61,7 @@ class ModelParts:
     def build_chunk(
         self, recipe: Recipe, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None, **settings: Any
     ) -> PackedModel:
-        """Build a chunk of the recipe's kind of model. `settings` are arguments of a `PolicyModel`."""
+        """Build one chunk of a policy or critic, as the recipe needs it. `settings` are arguments of `PolicyModel`."""
         if shape.has_value_head:
             return ValueModel(config, shape, vp_stage=vp_stage)
         if self.learns_distributions:
@@ -76,7 +78,7 @@ class ModelParts:
         vp_stage: int | None,
         **settings: Any,
     ) -> Policy:
-        """Build one chunk of a language model as an instance of `kind`."""
+        """Build one chunk of a language model of class `kind`."""
         return parts.build_policy(
             kind,
             config,

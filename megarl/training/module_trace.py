@@ -1,4 +1,4 @@
-"""Outputs of a model's modules in a pass, in order. Each is reduced to a number."""
+"""Recording of the outputs of a model's modules in forward passes, each reduced to a number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOCAL_LAYER = re.compile(r"(.*\blayers\.)(\d+)\b(.*)")
 
 
 class ModuleTrace:
-    """Recorder of module outputs in forward passes of `chunks` within the context `recording`.
+    """Recorder of the outputs of all modules of `chunks`, in order, within the context `recording`.
 
     `measure` reduces an output [*shape] to an integer scalar on its device.
     """
@@ -26,7 +26,7 @@ class ModuleTrace:
         self._chunks, self._measure = chunks, measure
         self._numbers = chunk_numbers(len(chunks))
         self._rows = [-1] * len(chunks)
-        self._open: int | None = None
+        self._running_chunk: int | None = None
         self._calls = 0
         self._places: list[Place] = []
         self._names: list[str] = []
@@ -36,10 +36,10 @@ class ModuleTrace:
     def recording(self) -> Iterator[None]:
         handles: list[Any] = []
         for index, chunk in enumerate(self._chunks):
-            handles.append(chunk.register_forward_pre_hook(self._beginner(index)))
-            names = model_names(chunk)
+            handles.append(chunk.register_forward_pre_hook(self._make_begin_hook(index)))
+            global_name = model_names(chunk)
             for name, module in chunk.named_modules():
-                handles.append(module.register_forward_hook(self._observer(names(name), module is chunk)))
+                handles.append(module.register_forward_hook(self._make_output_hook(global_name(name), module is chunk)))
         try:
             yield
         finally:
@@ -47,35 +47,36 @@ class ModuleTrace:
                 handle.remove()
 
     def outputs(self) -> list[Output]:
-        """Return the recorded outputs in order. The host waits for the device here."""
+        """Return the recorded outputs in order. The host waits for the device."""
         numbers = torch.stack(self._measures).tolist() if self._measures else []
         return [Output(*values) for values in zip(self._places, self._names, numbers, strict=True)]
 
-    def _beginner(self, index: int) -> Callable[..., None]:
+    def _make_begin_hook(self, index: int) -> Callable[..., None]:
         def begin(*_: object) -> None:
             self._rows[index] += 1
-            self._open, self._calls = index, 0
+            self._running_chunk, self._calls = index, 0
 
         return begin
 
-    def _observer(self, name: str, is_chunk: bool) -> Callable[..., None]:
+    def _make_output_hook(self, name: str, is_chunk: bool) -> Callable[..., None]:
         def observe(_module: object, _inputs: object, output: object) -> None:
             # Recomputed activations call the hooks again, in the backward pass. They are not outputs of the chunk.
-            if self._open is None:
+            if self._running_chunk is None:
                 return
             for tensor in _floats(output):
-                self._places.append(Place(self._rows[self._open], self._numbers[self._open], self._calls))
+                chunk = self._running_chunk
+                self._places.append(Place(self._rows[chunk], self._numbers[chunk], self._calls))
                 self._names.append(name)
                 self._measures.append(self._measure(tensor.detach()))
                 self._calls += 1
             if is_chunk:
-                self._open = None
+                self._running_chunk = None
 
         return observe
 
 
 def chunk_numbers(num_chunks: int) -> list[int]:
-    """Return the numbers of this stage's chunks in the order of the model's layers."""
+    """Return the positions of this stage's chunks among all chunks of the model, from 0 in layer order."""
     # Imported here: the driver reads `CanaryReport` without Megatron.
     from megatron.core import parallel_state
 
@@ -85,7 +86,7 @@ def chunk_numbers(num_chunks: int) -> list[int]:
 
 
 def model_names(chunk: nn.Module) -> Callable[[str], str]:
-    """Return a function from names in a chunk to names in the whole model: a stage numbers its layers from 0."""
+    """Return a function from module names in a chunk to names in the whole model. A stage numbers its layers from 0."""
     modules: Mapping[str, nn.Module] = dict(chunk.named_modules())
 
     def rename(name: str) -> str:
@@ -100,6 +101,7 @@ def model_names(chunk: nn.Module) -> Callable[[str], str]:
 
 
 def _floats(output: object) -> Iterator[Tensor]:
-    """Yield the floating-point tensors [*shape] of a module's output, alone or in a tuple."""
-    parts = output if isinstance(output, tuple | list) else (output,)
-    yield from (part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.numel())
+    tensors = output if isinstance(output, tuple | list) else (output,)
+    yield from (
+        tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel()
+    )

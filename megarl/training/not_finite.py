@@ -21,7 +21,7 @@ from megarl.training.objective import RowLoss
 from megarl.training.rows.metrics import losses_of, read
 
 _KINDS = ("weight", "output", "loss", "gradient")
-"""Kinds of tensors in the order in which they cause each other."""
+"""Kinds of tensors, a cause before its effect."""
 _NAME_BYTES = 160
 """Maximum bytes of a name that ranks exchange. Megatron's names are shorter than 100."""
 _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
@@ -31,15 +31,15 @@ _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
 def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss]) -> NotFinite:
     """Compute the rows again, and return the first tensor that is not finite. A collective over the trainer's ranks.
 
-    The order is: weights; outputs of modules, by microbatch and position in the model; losses; each rank's own
-    gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed; weights,
-    buffers and optimizer stay. Dropout draws new masks.
+    Tensors are searched in this order: weights; outputs of modules, by microbatch and position in the model; losses;
+    each rank's own gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed;
+    weights, buffers and optimizer stay. Dropout draws new masks.
     """
-    trace = ModuleTrace(model.chunks, _has_fault)
+    trace = ModuleTrace(model.chunks, _flag_not_finite)
     buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
     with _skip_reduction(model):
         with trace.recording(), torch.enable_grad():
-            losses = read(get_forward_backward_func()(**model.passes(rows, objective)))
+            losses = read(get_forward_backward_func()(**model.schedule_arguments(rows, objective)))
         model.release_feeds()
         numbers = [losses_of(row) for row in losses]
         first = next(_candidates(model, rows, trace, numbers), None)
@@ -51,11 +51,11 @@ def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Ca
 
 @contextmanager
 def _skip_reduction(model: ModelShard) -> Iterator[None]:
-    """Context in which each rank's gradients stay its own. Gradient buffers are zero before and after."""
+    """Context in which gradients are not reduced over ranks. Gradient buffers are zero before and after."""
     config: Any = model.config
     # Wrappers with gradient buffers: only a trained model has updates.
     wrapped: Any = model.models
-    before = config.finalize_model_grads_func, config.no_sync_func
+    saved_functions = config.finalize_model_grads_func, config.no_sync_func
     with ExitStack() as stack:
         for chunk in wrapped:
             chunk.zero_grad_buffer()
@@ -64,20 +64,20 @@ def _skip_reduction(model: ModelShard) -> Iterator[None]:
         try:
             yield
         finally:
-            config.finalize_model_grads_func, config.no_sync_func = before
+            config.finalize_model_grads_func, config.no_sync_func = saved_functions
             for chunk in wrapped:
                 chunk.zero_grad_buffer()
 
 
-def _has_fault(values: Tensor) -> Tensor:
-    """Return 1 if a value [*shape] is not finite, else 0: int64 scalar on the device."""
+def _flag_not_finite(values: Tensor) -> Tensor:
+    """Return int64 [] on the device: 1 if a value [*shape] is not finite, else 0."""
     return values.isfinite().all().logical_not().long()
 
 
 def _candidates(
     model: ModelShard, rows: Sequence[TokenBatch], trace: ModuleTrace, losses: Sequence[Sequence[float]]
 ) -> Iterator[tuple[str, Place, str]]:
-    """Yield this rank's tensors that are not finite, in order: kind, place and name."""
+    """Yield this rank's tensors that are not finite, in search order: kind, place and name."""
     chunks = list(zip(chunk_numbers(len(model.chunks)), model.chunks, strict=True))
     for number, chunk in chunks:
         weights = dict(chunk.named_parameters())
@@ -103,21 +103,20 @@ def _faulty(
     """Yield the tensors [*shape] of a chunk that are not finite: kind, place and name in the model."""
     if not tensors:
         return
-    faults = torch.stack([_has_fault(values) for values in tensors.values()]).tolist()
-    for call, (name, fault) in enumerate(zip(tensors, faults, strict=True)):
-        if fault:
+    flags = torch.stack([_flag_not_finite(values) for values in tensors.values()]).tolist()
+    for call, (name, flag) in enumerate(zip(tensors, flags, strict=True)):
+        if flag:
             yield kind, Place(0, chunk, call), rename(name)
 
 
 def _faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> list[str]:
-    """Return the names of the arrays [tokens] with trained values that are not finite."""
     return [
         name for name, values in per_token.items() if name not in _MAY_BE_NAN and not np.isfinite(values[mask]).all()
     ]
 
 
 def _first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
-    """Return the first of all ranks' findings, and the ranks sharing it."""
+    """Return the first of all ranks' findings, and the ranks with the same finding. A collective."""
     # One row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
     table = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)
     if finding is not None:

@@ -75,20 +75,20 @@ class StepNumbers:
     kl_coefficient: float
     """Weight of the KL to the reference model (RL)."""
     kto_kl: float | None = None
-    """KTO's reference point: the policy's KL from the reference in nats per answer, not negative."""
+    """KTO's reference point: the policy's KL from the reference in nats per answer, at least 0."""
 
 
 RowLoss = tuple[Tensor, Tensor, dict[str | Signal, RowMetric]]
-"""A microbatch's part of the global loss [], a token count [] required by Megatron, and the metrics.
+"""A microbatch's part of the global loss [], a token count [] that Megatron requires, and the metrics.
 
-What decides about an update is stored by its `Signal`, all else by the metric's name.
+Metrics that decide about an update have a `Signal` as key, the others their name.
 """
 
 
 class Objective(Protocol):
     """Function from a model's output to a microbatch's part of the global loss.
 
-    A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
+    The output of a policy is log-probs and entropies [2, tokens], that of a critic or reward model values [1, tokens].
     """
 
     def __call__(self, output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss: ...
@@ -103,9 +103,9 @@ def supervised_loss(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> 
 def policy_objective(config: AlgorithmConfig) -> Objective:
     """Return the recipe's policy loss, with its importance weights, KL to the reference and entropy bonus.
 
-    Metrics, over the policy's tokens: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part
-    of the loss; `kl/capped` with algorithm.k3_max; `train/ptx_loss` if conversations are trained too; `importance/` if
-    the batch has no weights yet; `logprob_gap/`.
+    Metrics over the policy's tokens: those of the policy loss and `entropy`, as `train/`; `logprob_gap/`;
+    `kl/reference` if the KL is part of the loss; `kl/capped` with algorithm.k3_max; `train/ptx_loss` if conversations
+    are trained too; `importance/` if this function computes the importance weights.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -114,7 +114,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     settings |= config.policy_loss_kwargs
     if config.off_policy_limit is not None:
         policy_loss = drop_off_policy(policy_loss, limit=config.off_policy_limit)
-    is_of_trajectories = is_sequence_loss(policy_loss)
+    takes_whole_row = is_sequence_loss(policy_loss)
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
     weigh_kl: Callable[[Tensor, Tensor], Tensor | float] = ratio if config.kl_unbiased else lambda policy, old: 1.0
@@ -127,7 +127,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
         arguments = policy_logprobs, old_logprobs, per_token["advantages"]
         try:
-            if is_of_trajectories:
+            if takes_whole_row:
                 loss, metrics = apply_to_whole_row(policy_loss, arguments, batch, settings)
             else:
                 loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
@@ -135,25 +135,25 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         except ResultError as error:
             raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
         ratios = metrics.pop("ratio", None)
-        of_tokens: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in metrics.items()}
-        of_tokens["train/entropy"] = entropies.detach()
+        token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in metrics.items()}
+        token_metrics["train/entropy"] = entropies.detach()
         if ratios is not None:
-            of_tokens[RATIO] = ratios
+            token_metrics[RATIO] = ratios
         if (weights := per_token.get("importance_weights")) is None and config.importance_sampling is not None:
             weights, unbounded = _importance_weights(config, old_logprobs, batch)
-            of_tokens |= weight_metrics(weights, unbounded)
+            token_metrics |= weight_metrics(weights, unbounded)
         if (penalties := per_token.get("log_ratio_penalties")) is not None:
             loss = loss + penalties * log_ratio(policy_logprobs, old_logprobs).abs()
         if weights is not None:
             loss = loss * weights
         if config.old_logprobs == "trainer":
-            of_tokens["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
+            token_metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, per_token["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * weigh_kl(policy_logprobs, old_logprobs) * divergence
-            of_tokens[KL] = divergence
+            token_metrics[KL] = divergence
             if config.k3_max is not None:
-                of_tokens["kl/capped"] = (divergence >= config.k3_max).float()
+                token_metrics["kl/capped"] = (divergence >= config.k3_max).float()
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
         logged: dict[str | Signal, RowMetric] = {}
@@ -164,7 +164,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
             logged |= mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
-        total, count, means = weighted_loss(loss, of_tokens, batch, is_of_policy)
+        total, count, means = weighted_loss(loss, token_metrics, batch, is_of_policy)
         return total, count, means | logged
 
     return objective
@@ -173,7 +173,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     """Return the log-probs [tokens] in the ratio's denominator, without gradient; `policy_logprobs` is [tokens].
 
-    They are the batch's `old_logprobs`, and where these are NaN or missing, this forward pass's.
+    These are the batch's `old_logprobs`. Where they are NaN or missing, they are this forward pass's log-probs.
     """
     current = policy_logprobs.detach()
     old = batch.per_token.get("old_logprobs")
@@ -183,7 +183,7 @@ def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
 def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
     """Return the weights of algorithm.importance_sampling with and without bounds, [tokens] each.
 
-    `old_logprobs` are [tokens]. Each sample is in one row if the correction compares whole samples.
+    `old_logprobs` is [tokens]. Corrections of whole samples need each sample within one row.
     """
     name, row, local = config.importance_sampling, batch.row, batch.row.local
     assert name is not None
@@ -199,14 +199,15 @@ def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Mi
 def preference_objective(config: PreferenceConfig) -> Objective:
     """Return the recipe's preference loss. A row holds whole pairs, the chosen answer before the rejected one.
 
-    Metrics: `preference/accuracy` (won pairs; kto: answers on their correct side of the KL), `preference/margin`, and
-    the rewards `preference/chosen` and `preference/rejected`.
+    Metrics: `preference/accuracy`, `preference/margin`, `preference/chosen` and `preference/rejected`.
     """
     return _answers_objective(PREFERENCE_LOSSES[config.loss], config)
 
 
 def reward_objective(config: PreferenceConfig) -> Objective:
-    """Return the loss of a reward model. Metrics as in `preference_objective`, from its scores."""
+    """Return the Bradley-Terry loss of a reward model. Metrics as in `preference_objective`, from the model's
+    scores.
+    """
     return _answers_objective(bradley_terry, config)
 
 
@@ -222,7 +223,7 @@ def critic_objective(config: CriticConfig) -> Objective:
 
 
 def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
-    """Return the objective for a loss of whole answers, like DPO's."""
+    """Return the objective for a loss of whole answers, such as DPO's."""
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
 
@@ -244,22 +245,22 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
             assert numbers.kto_kl is not None
             desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
             losses, rewards = preference_loss(sums, reference_sums, desirable, kl=numbers.kto_kl, **settings)
-            share = losses.detach() / lengths
-            of_answers = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
+            token_loss = losses.detach() / lengths
+            answer_metrics = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
         else:
             pairs = (values.view(-1, 2) for values in (sums, reference_sums, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
             # Token weights divide by the number of sequences, two per pair, hence the factor 2.
             losses = 2 * losses
-            share = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2)
-            of_answers = _pair_metrics(rewards)
+            token_loss = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2)
+            answer_metrics = _pair_metrics(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[local]
-        loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
-        of_tokens = {"train/entropy": output[1]} if len(output) > 1 else {}
-        total, count, logged = weighted_loss(loss, of_tokens, batch, batch.mask)
-        return total, count, logged | of_answers
+        loss = token_loss[sequence] + slopes[sequence] * (per_token - per_token.detach())
+        token_metrics = {"train/entropy": output[1]} if len(output) > 1 else {}
+        total, count, logged = weighted_loss(loss, token_metrics, batch, batch.mask)
+        return total, count, logged | answer_metrics
 
     return objective
 
@@ -277,7 +278,7 @@ def weighted_loss(
 
 
 def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
-    """Return a model's output [rows, tokens] without gradient on all tokens but the trained ones.
+    """Return a model's output [rows, tokens] with gradient on the trained tokens only.
 
     Selecting the loss alone is not enough: a gradient of zero times an infinite slope is NaN.
     """
@@ -289,7 +290,7 @@ def mismatch_metrics(
 ) -> dict[str | Signal, RowMetric]:
     """Return `logprob_gap/`: the mismatch of trainer and engine over the counted tokens. All tensors are [tokens].
 
-    Tokens that these weights did not sample have a `rollout_logprobs` of NaN; they are left out.
+    Tokens with a `rollout_logprobs` of NaN were not sampled by these weights and are left out.
     """
     is_sampled = rollout_logprobs.isnan().logical_not()
     is_measured = is_counted & is_sampled
@@ -300,13 +301,12 @@ def mismatch_metrics(
         "logprob_gap/max": max_of((trainer - engine).abs(), is_measured),
     }
     moments = mismatch_moments(trainer, engine)
-    of_tokens: dict[str | Signal, Tensor] = {MISMATCH: moments.pop("mean")}
-    of_tokens |= {f"logprob_gap/{name}": values for name, values in moments.items()}
-    return logged | means_of(of_tokens, is_measured, needs_tokens=True)
+    token_metrics: dict[str | Signal, Tensor] = {MISMATCH: moments.pop("mean")}
+    token_metrics |= {f"logprob_gap/{name}": values for name, values in moments.items()}
+    return logged | means_of(token_metrics, is_measured, needs_tokens=True)
 
 
 def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
-    """Return the metrics of pairs, from rewards [pairs, 2]."""
     chosen_rewards, rejected_rewards = rewards.unbind(1)
     return {
         "preference/accuracy": mean_of_all((chosen_rewards > rejected_rewards).float()),
@@ -317,7 +317,7 @@ def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
 
 
 def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, RowMetric]:
-    """Return KTO's metrics, from rewards and desirable [answers]."""
+    """Return KTO's metrics, from `rewards` and `desirable` [answers]. An answer wins on its side of `threshold`."""
     margin = torch.where(desirable, rewards - threshold, threshold - rewards)
     return {
         "preference/accuracy": mean_of_all((margin > 0).float()),
@@ -333,7 +333,7 @@ def apply_to_whole_row(
     batch: Microbatch,
     settings: dict[str, Any],
 ) -> LossAndMetrics:
-    """Return a loss of whole trajectories, all segments included, on this context-parallel rank's tokens: [tokens]."""
+    """Return a loss of whole trajectories on this context-parallel rank's tokens: [tokens]."""
     row, local = batch.row, batch.row.local
     assert local is not None
     policy_logprobs, *other_arguments = (whole_row(tensor.detach(), row) for tensor in arguments)

@@ -1,4 +1,4 @@
-"""Device memory that is released while the engine samples, merged weights, and copies in pinned host memory."""
+"""Device memory released while the engine samples, merged LoRA weights, and copies in page-locked host memory."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from megarl.training.host_arena import HostArena, HostCopy, aligned_bytes
 class Offloadable:
     """A set of tensors whose device memory can be released and allocated again. Tensors and views stay valid.
 
-    `tensors` lists them at each release: an optimizer has none before its first step. Their values wait in `arena`;
-    without one, they come back as zeros.
+    `tensors` lists them at each release, because an optimizer has no state before its first step. `arena` holds their
+    values in the meantime; without one, they come back as zeros.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena | None = None) -> None:
         self._tensors, self._arena = tensors, arena
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
         self._copies: list[HostCopy] = []
 
     def offload(self) -> None:
-        if self._away:
+        if self._released:
             return
         # Several tensors may share one storage: each storage is moved once.
         storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
-        self._away = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._released = [(storage, storage.nbytes()) for storage in storages.values()]
         if self._arena is not None:
-            self._copies = self._copies_for([size for _, size in self._away], self._arena)
-            for (storage, _), copy in zip(self._away, self._copies, strict=False):
+            self._copies = self._copies_for([size for _, size in self._released], self._arena)
+            for (storage, _), copy in zip(self._released, self._copies, strict=False):
                 self._arena.wait_for(copy)
                 copy.memory.copy_(_bytes(storage), non_blocking=True)
         # The copies are asynchronous: their source must not be freed before they end.
         torch.cuda.synchronize()
-        for storage, _ in self._away:
+        for storage, _ in self._released:
             storage.resize_(0)
 
     def onload(self) -> None:
-        for index, (storage, size) in enumerate(self._away):
+        for index, (storage, size) in enumerate(self._released):
             storage.resize_(size)
             if self._arena is not None:
                 _bytes(storage).copy_(self._copies[index].memory, non_blocking=True)
             else:
                 _bytes(storage).zero_()
-        self._away = []
+        self._released = []
 
     def _copies_for(self, sizes: Sequence[int], arena: HostArena) -> list[HostCopy]:
-        """Return memory for copies of these sizes, then any not needed now. Memory of earlier releases is used again.
+        """Return memory for copies of these sizes in bytes, then unused memory. Memory of earlier releases is used
+        again.
 
-        Page-locked memory is slow to allocate. A loaded checkpoint replaces tensors by others of the same sizes.
+        Page-locking is slow. A loaded checkpoint replaces tensors by others of the same sizes.
         """
         free: dict[int, list[HostCopy]] = {}
         for copy in reversed(self._copies):
@@ -70,11 +71,11 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class MergedWeights:
-    """The model's weights with LoRA adapters merged into them. `weights` maps Megatron's names to tensors, valid within
-    the context `merging`.
+    """The model's weights with LoRA adapters merged into them, for the engine.
 
-    A linear layer with an adapter has a separate tensor for it. Its memory exists within `merging` only; the frozen
-    weight is never written. Merging needs no other rank: adapters are split like their weights.
+    `weights` maps Megatron's names to tensors, valid within the context `merging`. A merged weight is a separate tensor
+    with memory within `merging` only; the frozen weight is never written. Merging needs no other rank, because adapters
+    are split like their weights.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
@@ -91,7 +92,10 @@ class MergedWeights:
 
     @property
     def rounding(self) -> MergeRounding | None:
-        """The rounding error of the newest merge on this rank; None without adapters that this rank counts."""
+        """The rounding error of the newest merge on this rank; None without adapters to count.
+
+        Data-parallel copies of an adapter count once.
+        """
         if not self._squared_norms:
             return None
         return MergeRounding(*torch.stack(self._squared_norms).sum(0).tolist())
@@ -112,10 +116,10 @@ class MergedWeights:
 
 
 class ScaledAdapters:
-    """The LoRA matrices as vLLM computes with them: A [rank, in], and B [*out, rank] times the scale.
+    """The LoRA matrices as vLLM uses them: A [rank, in], and B [*out, rank] times the scale.
 
-    `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B exist within it
-    only.
+    `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B have memory
+    only there.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -142,11 +146,13 @@ class ScaledAdapters:
 
 
 BLOCK_BYTES = 1 << 30
-"""Bytes of a block of pinned host memory. torch rounds up to powers of two and reuses blocks for the next save."""
+"""Bytes of a block of page-locked host memory. torch rounds up to powers of two, and reuses blocks for the next
+save.
+"""
 
 
 def copy_to_pinned_blocks(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
-    """Return contiguous, complete host copies [*shape] of the tensors, packed into page-locked blocks if `pin`.
+    """Return complete host copies [*shape] of the tensors, packed into page-locked blocks if `pin`.
 
     A tensor larger than a block gets its own.
     """

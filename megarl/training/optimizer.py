@@ -26,14 +26,14 @@ from megarl.training.host_optimizer import set_host_fraction
 
 
 class UpdateRule(Protocol):
-    """A rule updating some parameters in Adam's place, or with another learning rate."""
+    """A rule that updates some parameters in Adam's place, or with another learning rate."""
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
         """Return Megatron's overrides that put these parameters into groups of their own."""
         ...
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
-        """Put an optimizer with this rule in the place of Megatron's Adam, if the rule needs one."""
+        """Replace Megatron's Adam by an optimizer with this rule, if the rule needs one."""
         ...
 
 
@@ -46,10 +46,10 @@ def build_optimizer(
     host_fraction: float = 0.0,
     rule: UpdateRule | None = None,
 ) -> ChainedOptimizer:
-    """Return AdamW or plain SGD over float32 master weights, or AdamW with another `rule` for some parameters.
+    """Return AdamW or plain SGD over float32 master weights. `rule` may treat some parameters in another way.
 
     With `distributed`, data-parallel ranks shard the state. Adam comes from Transformer Engine or apex if installed,
-    else from torch. For the `host_fraction` of the parameters it is torch's, in host memory.
+    else from torch. `host_fraction` of the parameters use torch's Adam in host memory.
     """
     settings = MegatronOptimizerConfig(
         # Muon takes the place of Adam for some parameters.
@@ -81,23 +81,23 @@ def build_optimizer(
 
 
 def adam_module() -> str:
-    """Return the package of the Adam that Megatron imported: transformer_engine, apex or torch."""
+    """Return the package of Megatron's Adam: transformer_engine, apex or torch."""
     return Adam.__module__.partition(".")[0]
 
 
 @torch.no_grad()
 def step_if_finite(
-    optimizer: ChainedOptimizer, *, is_wanted: bool, max_norm: float | None = None
+    optimizer: ChainedOptimizer, *, is_allowed: bool, max_norm: float | None = None
 ) -> tuple[float, bool]:
-    """Apply the reduced gradients, unless `is_wanted` is False, or their norm is not finite or above `max_norm`.
+    """Apply the reduced gradients if `is_allowed`, unless their norm is not finite or above `max_norm`.
 
-    Returns the global gradient norm before clipping, and whether parameters changed. Both are equal on all ranks if
-    `is_wanted` is.
+    Returns the global gradient norm before clipping, and whether parameters changed. `is_allowed` must be equal on all
+    ranks; then both results are.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     is_spike = max_norm is not None and grad_norm > max_norm
-    if is_spike or not (is_wanted and math.isfinite(grad_norm)):
+    if is_spike or not (is_allowed and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         return grad_norm, False
     # The `step` of Megatron-Core 0.16.1 does not check the norm in bfloat16 or float32 before it updates. So its parts
@@ -106,11 +106,11 @@ def step_if_finite(
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
             is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(list(parameters), part.config.clip_grad, grad_norm, is_decoupled)
-    _apply(optimizer.chained_optimizers)
+    _update_parameters(optimizer.chained_optimizers)
     return grad_norm, True
 
 
-def _apply(parts: Sequence[MegatronOptimizer]) -> None:
+def _update_parameters(parts: Sequence[MegatronOptimizer]) -> None:
     """Update the parameters of all parts of an optimizer, then gather them once."""
     distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
     for part in parts:
@@ -125,9 +125,8 @@ def _apply(parts: Sequence[MegatronOptimizer]) -> None:
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int
 ) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule: linear warm-up, at most over the whole run, then decay to the end.
-
-    Step it before each update.
+    """Return the learning-rate schedule: linear warm-up, then decay until the last update. Step it before each
+    update.
     """
     # One more than the number of updates: otherwise the last update would have the minimum learning rate, often zero.
     last = max(num_updates, 0) + 1

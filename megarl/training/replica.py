@@ -12,13 +12,13 @@ from megarl.groups import signed
 from megarl.groups.backends import HOST_ONLY
 
 _BLOCK_BYTES = 1 << 20
-"""Bytes of the first broadcast of a batch. A longer batch needs a second broadcast."""
+"""Bytes of the first broadcast of a batch. The rest of a longer batch needs a second one."""
 
 
 class Replica:
-    """The data-parallel replica of this rank. Its constructor is a collective over the world.
+    """The data-parallel replica of this rank. Building it is a collective over the world.
 
-    Its messages use gloo, and none of Megatron's groups. A stage waiting for its rows thus delays its own replica only.
+    It has its own gloo group. With one of Megatron's groups, a stage waiting for rows would delay other replicas too.
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:

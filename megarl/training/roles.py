@@ -1,4 +1,4 @@
-"""The role of a trained model: its objective, its optimizer's settings, and the limits of its updates."""
+"""The role of a trained model: its objective, optimizer settings, and the limits of its updates."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from megarl.training.objective import (
 
 @dataclass(frozen=True, slots=True)
 class Role:
+    """Purpose of a trained model: its loss and optimizer. `num_updates` is the number of updates in the whole run."""
+
     objective: Objective
     optimizer: OptimizerConfig
     num_updates: int
@@ -30,7 +32,7 @@ class Role:
 
 
 def role_of_policy(recipe: Recipe) -> Role:
-    """Return the role of the policy, or of the model that another loop trains."""
+    """Return the role of the policy, or of the model trained by SFT, preference or reward-model training."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.is_on_policy:
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
@@ -46,7 +48,6 @@ def role_of_policy(recipe: Recipe) -> Role:
 
 
 def role_of_critic(recipe: Recipe) -> Role:
-    """Return the role of the critic, whose values are the policy's baseline."""
     critic = recipe.critic
     updates = recipe.train.steps * critic.updates_per_step
     return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")

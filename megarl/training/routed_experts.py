@@ -1,4 +1,4 @@
-"""Router replay: the experts chosen by an engine, stored by the sampling rank and fetched by the training ranks.
+"""Router replay: the trainer uses the experts that the engine chose for each token.
 
 A completion's experts [tokens, layers, top_k] are far larger than its other data, so they never pass through the
 driver. The sampling rank stores them (`StoredExperts`); the completion carries a handle. Before a pass, each rank
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from megarl.training.model import ModelShard
 
 _MOST_RANKS = 1 << 20
-"""Number of ranks with distinct numbers: a number modulo this value is the rank that issued it."""
+"""Limit of ranks: the number of a completion modulo this value is the rank that issued the number."""
 
 
 class StoredExperts:
-    """Routed experts of completions sampled by this rank, int16 [tokens, layers, top_k], by number, in host memory.
+    """Experts of completions sampled by this rank, in host memory: int16 [tokens, layers, top_k] by number.
 
     After a resume with another world size, rank r modulo this size has the experts of rank r.
     """
@@ -47,23 +47,24 @@ class StoredExperts:
         self._arrays: dict[int, NDArray[np.int16]] = {}
         self._num_issued = 0
 
-    def keep(self, experts: NDArray[np.integer]) -> ExpertsHandle:
-        """Store a completion's experts [tokens, layers, top_k] and return its handle."""
+    def store(self, experts: NDArray[np.integer]) -> ExpertsHandle:
+        """Store a completion's experts [tokens, layers, top_k] and return their handle."""
         number = self._num_issued * _MOST_RANKS + self._rank
         self._num_issued += 1
         self._arrays[number] = experts.astype(np.int16)
         return ExpertsHandle(self._rank, number)
 
     def retain(self, handles: Iterable[ExpertsHandle]) -> int:
-        """Remove all experts except those with these handles. Returns the bytes before."""
+        """Remove all experts except those with these handles. Returns the bytes stored before."""
         num_bytes = sum(experts.nbytes for experts in self._arrays.values())
-        self._arrays = {number: self._arrays[number] for number in self._own(handles)}
+        self._arrays = {number: self._arrays[number] for number in self._local_numbers(handles)}
         return num_bytes
 
-    def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Return the experts [end - first, layers, top_k] of a span of a completion's tokens.
+    def read_span(self, number: int, first: int, end: int) -> NDArray[np.int16]:
+        """Return the experts [end - first, layers, top_k] of the tokens `first` to `end` of a completion.
 
-        The last token was sampled but never went through the model. Nothing follows it, so any experts are valid.
+        The last token was sampled but never went through the model. No later token depends on its experts, so any are
+        valid.
         """
         if number not in self._arrays:
             raise KeyError(f"rank {self._rank} does not hold routed experts number {number}")
@@ -79,7 +80,7 @@ class StoredExperts:
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
         """Load this rank's share of these experts from a checkpoint's folder. Raises DataError if one is missing."""
-        numbers = self._own(handles)
+        numbers = self._local_numbers(handles)
         for sampler in {number % _MOST_RANKS for number in numbers}:
             file = _file(folder, sampler)
             by_name = load_file(file) if file.exists() else {}
@@ -92,7 +93,7 @@ class StoredExperts:
         # New numbers must not repeat those of loaded experts.
         self._num_issued = 1 + max((number // _MOST_RANKS for number in self._arrays), default=-1)
 
-    def _own(self, handles: Iterable[ExpertsHandle]) -> set[int]:
+    def _local_numbers(self, handles: Iterable[ExpertsHandle]) -> set[int]:
         return {handle.number for handle in handles if handle.rank % self._world_size == self._rank}
 
 
@@ -103,7 +104,7 @@ def _file(folder: Path, sampler: int) -> Path:
 class ExpertExchange:
     """Sends routed experts from the ranks storing them to the ranks training their tokens.
 
-    Its constructor is a collective. `layers` are the numbers, from 0, of this rank's layers; only these are fetched.
+    Building it is a collective. `layers` are the numbers of this rank's layers, from 0; only their experts are fetched.
     """
 
     def __init__(self, stored: StoredExperts, layers: Sequence[int], top_k: int) -> None:
@@ -111,24 +112,25 @@ class ExpertExchange:
         self._layers_by_rank = signed.gather(list(layers), purpose="layers")
 
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
-        """Fetch the experts of spans of tokens: [tokens of all runs, own layers, top_k]. A collective over the world.
+        """Fetch the experts of runs of tokens: [tokens of all runs, own layers, top_k]. A collective over the world.
 
         `runs` [runs, 4] lists storing rank, number, first token and end.
         """
-        nothing = np.zeros((0, len(self.layers), self._top_k), np.int16)
-        return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._stored_for, nothing)
+        empty = np.zeros((0, len(self.layers), self._top_k), np.int16)
+        # After a resume with fewer ranks, a rank also has the experts of ranks that no longer exist.
+        return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._read_span, empty)
 
-    def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
-        return self._stored.of_tokens(number, first, end)[:, self._layers_by_rank[rank]]
+    def _read_span(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
+        return self._stored.read_span(number, first, end)[:, self._layers_by_rank[rank]]
 
 
 class OwnTokens:
     """The tokens of a packed row that this rank's MoE layers see, and their places in the row."""
 
     def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Find the tokens.
+        """Find the tokens of this rank.
 
-        `padded` [sequences] holds padded lengths, `places` [own tokens] places in the padded row; -1 is padding, too.
+        `padded` [sequences] holds padded lengths. `places` [own tokens] are places in the padded row; -1 is padding.
         """
         assert batch.experts is not None
         starts = np.cumsum(padded) - padded
@@ -138,11 +140,11 @@ class OwnTokens:
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)
-        """[runs, 4]: the spans of tokens to fetch experts for, in the rank's order."""
+        """[runs, 4]: storing rank, number, first token and end of the runs to fetch, in the rank's order."""
 
 
 class RouteFeed(RowFeed):
-    """Replays the experts that an engine chose for the tokens of a row. The model's own routers choose otherwise."""
+    """Feed that makes the routers use the experts chosen by the engine for a row's tokens."""
 
     def __init__(self, exchange: ExpertExchange, shard: ModelShard) -> None:
         self._exchange, self._shard = exchange, shard
@@ -153,8 +155,8 @@ class RouteFeed(RowFeed):
     ) -> Sequence[tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None]:
         """Fetch the experts of this rank's tokens and layers: int16 [tokens, layers, top_k] for each row.
 
-        Also counts tokens per expert where layers need it. Rows without an engine's experts have None. Otherwise this
-        is a collective over the world, then over the expert-parallel ranks.
+        Also counts tokens per expert for layers that need counts. Rows without an engine's experts have None. With
+        experts, this is a collective over the world, then over the expert-parallel ranks.
         """
         if rows[0].experts is None:
             return [None] * len(rows)
@@ -183,7 +185,7 @@ class RouteFeed(RowFeed):
 
 
 def make_route_feed(stored: StoredExperts, shard: ModelShard) -> RouteFeed:
-    """Return the feed of a model's routes, from the experts stored on all ranks. A collective over the world."""
+    """Return the feed with the experts stored on all ranks. A collective over the world."""
     return RouteFeed(ExpertExchange(stored, expert_layers(shard.chunks), shard.shape.top_k), shard)
 
 
@@ -197,19 +199,19 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[to
     ends = np.cumsum([row.is_token.sum() for row in rows])
     routes = []
     for row, experts in zip(rows, np.split(fetched, ends[:-1]), strict=True):
-        of_row = np.empty((len(row.is_token), *experts.shape[1:]), np.int16)
+        row_experts = np.empty((len(row.is_token), *experts.shape[1:]), np.int16)
         # Megatron's router replay needs experts for every position of a row, padding included.
-        of_row[:] = np.arange(experts.shape[-1])
-        of_row[row.is_token] = experts
-        routes.append(torch.from_numpy(of_row))
+        row_experts[:] = np.arange(experts.shape[-1])
+        row_experts[row.is_token] = experts
+        routes.append(torch.from_numpy(row_experts))
     return routes
 
 
 def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
-    """Raise DataError if the route of any token [tokens, layers, top_k] names an expert twice.
+    """Raise DataError if the route of a token, in `routes` [tokens, layers, top_k], names an expert twice.
 
     Megatron would send the token once, and `count_by_expert` would count two, so buffers would have wrong sizes.
-    `layers` are the numbers, from 0, of the layers of `routes`.
+    `layers` are the numbers of the layers, from 0.
     """
     # Compared pair by pair: for 8 experts a token this takes 0.4 of the time of sorting.
     places = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
@@ -227,8 +229,8 @@ def count_by_expert(
 ) -> list[list[ExpertCounts]]:
     """Count the tokens for each expert. The result is indexed by row, then by this rank's layer.
 
-    `routes` has one int16 tensor [own tokens, own layers, top_k] for each row. A collective of `group`, the ep * etp
-    ranks sharing the experts, from host to host.
+    `routes` has one int16 tensor [own tokens, own layers, top_k] per row. A collective of `group`, the ep * etp ranks
+    sharing the experts, from host to host.
     """
     num_rows, num_layers = len(routes), routes[0].shape[1]
     sent = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)
@@ -241,7 +243,7 @@ def count_by_expert(
     by_owner = sent.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(-1, -1, -1, size // ep, -1)
     outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous()
     received = torch.empty_like(outgoing)
-    # By gloo, which the group has besides NCCL. NCCL would connect every pair of these ranks, at up to 0.4 GiB of GPU
+    # These are host tensors, so gloo sends them. NCCL would connect every pair of these ranks, at up to 0.4 GiB of GPU
     # memory each. A pipeline stage may have no layer with experts.
     if num_layers:
         dist.all_to_all_single(received, outgoing, group=group)

@@ -1,4 +1,4 @@
-"""Point-to-point communication of pipeline stages, with shapes known before the pass."""
+"""Messages between pipeline stages, with shapes computed before the pass."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class CarriedStates(NamedTuple):
 
 
 class StageCommunicator(P2PCommunicator):
-    """Sends hidden states and gradients between pipeline stages. Their shapes are computed on the host.
+    """Sends hidden states and gradients between pipeline stages, without sending their shapes.
 
     Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read it
-    from the device. Each rank knows the lengths of all rows, so this class sends no shapes.
+    from the device. Here every rank computes the shapes from the lengths of all rows.
 
-    `shapes` [microbatches] has one shape for each row, `carried` [chunks] the further states of this stage's chunks.
-    Use a new object for each call of a Megatron schedule.
+    `shapes` [microbatches] has one shape per row, `carried` [chunks] the further states of this stage's chunks. Use a
+    new object for each call of a Megatron schedule.
     """
 
     def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape], carried: Sequence[CarriedStates]) -> None:
@@ -57,9 +57,9 @@ class StageCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
-        """Return the shapes of the next tensors from the previous and the next stage; None without a reception.
+        """Return the shapes of the next tensors from the previous and the next stage; None if none is received.
 
-        Megatron calls this method before each exchange if `variable_seq_lengths` is on.
+        Megatron calls this before each exchange if `variable_seq_lengths` is on.
         """
         from_previous = self._from_previous.popleft() if recv_prev else None
         return from_previous, self._from_next.popleft() if recv_next else None

@@ -63,8 +63,8 @@ Row = TypeVar("Row")
 class TrainingEngine(ModelShard):
     """A trained model on one rank. `models` are its chunks with gradient buffers.
 
-    `load_weights` fills the parameters before the optimizer copies them. A model with a `memory_owner` uses the owner's
-    memory while it works, and is offloaded otherwise.
+    `load_weights` fills the parameters before the optimizer copies them. With a `memory_owner`, the two models share
+    device memory: this one has it while it works, the owner otherwise.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainingEngine(ModelShard):
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.pending_reduction: Callable[[], None] | None = None
-        """Reduction of the gradients of all passes since the last step; None: there are none."""
+        """Reduction over the ranks of the gradients of all passes since the last step. None without such passes."""
         self.config.finalize_model_grads_func = self._defer_reduction
         if self.overlaps_reduction:
             # Megatron's schedules reduce nothing within this context: gradients of all microbatches except the last are
@@ -118,12 +118,11 @@ class TrainingEngine(ModelShard):
         }
 
     def change_objective(self, recipe: Recipe) -> None:
-        """Use the objective and the limits of another recipe in later updates. The optimizer stays."""
+        """Use another recipe's objective and limits in later updates. The optimizer stays."""
         self.recipe = recipe
         self.role = self._make_role(recipe)
 
     def _make_role(self, recipe: Recipe) -> Role:
-        """Return the recipe's role of this model, with the losses of its parts."""
         role = self._role_of(recipe)
         for part in self.engine_parts:
             role = replace(role, objective=part.extend_objective(role.objective, recipe))
@@ -147,8 +146,8 @@ class TrainingEngine(ModelShard):
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Whether gradients are reduced during the backward pass: trainer.overlap_grad_reduce, by default True if the
-        ranks are on several nodes.
+        """Whether gradients are reduced during the backward pass: trainer.overlap_grad_reduce, by default True if
+        data-parallel ranks are on several nodes.
         """
         if (setting := self.recipe.trainer.overlap_grad_reduce) is not None:
             return setting
@@ -158,12 +157,12 @@ class TrainingEngine(ModelShard):
         size = self.recipe.cluster.ranks_per_node
         return any(len({rank // size for rank in get_process_group_ranks(group)}) > 1 for group in groups)
 
-    def offload(self, *, but: Collection[str] = ()) -> None:
-        """Free the device memory listed in `trainer.offload` for the engine, except the names in `but`."""
+    def offload(self, *, exceptions: Collection[str] = ()) -> None:
+        """Free the device memory listed in `trainer.offload` for the engine, without the names in `exceptions`."""
         self.optimizer.zero_grad()
         drop_weight_copies(self.chunks)
         for name in self.recipe.trainer.offload:
-            if name not in but:
+            if name not in exceptions:
                 self._offloadable[name].offload()
         if torch.cuda.is_available():
             # Return cached blocks to the driver: vLLM's memory pool cannot use blocks cached by torch's allocator.
@@ -187,12 +186,13 @@ class TrainingEngine(ModelShard):
             inner: Any = part.optimizer
             tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
             tensors += [value for state in inner.state.values() for value in state.values()]
-            # With float32 weights, the optimizer trains the parameters themselves. Scalars (step counts) are not moved.
-            yield from (
-                t
-                for t in tensors
-                if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in shared_storages
-            )
+            for tensor in tensors:
+                # Scalars are step counts, which are not moved.
+                if not torch.is_tensor(tensor) or tensor.numel() <= 1:
+                    continue
+                # With float32 weights, the optimizer trains the parameters themselves.
+                if tensor.untyped_storage()._cdata not in shared_storages:
+                    yield tensor
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -200,7 +200,7 @@ class TrainingEngine(ModelShard):
         return self._merged.weights
 
     def merging(self) -> AbstractContextManager[None]:
-        """Context in which `weights` are valid: trained parts are merged in."""
+        """Context in which `weights` are valid: what a model part trains apart from them is merged in."""
         return self._merged.merging()
 
     @property
@@ -210,7 +210,7 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Context in which the model has the device memory, in place of its owner."""
+        """Context in which this model has the device memory that it shares with its owner."""
         if self._memory_owner is None:
             yield
             return
@@ -225,23 +225,24 @@ class TrainingEngine(ModelShard):
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs and entropies of each row, in nats: float32 [2, tokens of the row]. Otherwise like
+        """Compute log-probs and entropies of each row, in nats: float32 [2, tokens of the row]; else as in
         `forward`.
         """
         with self.in_memory():
             return self._outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs of the model at the start of training, if it is this model without some parts.
+        """Compute log-probs of the model at the start of training, as in `forward`.
 
-        The routers of the model choose the experts.
+        Works for a model whose frozen weights are those of the start, as with small trained additions. Its routers
+        choose the experts.
         """
         with self.starting_weights():
             return self.forward([replace(row, experts=None) for row in self.share_rows(rows)])
 
     @contextmanager
     def starting_weights(self) -> Iterator[None]:
-        """Context with the weights of the start of training, if they are these weights without some parts."""
+        """Context in which the model has the weights of the start of training: its trained additions are off."""
         with ExitStack() as stack:
             for part in self.engine_parts:
                 stack.enter_context(part.start_context())
@@ -256,14 +257,14 @@ class TrainingEngine(ModelShard):
     ) -> Update:
         """Run one optimizer step on this replica's share of the global batch. Ranks that report return metrics too.
 
-        `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
-        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer. `limits` are the gradient
-        norm and the loss of a spike (train.on_spike); None: no limits.
+        `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is KTO's reference
+        point, a KL in nats per answer. `limits` are the gradient norm and the loss of a spike (train.on_spike); None:
+        no limits.
 
         No parameter changes (`UpdateOutcome.applied` is False) if no token is trained, loss or gradient is not finite,
         the mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is
-        exceeded. The first of consecutive updates that are not finite is computed again, to name the first such tensor
-        (`last_not_finite`). Raises MegarlError with it after too many.
+        exceeded. The first of consecutive updates that are not finite is computed again, to find the first such tensor
+        (`last_not_finite`). Raises MegarlError after too many of them.
         """
         faults.reach("update")
         replica_rows = self.share_rows(rows)
@@ -272,8 +273,8 @@ class TrainingEngine(ModelShard):
         objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
         with self.in_memory():
             self.clear_gradients()
-            with self._gradient_passes(replica_rows, objective) as passes:
-                rows_metrics = get_forward_backward_func()(**passes)
+            with self._gradient_passes(replica_rows, objective) as arguments:
+                rows_metrics = get_forward_backward_func()(**arguments)
             update = self.apply(read(rows_metrics), limits or UpdateLimits())
             if self.skipped_in_a_row == 1:
                 with self._update_context():
@@ -282,7 +283,9 @@ class TrainingEngine(ModelShard):
             return update
 
     def last_not_finite(self) -> NotFinite | None:
-        """Return the first tensor of the newest update that was not finite; None if all were. The same on all ranks."""
+        """Return the first tensor that was not finite in the newest faulty update; None without one. Equal on all
+        ranks.
+        """
         return self._not_finite
 
     def clear_gradients(self) -> None:
@@ -292,22 +295,23 @@ class TrainingEngine(ModelShard):
         self.optimizer.zero_grad()
 
     def accumulate(self, rows: Sequence[TokenBatch], objective: Callable[..., tuple[Tensor, Tensor, Row]]) -> list[Row]:
-        """Add the gradients [elements] of this replica's rows to those of earlier calls.
+        """Add the gradients [elements] of this replica's rows to those of earlier calls. Returns what the objective
+        measured.
 
-        Returns what the objective measured of each row. `objective(output, batch=Microbatch)` returns a row's loss [],
-        a token count [] required by Megatron, and what it measures. Gradients are reduced over the ranks once, by
-        `apply`. With trainer.overlap_grad_reduce, only one call may precede it.
+        `objective(output, batch=Microbatch)` returns a row's loss [], a token count [] that Megatron requires, and what
+        it measures. `apply` reduces the gradients over the ranks, once. With trainer.overlap_grad_reduce, only one call
+        may precede it.
         """
-        with self._gradient_passes(rows, objective) as passes:
-            return get_forward_backward_func()(**passes)
+        with self._gradient_passes(rows, objective) as arguments:
+            return get_forward_backward_func()(**arguments)
 
     @contextmanager
     def _gradient_passes(self, rows: Sequence[TokenBatch], objective: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of Megatron's schedule for the passes of `accumulate`, which run within this context."""
+        """Yield the arguments of Megatron's schedule for forward and backward passes, which run within this context."""
         for part in self.engine_parts:
             part.prepare_update(rows)
         with self._update_context(), torch.enable_grad(), span("forward and backward"):
-            yield self.passes(rows, objective)
+            yield self.schedule_arguments(rows, objective)
         self.release_feeds()
 
     def apply(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
@@ -324,7 +328,7 @@ class TrainingEngine(ModelShard):
         return update
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients of all passes since the last step over Megatron's ranks, once. A collective."""
+        """Sum the gradients of all passes since the last step over the ranks, once. A collective."""
         if self.pending_reduction is not None:
             with span("reduce gradients"):
                 self.pending_reduction()
@@ -332,7 +336,7 @@ class TrainingEngine(ModelShard):
         faults.reach("gradients", self.gradient_buffers)
 
     def _defer_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the reduction at the end of a pass for the next step.
+        """Store the reduction that Megatron calls at the end of a pass, for the next step.
 
         Passes add to the same buffers: reducing in each of them would sum earlier gradients over the ranks again.
         """
@@ -361,13 +365,13 @@ class TrainingEngine(ModelShard):
         num_tokens = sum(tokens.number for tokens in select(rows, TOKENS))
         # Without a trained token, weight decay and momentum would still move the weights.
         losses_are_finite = bool(np.isfinite(losses).all())
-        finite, has_tokens = self._all_and_any(losses_are_finite, num_tokens > 0, self._unnormed_gradients_are_finite())
+        finite, has_tokens = self._reduce_flags(losses_are_finite, num_tokens > 0, self._finite_flags_outside_norm())
         is_mismatch_exceeded = self._is_mean_above(self.role.max_logprob_gap, rows, MISMATCH)
-        strayed = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
+        is_too_far = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
         is_spike = self._is_sum_above(limits.loss, rows, LOSS)
         grad_norm, applied = step_if_finite(
             self.optimizer,
-            is_wanted=has_tokens and finite and not strayed and not is_spike,
+            is_allowed=has_tokens and finite and not is_too_far and not is_spike,
             max_norm=limits.grad_norm,
         )
         is_finite = not has_tokens or (finite and math.isfinite(grad_norm))
@@ -375,7 +379,7 @@ class TrainingEngine(ModelShard):
         is_spike |= limits.grad_norm is not None and grad_norm > limits.grad_norm
         is_spike &= is_finite and has_tokens
         # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
-        is_dropped = not has_tokens or (finite and strayed) or is_spike
+        is_dropped = not has_tokens or (finite and is_too_far) or is_spike
         self.skipped_in_a_row = 0 if applied or is_dropped else self.skipped_in_a_row + 1
         outcome = UpdateOutcome(
             applied=applied,
@@ -396,23 +400,23 @@ class TrainingEngine(ModelShard):
         )
         return Update(measured, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
 
-    def _unnormed_gradients_are_finite(self) -> list[Tensor]:
+    def _finite_flags_outside_norm(self) -> list[Tensor]:
         """Return bool [] for each gradient on this rank that Megatron leaves out of the norm: whether it is finite.
 
-        The other gradients show in the norm. These would make weights NaN in an update that counts as good.
+        A fault in the other gradients shows in the norm. A fault in these would reach the weights unnoticed.
         """
         # Megatron marks these parameters as shared.
         parameters: Any = [p for p in self.parameters.values() if p.requires_grad and getattr(p, "shared", False)]
         return [parameter.main_grad.isfinite().all() for parameter in parameters]
 
-    def _all_and_any(
+    def _reduce_flags(
         self, holds_here: bool, occurs_here: bool, device_flags: Sequence[Tensor] = ()
     ) -> tuple[bool, bool]:
-        """Return whether the first flag and all `device_flags` (bool [] on the device) are True on all ranks.
+        """Return whether `holds_here` and all `device_flags` (bool [] on the device) are True on all ranks.
 
-        Also returns whether the second flag is True on any rank.
+        The second result is whether `occurs_here` is True on any rank. A collective over the world.
         """
-        # One collective for all: the host waits for it. Reading the device's flags here would be a wait each.
+        # One collective for all flags, because the host waits for it. Reading each device flag would be another wait.
         flags = torch.tensor([float(holds_here), -float(occurs_here)], device=self.device)
         for flag in device_flags:
             flags[0] *= flag
@@ -423,18 +427,18 @@ class TrainingEngine(ModelShard):
     def _is_mean_above(
         self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal
     ) -> bool:
-        """Return whether a signal's mean over the global batch exceeds a limit; the same on all ranks."""
+        """Return whether a signal's mean over the global batch exceeds a limit. Equal on all ranks."""
         if limit is None:
             return False
         means = select(rows, signal) if self.reports else []
         sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
         total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
         torch.distributed.all_reduce(total)
-        # Where equality is required (limit 0), a log-prob that is not a number differs.
+        # A limit of 0 requires equal log-probs. A log-prob of NaN then counts as a difference.
         return bool(total[0] > limit * total[1]) or (limit == 0 and bool(total[0].isnan()))
 
     def _is_sum_above(self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal) -> bool:
-        """Return whether a signal's sum over the global batch exceeds a limit; the same on all ranks."""
+        """Return whether a signal's sum over the global batch exceeds a limit. Equal on all ranks."""
         if limit is None:
             return False
         numbers = [metric.number for metric in select(rows, signal)] if self.reports else []
@@ -444,7 +448,7 @@ class TrainingEngine(ModelShard):
 
 
 class StartingPolicy:
-    """The policy at the start of training, as a reference model that needs no weights of its own."""
+    """The policy at the start of training, as a reference model without weights of its own."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
@@ -456,14 +460,13 @@ class StartingPolicy:
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Reduce gradients over Megatron's ranks without dividing by tokens.
 
-    The token weights of the global batch already contain every denominator, so gradients are sums. `num_tokens` [] is
-    ignored.
+    The token weights already contain every denominator, so gradients are sums. `num_tokens` [] is ignored.
     """
     finalize_model_grads(model, None, **kwargs)
 
 
 class Snapshot:
-    """Copies of the policy's weights for the engine, by Megatron's names. Their addresses stay."""
+    """Copies of the policy's weights for the engine, by Megatron's names. Their addresses stay the same."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
@@ -472,7 +475,7 @@ class Snapshot:
 
     @property
     def rounding(self) -> MergeRounding | None:
-        """The rounding error of the weights that `take` copied; None if nothing was merged."""
+        """The rounding error of the weights copied by `take`; None if nothing was merged."""
         return self._policy.rounding
 
     @torch.no_grad()

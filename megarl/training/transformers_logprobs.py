@@ -1,4 +1,4 @@
-"""Log-probs of transformers' own model of a folder, computed on the CPU of this host."""
+"""Log-probs of the same model folder as computed by transformers, on this host's CPU, for comparison."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from megarl.files.model_folder import read_object
 from megarl.platform.memory.host_memory import available_bytes
 
 _LARGEST_BYTES = 16 << 30
-"""Larger models take minutes to load."""
+"""Maximum bytes of a model. Larger ones take minutes to load."""
 _SHARE = 0.5
-"""Share of the available host memory that the model may take."""
+"""Maximum share of the available host memory for the model."""
 
 
 def transformers_logprobs(
     folder: str, override: Mapping[str, Any], sequences: Sequence[NDArray[np.int64]], dtype: torch.dtype
 ) -> list[NDArray[np.float32]] | str:
-    """Return the log-prob of each token of each sequence, in nats, the first of each 0; or why there are none.
+    """Return the log-prob of each token in nats, float32 [tokens] per sequence, the first of each 0. If transformers
+    cannot compute them, return the reason.
 
     `sequences` are token ids [tokens]. `override` changes fields of config.json (`config.override`).
     """

@@ -37,8 +37,8 @@ class Worker(TrainerWorker):
         `topology` has the nodes and switches of all ranks.
         """
         self._join_world(rank, world_size, recipe, parallel, topology, frozen_parallel)
-        # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
-        # building the models needs that memory.
+        # The engine is built first, because vLLM needs free memory. Then it sleeps, because building the models needs
+        # this memory.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
             self.engine = self._build_engine()
@@ -100,7 +100,7 @@ class Worker(TrainerWorker):
         changes = None
         if self.engine:
             assert self.rank_reshard is not None
-            # Before the sleep, which frees the weights.
+            # Compared before the sleep, which frees the weights.
             changes = self.rank_reshard.compare_weights()
             self.engine.sleep()
         # After the engine's sleep: the device has no room for both.

@@ -74,7 +74,7 @@ class EngineWorker:
 
     def close(self) -> None:
         """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
-        # The cross-world group first: trainers then fail fast instead of waiting for this rank.
+        # The group with the trainers is left first: they then fail at once instead of waiting for this rank.
         self._cross_world_reshard.leave()
         self._engine.close()
         world.leave()

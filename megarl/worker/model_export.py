@@ -62,9 +62,9 @@ def export_model(
             return
         # The adapter's folder has the export's name with `adapter` in place of `hf`.
         adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
-        cuts = adapter_layouts(layouts, lora.targets, lora.rank)
+        adapter_parts = adapter_layouts(layouts, lora.targets, lora.rank)
         config = peft.adapter_config(
-            cuts,
+            adapter_parts,
             recipe.model.path,
             alpha=lora.alpha,
             dropout=lora.dropout,
@@ -72,5 +72,11 @@ def export_model(
         )
         with disk_full_named(adapter, num_bytes):
             peft.export(
-                adapter, config, cuts, builder.rank, trained.parameters, dtype=trained.dtype, bucket_bytes=bucket_bytes
+                adapter,
+                config,
+                adapter_parts,
+                builder.rank,
+                trained.parameters,
+                dtype=trained.dtype,
+                bucket_bytes=bucket_bytes,
             )

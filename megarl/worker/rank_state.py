@@ -39,7 +39,7 @@ class RankState:
         `is_resharded` says that the engines already have these weights. The saved version is then one less, because a
         resumed run copies the weights once more.
         """
-        # A bool counts as 0 or 1. Without an engine there are no weight versions.
+        # `is_resharded` counts as 0 or 1.
         return self.weight_version - is_resharded if self.recipe.has_engine else 0
 
     def set_version(self, version: int) -> None:

@@ -21,9 +21,9 @@ class Rollbacks(TrainerPart):
         """
         state = self._state
         trained = [state.policy] if state.critic is None else [state.policy, state.critic]
-        version, updates = state.weight_version, [model.schedule.num_steps for model in trained]
+        version, update_counts = state.weight_version, [model.schedule.num_steps for model in trained]
         state.load(folder)
         state.set_version(version)
-        for model, number in zip(trained, updates, strict=True):
+        for model, update_count in zip(trained, update_counts, strict=True):
             # The schedule counts all updates of the run, also those whose effect is gone.
-            model.schedule.step(increment=number - model.schedule.num_steps)
+            model.schedule.step(increment=update_count - model.schedule.num_steps)

@@ -37,7 +37,7 @@ class ScoringModels(TrainerPart):
             self.models["reward_model"] = self._builder.build(FrozenModel, folder, has_value_head=True)
 
     def extend_policy(self, policy: TrainingEngine) -> None:
-        # As a teacher it is one of the teachers' models.
+        # If the reference is a teacher, the part `Teachers` has it.
         if self._recipe.has_reference and self._recipe.lora.rank and not self._recipe.teacher_models:
             # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
             self.models["reference"] = StartingPolicy(policy)

@@ -68,7 +68,7 @@ class TrainerWorker:
         self.recipe, self.parallel, self.rank = recipe, parallel, rank
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(parallel)
-        # Before the engine is built, so that the memory is page-locked meanwhile.
+        # Started before the engine is built, so that the memory is page-locked meanwhile.
         self.arena = start_arena(recipe, parallel, rank, frozen_parallel)
         """Host memory for this rank's offloaded states, and for models that only score."""
         self.builder = ModelBuilder(recipe, parallel, rank, replica=self.replica, arena=self.arena)
@@ -152,9 +152,9 @@ class TrainerWorker:
 
     def start_notices(self) -> list[str]:
         """Return texts for the user about how this run is executed."""
-        of_parts = [text for part in self.state.parts.values() for text in part.notices()]
+        part_notices = [text for part in self.state.parts.values() for text in part.notices()]
         untrained = untrained_notices(self.recipe.model.folder, self.policy.shape)
-        return [*numa.notices(), *untrained, *of_parts, *self.cross_world_reshard.notices]
+        return [*numa.notices(), *untrained, *part_notices, *self.cross_world_reshard.notices]
 
     def peak_tflops(self) -> float | None:
         """Return the peak performance of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
@@ -181,7 +181,7 @@ class TrainerWorker:
         with self.state.saved_models() as models, checkpoint.changed_models_loaded(models):
             for part in self.state.parts.values():
                 part.save(folder)
-            self._save = checkpoint.stage(folder, models, str(self.parallel), weight_version=version)
+            self._save = checkpoint.plan_save(folder, models, str(self.parallel), weight_version=version)
             self._save.write(asynchronous=asynchronous)
 
     def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
@@ -200,7 +200,7 @@ class TrainerWorker:
     def close(self) -> None:
         """Leave the process group with separate engines, and destroy the torch world."""
         self.cross_world_reshard.leave()
-        # Before the world: process groups cannot be destroyed after it.
+        # Process groups cannot be destroyed after the world.
         self.replica.close()
         for part in self.state.parts.values():
             part.close()

@@ -279,7 +279,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
         norms = [update(engine, parallel, step)["train/grad_norm"].number for step in range(3)]
         found[fp8] = {"norms": norms}
         if fp8 == "blockwise":
-            save = checkpoint.stage(folder, {"": engine}, "one")
+            save = checkpoint.plan_save(folder, {"": engine}, "one")
             save.write(asynchronous=False)
             save.finish()
             found[fp8]["next"] = update(engine, parallel, 3)["train/grad_norm"].number

@@ -134,7 +134,7 @@ def save_and_go_on(
             dtype=torch.float32, bucket_bytes=1 << 16,
         )  # fmt: skip
     random.seed(5 + dist.get_rank())
-    save = checkpoint.stage(folder, {"": engine}, str(parallel), weight_version=3)
+    save = checkpoint.plan_save(folder, {"": engine}, str(parallel), weight_version=3)
     assert save.num_bytes > 3 * 4 * sum(p.numel() for p in engine.parameters.values())
     result = {"state": state_of(engine)}
     save.write(asynchronous=asynchronous)
@@ -356,7 +356,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     checkpoint_of = {"": policy, "reference": reference}
     visits = visits_of(reference)
     with checkpoint.changed_models_loaded(checkpoint_of):
-        save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(parallel))
+        save = checkpoint.plan_save(folder / "unmoved", checkpoint_of, str(parallel))
         save.write(asynchronous=False)
     save.finish()
     num_visits = [len(visits)]
@@ -368,7 +368,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     ]
     (folder / "moved").mkdir(exist_ok=True)
     with checkpoint.changed_models_loaded(checkpoint_of):
-        save = checkpoint.stage(folder / "moved", checkpoint_of, str(parallel))
+        save = checkpoint.plan_save(folder / "moved", checkpoint_of, str(parallel))
         save.write(asynchronous=True)
     num_visits.append(len(visits))
     saved = {name: value.detach().clone() for name, value in reference.parameters.items()}
@@ -417,7 +417,7 @@ def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
     from megarl.training.state import checkpoint
 
     engine = build(recipe, parallel_of((1, 1, 1)))
-    save = checkpoint.stage(folder, {"": engine}, "one rank")
+    save = checkpoint.plan_save(folder, {"": engine}, "one rank")
     with pytest.raises(DiskFullError) as caught:
         save.write(asynchronous=True)
         save.finish()

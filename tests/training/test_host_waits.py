@@ -36,7 +36,7 @@ def with_experts(engine: Any, batches: list[TokenBatch]) -> list[TokenBatch]:
         return scores.argsort(-1)[..., : shape.top_k]
 
     return [
-        replace(batch, experts=np.array([stored.keep(choices(length)) for length in batch.lengths]))
+        replace(batch, experts=np.array([stored.store(choices(length)) for length in batch.lengths]))
         for batch in batches
     ]
 
@@ -100,7 +100,7 @@ OF_A_PASS = {
 }
 OF_AN_UPDATE = {
     ("tolist", "rows/metrics.py:read"): "metrics of all rows",
-    ("tolist", "training/training_engine.py:_all_and_any"): "whether the loss is finite, and a token trained",
+    ("tolist", "training/training_engine.py:_reduce_flags"): "whether the loss is finite, and a token trained",
     ("item", "optimizer/clip_grads.py:get_grad_norm_fp32"): "norm of the dense gradients and of the experts'",
 }
 

@@ -251,7 +251,7 @@ def replaying(recipe: Recipe, parallel: ParallelConfig, sequences: list[Training
     numbers = np.tile(np.arange(engine.shape.top_k), (engine.shape.num_layers, 1)).astype(np.int16)
     batch = TokenBatch.from_sequences(sequences)
     held = StoredExperts(0, 1)
-    handles = [held.keep(np.tile(numbers, (length, 1, 1))) for length in batch.lengths]
+    handles = [held.store(np.tile(numbers, (length, 1, 1))) for length in batch.lengths]
     engine.feeds.append(make_route_feed(held, engine))
     routed = replace(batch, experts=np.array(handles))
     before = engine.forward_frozen([routed])
@@ -295,7 +295,7 @@ def save_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, f
 
     engine, _, _ = build(recipe, parallel)
     update(engine, recipe, parallel, updates[0])
-    save = checkpoint.stage(folder, {"": engine}, str(parallel))
+    save = checkpoint.plan_save(folder, {"": engine}, str(parallel))
     save.write(asynchronous=False)
     assert save.finish()
     metrics = [update(engine, recipe, parallel, sequences) for sequences in updates[1:]]

@@ -108,7 +108,7 @@ def step_with_given_gradients(recipe: Recipe, parallel: ParallelConfig, num_step
             flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset).copy_(
                 torch.from_numpy(part.copy())
             )
-        assert step_if_finite(engine.optimizer, is_wanted=True)[1]
+        assert step_if_finite(engine.optimizer, is_allowed=True)[1]
     num_bytes = sum(tensor.nbytes for tensor in engine._optimizer_state())
     return before, cut_out(pieces, engine.parameters), num_bytes
 

@@ -36,7 +36,7 @@ def learnt(recipe: Recipe, by_megatron: bool) -> tuple[dict[str, torch.Tensor], 
     def step_of_megatron(parts: list[Any]) -> None:
         ChainedOptimizer(parts).step_with_ready_grads()
 
-    with patch.object(module, "_apply", step_of_megatron if by_megatron else module._apply):
+    with patch.object(module, "_update_parameters", step_of_megatron if by_megatron else module._update_parameters):
         update(engine, LAYOUT, 0)
         with patch.object(_ParamAndGradBucketGroup, "start_param_sync", counted):
             update(engine, LAYOUT, 1)

@@ -44,7 +44,7 @@ def fetch_values(parallel: ParallelConfig, layers: list[list[int]], sequence_par
     rank, at = dist.get_rank(), parallel.coordinates(dist.get_rank())
     held = StoredExperts(rank, parallel.world_size)
     mine = {
-        s: held.keep(experts_of(s, max(1, length - 1)))
+        s: held.store(experts_of(s, max(1, length - 1)))
         for s, length in enumerate(LENGTHS)
         if HOLDERS[s] % parallel.world_size == rank
     }
@@ -113,7 +113,7 @@ def test_ranks_get_the_experts_of_their_tokens_and_layers(
 
 def test_held_experts_survive_a_checkpoint_in_a_world_of_another_size(tmp_path: Path) -> None:
     first = [StoredExperts(rank, 4) for rank in range(4)]
-    handles = [first[holder].keep(experts_of(s, 3)) for s, holder in enumerate(HOLDERS)]
+    handles = [first[holder].store(experts_of(s, 3)) for s, holder in enumerate(HOLDERS)]
     assert len(set(handles)) == len(handles)
     waiting = handles[::2]
     for held in first:
@@ -126,23 +126,23 @@ def test_held_experts_survive_a_checkpoint_in_a_world_of_another_size(tmp_path: 
             held.load(previous, waiting)
             held.save(folder)
         for s, handle in list(enumerate(handles))[::2]:
-            found = ranks[handle.rank % world_size].of_tokens(handle.number, 0, 4)
+            found = ranks[handle.rank % world_size].read_span(handle.number, 0, 4)
             assert np.array_equal(found, replayed(s, 4))
         with pytest.raises(KeyError):
-            ranks[handles[1].rank % world_size].of_tokens(handles[1].number, 0, 1)
+            ranks[handles[1].rank % world_size].read_span(handles[1].number, 0, 1)
         # What is sampled now is never taken for what waits.
-        assert not {held.keep(experts_of(0, 1)) for held in ranks} & set(waiting)
+        assert not {held.store(experts_of(0, 1)) for held in ranks} & set(waiting)
     with pytest.raises(DataError, match="lacks the routed experts of 1 trajectories"):
         ranks[0].load(tmp_path, [ExpertsHandle(0, 999 << 20)])
 
 
 def test_experts_of_what_was_trained_are_forgotten() -> None:
     held = StoredExperts(1, 2)
-    first, second = held.keep(experts_of(0, 10)), held.keep(experts_of(1, 5))
+    first, second = held.store(experts_of(0, 10)), held.store(experts_of(1, 5))
     assert held.retain([second, ExpertsHandle(0, 0)]) == 15 * NUM_LAYERS * TOP_K * 2
-    assert held.of_tokens(second.number, 0, 1).shape == (1, NUM_LAYERS, TOP_K)
+    assert held.read_span(second.number, 0, 1).shape == (1, NUM_LAYERS, TOP_K)
     with pytest.raises(KeyError):
-        held.of_tokens(first.number, 0, 1)
+        held.read_span(first.number, 0, 1)
     assert held.retain([]) == 5 * NUM_LAYERS * TOP_K * 2 and held.retain([]) == 0
 
 
@@ -161,7 +161,7 @@ def fetch_repeated() -> str:
     experts = experts_of(0, 8)
     experts[3, 2] = 7, 3, 7
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(9), np.ones(9, bool))])
-    batch.experts = np.array([held.keep(experts)])
+    batch.experts = np.array([held.store(experts)])
     row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"), cp=1, cp_rank=0)
     own = [OwnTokens(batch, row.padded, np.arange(9))]
     # The first two layers have sound routes.
@@ -182,7 +182,7 @@ def fetch_for_trees(parallel: ParallelConfig) -> bool:
     # Three answers to one prompt of 9 tokens. For the last one the engine chose other experts from token 6 on.
     tokens = [np.append(np.arange(9), [20 + answer, 30, 31]) for answer in range(3)]
     chosen = [experts_of(0, 12), experts_of(0, 12), np.concatenate([experts_of(0, 6), experts_of(1, 12)[6:]])]
-    handles = [held.keep(experts[:11]) for experts in chosen]
+    handles = [held.store(experts[:11]) for experts in chosen]
     batch = TokenBatch.from_sequences([TrainingSequence(ids, np.ones(12, bool)) for ids in tokens])
     batch.experts = np.array(handles)
     batch.expert_digests = np.concatenate([np.append(digests(experts[:11]), np.uint32(0)) for experts in chosen])

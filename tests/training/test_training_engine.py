@@ -433,7 +433,7 @@ def offloading(recipe: Recipe, parallel: ParallelConfig, updates: list[list[Trai
         engine.offload()
         held = [*engine.parameters.values(), *engine.gradient_buffers(), *engine._optimizer_state()]
         stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)
-    away = [size for name in ("parameters", "optimizer") for _, size in engine._offloadable[name]._away]
+    away = [size for name in ("parameters", "optimizer") for _, size in engine._offloadable[name]._released]
     engine.onload(["parameters"])
     parameters = {n: v.detach().float().numpy() for n, v in engine.parameters.items()}
     calls, locked = arena.num_calls, arena.num_locked_bytes

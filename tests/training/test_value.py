@@ -255,7 +255,7 @@ def save_or_restore(
 
     if into is not None:
         update()
-        save = checkpoint.stage(into, engines, str(parallel))
+        save = checkpoint.plan_save(into, engines, str(parallel))
         save.write(asynchronous=False)
         save.finish()
     else:

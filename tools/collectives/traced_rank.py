@@ -97,7 +97,7 @@ class _BalancedExperts:
         assert shape.router is not None
         self._num_experts, self._top_k, self._num_layers = shape.num_experts, shape.top_k, shape.num_layers
 
-    def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
+    def read_span(self, number: int, first: int, end: int) -> NDArray[np.int16]:
         """Return the experts of a span of tokens: [end - first, layers, top_k]."""
         experts = np.arange(first * self._top_k, end * self._top_k) % self._num_experts
         shape = (end - first, self._num_layers, self._top_k)

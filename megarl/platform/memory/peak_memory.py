@@ -13,7 +13,7 @@ _RESET_PEAK = "5"
 """
 
 _fixed_peak: int | None = None
-"""Peak of the current call in bytes, fixed by `settle_peak` before its end; None: it is still measured."""
+"""Peak of the current call in bytes, fixed by `fix_peak` before its end; None: it is still measured."""
 
 
 def restart_peak() -> None:
@@ -21,7 +21,7 @@ def restart_peak() -> None:
     _measure_and_reset_peak()
 
 
-def settle_peak() -> None:
+def fix_peak() -> None:
     """Fix the running call's peak: later use of memory does not change it, and counts for the next call.
 
     Call it before the last part of a call, which prepares the next phase.
@@ -31,7 +31,7 @@ def settle_peak() -> None:
 
 
 def take_peak_bytes() -> int | None:
-    """Return the peak memory in bytes since the last call, or until `settle_peak`, and start a new peak."""
+    """Return the peak memory in bytes since the last call, or until `fix_peak`, and start a new peak."""
     global _fixed_peak
     if (peak := _fixed_peak) is not None:
         _fixed_peak = None

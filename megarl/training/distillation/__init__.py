@@ -1,1 +1,1 @@
-"""Distillation by distributions: teachers, their targets, and the policy's objective."""
+"""Distillation from a teacher's whole distributions: teachers, their targets, and the policy's objective."""

@@ -18,10 +18,10 @@ METRICS = (
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-    """Return the divergence of policy and teacher, from a student model's output [3, tokens].
+    """Return a row's loss: the divergence of the policy from its teacher, in nats, weighted per token.
 
-    The output holds log-probs, entropies and divergences. Metrics: `distillation/divergence` (nats per token),
-    `train/entropy`, and `logprob_gap/`.
+    `output` [3, tokens] holds log-probs, entropies and divergences. Metrics: `distillation/divergence` (nats per
+    token), `train/entropy`, and `logprob_gap/`.
     """
     policy_logprobs, entropies, divergences = output
     metrics = {"distillation/divergence": divergences, "train/entropy": entropies}

@@ -1,8 +1,7 @@
-"""Distillation targets of an update's tokens: stored by the teacher's ranks, fetched by the policy's ranks.
+"""Distillation targets: stored in host memory by the teacher's ranks, fetched by the policy's ranks.
 
-A token's target is up to a hundred times larger than its other data, so it never passes through the driver. A teacher's
-ranks store the targets of trained tokens in host memory (`StoredTargets`). The policy's last stage fetches those of its
-rows (`TargetFetcher`). Teacher and policy may have different parallel sizes.
+A target is what the loss needs of the teacher's distribution at one token. It is up to a hundred times larger than the
+token's other data, so it never passes through the driver. Teacher and policy may have different parallel sizes.
 """
 
 from __future__ import annotations
@@ -27,22 +26,23 @@ from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_
 
 
 class StoredTargets:
-    """Targets that this rank stores for the next update, by sequence number: uint8 [trained tokens, bytes] each."""
+    """Targets that this rank stores for the next update. Each sequence has a number, and uint8 [trained tokens,
+    bytes].
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, NDArray[np.uint8]] = {}
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the sequences with targets on this rank."""
         return list(self._rows)
 
-    def keep(self, number: int, rows: NDArray[np.uint8]) -> None:
-        """Store the targets of a sequence's trained tokens, in order."""
+    def store(self, number: int, rows: NDArray[np.uint8]) -> None:
+        """Store the targets of a sequence: `rows` [trained tokens, bytes], in order."""
         self._rows[number] = rows
 
-    def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.uint8]:
-        """Return the targets [end - first, bytes] of a span of a sequence's trained tokens."""
+    def read_span(self, number: int, first: int, end: int) -> NDArray[np.uint8]:
+        """Return the targets [end - first, bytes] of the trained tokens `first` to `end` of a sequence."""
         return self._rows[number][first:end]
 
     def clear(self) -> None:
@@ -51,17 +51,17 @@ class StoredTargets:
 
 @dataclass(frozen=True, slots=True)
 class TargetPositions:
-    """The positions of a padded row at which a trained token is predicted, in row order. All arrays are [positions]."""
+    """Positions of a padded row whose next token is trained, in row order. All arrays are [positions]."""
 
     place: NDArray[np.int64]
     sequence: NDArray[np.int64]
     """Index of the position's sequence in the row."""
     ordinal: NDArray[np.int64]
-    """Number of earlier trained tokens in the position's sequence."""
+    """Number of earlier trained tokens in the same sequence."""
 
     @classmethod
     def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TargetPositions:
-        """Return the positions of a whole row; `padded` [sequences] holds padded lengths."""
+        """Return the positions of a whole row. `padded` [sequences] holds the padded lengths of its sequences."""
         is_trained = row.loss_mask & is_predicted(row.cu_seqlens)
         # Position t predicts token t + 1, hence the - 1 below.
         sequence = np.repeat(np.arange(row.num_sequences), row.lengths)[is_trained]
@@ -70,7 +70,10 @@ class TargetPositions:
         return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
 
     def among(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
-        """Return the positions on this rank, and their indices there. `local` are the rank's places in the row."""
+        """Select the positions stored on this rank; `local` [tokens] are this rank's places in the row.
+
+        Returns these positions, and the index of each in `local`.
+        """
         position_at = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
         position_at[self.place] = np.arange(len(self.place))
         local_positions = position_at[local]
@@ -82,11 +85,11 @@ class TargetPositions:
 
 
 class TargetFetcher(RowFeed):
-    """Fetches distillation targets for the policy on one rank, and has the teachers' output layers (heads).
+    """Feed that gives the policy's forward passes their distillation targets, and the teachers' output layers (heads).
 
     A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
-    bytes of a target. `num_local_tokens` counts the rows of this rank's part of the policy's head with tokens known to
-    the teacher. `heads` return the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
+    bytes of a target. `num_local_tokens` counts the tokens known to the teacher in this rank's part of the policy's
+    head. `heads` return the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
     """
 
     def __init__(
@@ -103,16 +106,16 @@ class TargetFetcher(RowFeed):
         self._on_device: list[Tensor | None] = []
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[TeacherTargets]]:
-        """Fetch the targets of each row from each teacher, into host memory. A collective over the world.
+        """Fetch the targets of each row from each teacher into host memory. A collective over the world.
 
-        Rows without target keys get none, nor do other stages than the last. Only the first tensor-parallel rank has
-        contents; `complete` broadcasts them. The targets stored on the ranks are removed.
+        Only the last pipeline stage gets targets. Only its first tensor-parallel rank gets their contents; `complete`
+        broadcasts them. Then all ranks remove their stored targets.
         """
         if rows[0].target_keys is None:
             return [()] * len(rows)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        # One tensor rank asks for all: the network carries each target once, and NVLink the copies.
-        is_asking = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
+        # Only one tensor-parallel rank fetches: the network carries each target once, and NVLink the copies.
+        is_fetching = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
         holders = {
             number: rank
             for rank, numbers in enumerate(signed.gather(self._stored.numbers, purpose="distillation targets"))
@@ -120,20 +123,22 @@ class TargetFetcher(RowFeed):
         }
         all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
         for teacher, width in enumerate(self._widths):
-            local_positions = [_own_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
+            local_positions = [_local_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
             runs = (
-                [_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)]
-                if is_asking
+                [_trained_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)]
+                if is_fetching
                 else []
             )
-            asked = np.concatenate([np.zeros((0, 3), np.int64), *runs])
-            of_run = np.array([holders[number] for number in asked[:, 0].tolist()], np.int64)
-            targets_of_runs = fetch_values(asked, of_run, self._stored_for, np.zeros((0, width), np.uint8))
-            fetched = iter(np.split(targets_of_runs, _ends(runs)))
-            for of_row, (_, indices) in zip(all_targets, local_positions, strict=True):
-                contents = next(fetched) if is_asking else np.empty((len(indices), width), np.uint8)
+            requested_runs = np.concatenate([np.zeros((0, 3), np.int64), *runs])
+            run_holders = np.array([holders[number] for number in requested_runs[:, 0].tolist()], np.int64)
+            run_targets = fetch_values(requested_runs, run_holders, self._stored_for, np.zeros((0, width), np.uint8))
+            targets_by_row = iter(np.split(run_targets, _row_boundaries(runs)))
+            for row_targets, (_, indices) in zip(all_targets, local_positions, strict=True):
+                contents = next(targets_by_row) if is_fetching else np.empty((len(indices), width), np.uint8)
                 places = torch.from_numpy(indices)
-                of_row.append(TeacherTargets(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
+                row_targets.append(
+                    TeacherTargets(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None)
+                )
         self._stored.clear()
         # Heads are on the device during an update only; they are as large as the policy's own head.
         self._on_device = [None if head is None else head().to(self._device) for head in self._heads]
@@ -145,7 +150,9 @@ class TargetFetcher(RowFeed):
             chunk.set_targets(self.complete(values))
 
     def complete(self, all_targets: Sequence[TeacherTargets]) -> list[TeacherTargets]:
-        """Return a row's targets on the device of every tensor-parallel rank, with the heads. A collective."""
+        """Broadcast a row's targets to every tensor-parallel rank's device, and add the heads. A collective of these
+        ranks.
+        """
         group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []
         for targets, head in zip(all_targets, self._on_device, strict=True):
@@ -160,17 +167,17 @@ class TargetFetcher(RowFeed):
         self._on_device = []
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
-        return self._stored.of_tokens(number, first, end)
+        return self._stored.read_span(number, first, end)
 
 
-def _runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
-    """Return runs [runs, 3] of consecutive trained tokens: sequence number, first token and end."""
+def _trained_runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
+    """Return the runs of consecutive trained tokens, [runs, 3]: sequence number, first token and end."""
     assert row.target_keys is not None
     return token_runs(row.target_keys[:, 1:], positions.sequence, positions.ordinal)
 
 
-def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
-    """Return the positions on this rank with targets from one teacher, and their indices among its tokens."""
+def _local_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
+    """Return this rank's positions with targets from one teacher, and the index of each among the rank's tokens."""
     assert row.target_keys is not None and batch.row.host_local is not None
     positions, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.host_local)
     is_of_teacher = row.target_keys[positions.sequence, 0] == teacher
@@ -179,6 +186,6 @@ def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[Ta
     ), indices[is_of_teacher]
 
 
-def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return where each row's targets end in the fetched array, for all rows except the last: [rows - 1]."""
-    return np.cumsum([(of_row[:, 2] - of_row[:, 1]).sum() for of_row in runs])[:-1].astype(np.int64)
+def _row_boundaries(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the indices [rows - 1] that split the fetched targets by row. `runs` has one array [runs, 3] per row."""
+    return np.cumsum([(row_runs[:, 2] - row_runs[:, 1]).sum() for row_runs in runs])[:-1].astype(np.int64)

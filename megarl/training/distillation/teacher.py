@@ -1,4 +1,4 @@
-"""A teacher model on one rank: a frozen model computing distillation targets."""
+"""Teacher models of distillation on one rank. A teacher is frozen and computes distillation targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.training.rows.microbatch import Microbatch, whole_row
 
 
 class TaughtTokensFeed(RowFeed):
-    """Shows a teacher which tokens of a row are trained: only these get targets."""
+    """Feed that marks the trained tokens of a row for a teacher: only these get targets."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor]:
         return [batch.mask for batch in batches]
@@ -34,9 +34,9 @@ class TaughtTokensFeed(RowFeed):
 
 
 class Teacher(FrozenModel):
-    """A teacher whose whole distributions are learnt, not only its log-probs of sampled tokens.
+    """Frozen model whose whole distributions the policy learns, not only its log-probs of sampled tokens.
 
-    `num_common_tokens` counts the tokens shared with the policy's vocabulary. Targets are stored in `stored`.
+    `num_common_tokens` counts the tokens that its vocabulary shares with the policy's. `stored` receives the targets.
     """
 
     def __init__(self, *args: Any, num_common_tokens: int, stored: StoredTargets, **kwargs: Any) -> None:
@@ -55,7 +55,9 @@ class Teacher(FrozenModel):
         )
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Store the targets of the trained tokens of this replica's rows. `rows` are given as in `forward`."""
+        """Store the targets of the trained tokens of this replica's rows. With a `replica`, only its first rank passes
+        rows.
+        """
         with self.in_memory():
             store_targets(self, rows, self._stored)
 
@@ -63,22 +65,21 @@ class Teacher(FrozenModel):
 def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: StoredTargets) -> None:
     """Store a model's targets of the trained tokens of this replica's rows, by sequence number.
 
-    The last stage's ranks take turns storing a row's targets.
+    Ranks of the last pipeline stage take turns: each stores every n-th row, which spreads the host memory.
     """
     replica_rows = model.share_rows(rows)
     num_tensor = parallel_state.get_tensor_model_parallel_world_size()
-    num_storing = num_tensor * parallel_state.get_context_parallel_world_size()
-    place = parallel_state.get_context_parallel_rank() * num_tensor
-    place += parallel_state.get_tensor_model_parallel_rank()
+    num_turns = num_tensor * parallel_state.get_context_parallel_world_size()
+    turn = parallel_state.get_context_parallel_rank() * num_tensor
+    turn += parallel_state.get_tensor_model_parallel_rank()
     numbered_rows = enumerate(replica_rows)
 
     def store_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-        """Store the next row's targets, `output` [local tokens, bytes]. Megatron would collect all rows' on the
-        device.
-        """
+        """Store the targets of the next row: `output` [local tokens, bytes]."""
+        # Stored at once: Megatron would collect the outputs of all rows on the device.
         index, row = next(numbered_rows)
         targets = whole_row(output, batch.row)
-        if index % num_storing == place:
+        if index % num_turns == turn:
             _store_by_sequence(row, batch, targets, stored)
 
     feed = TaughtTokensFeed()
@@ -90,19 +91,21 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
 
 
 def _store_by_sequence(row: TokenBatch, batch: Microbatch, targets: Tensor, stored: StoredTargets) -> None:
-    """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""
+    """Store a row's targets by sequence. `targets` is uint8 [tokens of the padded row, bytes]."""
     assert row.target_keys is not None
     positions = TargetPositions.of_row(row, batch.padded)
     values = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
     counts = np.bincount(positions.sequence, minlength=row.num_sequences)
-    for number, of_sequence in zip(
+    for number, sequence_targets in zip(
         row.target_keys[:, 1].tolist(), np.split(values, np.cumsum(counts)[:-1]), strict=True
     ):
-        stored.keep(number, of_sequence)
+        stored.store(number, sequence_targets)
 
 
 class ModelInOwnGroups:
-    """A frozen model with other parallel sizes than the policy's. It runs in the process groups of its construction."""
+    """Frozen model whose parallel sizes differ from the policy's. It runs in the process groups that it was built
+    with.
+    """
 
     def __init__(self, model: FrozenModel, groups: RankGroups) -> None:
         self._model, self._groups = model, groups

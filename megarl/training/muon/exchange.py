@@ -1,8 +1,8 @@
-"""Whole matrices of a sharded model, each on the one rank that computes with it.
+"""Gathering of a sharded model's matrices: each is whole on one rank, its owner, for Muon's update.
 
-Tensor-parallel ranks store parts of a matrix, and data-parallel ranks flat ranges of these. A plan copies the parts
-to the matrix's owner. After the computation the plan in the other direction copies the results back. Owners do this in
-rounds, so none has more than about one matrix at a time.
+Tensor-parallel ranks store parts of a matrix, and data-parallel ranks flat ranges of these parts. One plan copies the
+parts to the owner, another copies the results back. This happens in rounds, so that no rank has more than about one
+matrix at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -30,7 +31,7 @@ _DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """The plans of a round on this rank, and the matrices that it owns then, with their first element."""
+    """One round on this rank: its plans, and its matrices as pairs of first element and shape."""
 
     gather: RankPlan
     scatter: RankPlan
@@ -44,8 +45,8 @@ class _Round:
 class MatrixExchange:
     """Replaces the values of whole matrices, sharded over the ranks of `group`, by a function of them.
 
-    `layouts` are the pieces of matrices on each rank of the group; `shapes` and `costs` are those of the matrices, by
-    name. `storages` are this rank's float32 tensors [*any] by name. All ranks give the same layouts.
+    `layouts` has the pieces of matrices on each rank of the group, equal on all ranks. `shapes` and `costs` (relative
+    work) are by matrix name. `storages` are this rank's float32 tensors [*any] by name.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class MatrixExchange:
 
     @torch.no_grad()
     def run(self, compute: Callable[[Tensor], Tensor]) -> None:
-        """Replace each matrix [rows, columns] by `compute` of it, on its owner. A collective over the group."""
+        """Replace each matrix [rows, columns] by `compute(matrix)`, on its owner. A collective over the group."""
         for round_ in self._rounds:
             whole = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
             # Ranks that own no matrix in this round still send their parts of the others' matrices.
@@ -87,23 +88,24 @@ class MatrixExchange:
 def _make_rounds(
     layouts: Sequence[Layout], shapes: Mapping[str, tuple[int, int]], owners: Mapping[str, int], rank: int
 ) -> Iterator[_Round]:
-    """Yield this rank's rounds."""
     pieces: dict[str, list[list[Piece]]] = {}
-    for holder, layout in enumerate(layouts):
+    for rank_index, layout in enumerate(layouts):
         for piece in layout:
-            pieces.setdefault(piece.box.name, [[] for _ in layouts])[holder].append(piece)
+            pieces.setdefault(piece.box.name, [[] for _ in layouts])[rank_index].append(piece)
     for names_of_owner in plan_rounds(owners, shapes):
-        names = [name for owned in names_of_owner.values() for name in owned]
-        parts = [tuple(piece for name in names for piece in pieces[name][holder]) for holder in range(len(layouts))]
+        names = [name for owned_names in names_of_owner.values() for name in owned_names]
+        parts = [
+            tuple(piece for name in names for piece in pieces[name][rank_index]) for rank_index in range(len(layouts))
+        ]
         whole: list[Layout] = [()] * len(layouts)
         matrices: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        for owner, owned in names_of_owner.items():
-            firsts = [sum(prod(shapes[other]) for other in owned[:index]) for index in range(len(owned))]
+        for owner, owned_names in names_of_owner.items():
+            firsts = list(accumulate((prod(shapes[name]) for name in owned_names[:-1]), initial=0))
             whole[owner] = tuple(
-                dense_piece(name, shapes[name], _WHOLE, first) for name, first in zip(owned, firsts, strict=True)
+                dense_piece(name, shapes[name], _WHOLE, first) for name, first in zip(owned_names, firsts, strict=True)
             )
             if owner == rank:
-                matrices = tuple((first, shapes[name]) for name, first in zip(owned, firsts, strict=True))
+                matrices = tuple((first, shapes[name]) for name, first in zip(owned_names, firsts, strict=True))
         # All ranks make equal plans from equal layouts, so no plan is sent.
         gather, scatter = (
             make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=BUCKET_BYTES).for_rank(rank)

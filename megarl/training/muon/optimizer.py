@@ -1,7 +1,7 @@
 """An optimizer with two rules: Muon for whole matrices, Adam for the other parameters.
 
-Megatron builds its Adam and shards its parameters as ever. Then `MuonWithAdam` takes Adam's place. Momentum and main
-weights of matrices stay sharded like Adam's; only the orthogonal update needs whole matrices.
+Megatron builds Adam and shards the parameters. Then `MuonWithAdam` takes Adam's place. Momentum and main weights of
+matrices stay sharded like Adam's state; only the orthogonal update needs whole matrices.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megarl.training.muon.exchange import MatrixExchange
 MOMENTUM = "momentum_buffer"
 """Name of Muon's momentum in an optimizer's state and in checkpoints. Adam's moments have other names."""
 _IS_MATRIX = "is_matrix"
-"""Key of a parameter group: whether its parameters are matrices."""
+"""Key of a parameter group whose parameters are matrices."""
 _Ranges = Mapping[str, tuple[int, int]]
-"""The flat range of each parameter that a rank's optimizer has, by Megatron's name."""
+"""Flat range (first element, end) of each parameter that a rank's optimizer updates, by Megatron's name."""
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """Muon for the groups of matrices, `adam` for the other groups. It has the parameters and the state of both.
+    """Optimizer with Muon for the groups of matrices and `adam` for the other groups.
 
     `run_exchange` replaces the matrices in all ranks' gradients by their orthogonal updates.
     """
@@ -86,13 +86,12 @@ class MuonWithAdam(torch.optim.Optimizer):
                         state[name] = torch.zeros_like(parameter)
 
     def _matrices(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
-        """Yield the parameters that are parts of matrices, with their groups and gradients."""
         for group in self.param_groups:
             if group.get(_IS_MATRIX):
                 yield from ((group, parameter, parameter.grad) for parameter in group["params"])
 
     def _count_step(self) -> None:
-        """Count a step of the matrices as Adam counts its own. Megatron requires equal counts in a checkpoint."""
+        """Count a step for the matrices as Adam counts its own. Megatron requires equal counts in a checkpoint."""
         if self._counts_in_groups:
             for group in self.param_groups:
                 if group.get(_IS_MATRIX):
@@ -104,7 +103,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
 
 class MuonRule:
-    """Divides a model's parameters between Muon and Adam, and puts `MuonWithAdam` in Adam's place."""
+    """Divides a model's parameters between Muon and Adam, and replaces Adam by `MuonWithAdam`."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
         self._shard, self._config = shard, config
@@ -121,7 +120,7 @@ class MuonRule:
         self._parameters = {name: parameter for name, parameter in trained.items() if name in names}
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> dict[ParamKey, Any]:
-        """Return Megatron's overrides that put matrices into groups of their own, and set Adam's learning rate."""
+        """Return Megatron's overrides: groups for the matrices, and Adam's learning rate for the rest."""
         # Sets of ids, because `==` compares tensors element by element.
         matrices = {id(parameter) for parameter in self._parameters.values()}
         rate = self._config.muon.adam_rate
@@ -145,12 +144,12 @@ class MuonRule:
             if leaf.optimizer is None:
                 continue
             assert isinstance(leaf.optimizer, Adam)
-            leaf.optimizer = MuonWithAdam(leaf.optimizer, self._config, self._exchange(leaf))
+            leaf.optimizer = MuonWithAdam(leaf.optimizer, self._config, self._make_exchange(leaf))
             # Megatron-Core 0.16.1 would give every parameter Adam's two moments here, matrices too.
             leaf.init_state_fn = lambda inner, config=None: inner.allocate_state()
 
-    def _exchange(self, leaf: Any) -> Callable[[], None]:
-        """Return the function that replaces this part's matrices, in all ranks' gradients, by orthogonal updates."""
+    def _make_exchange(self, leaf: Any) -> Callable[[], None]:
+        """Return a function that replaces this part's matrices, in all ranks' gradients, by orthogonal updates."""
         has_experts = any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
         # Megatron sets `allreduce` to False on parameters of parallel experts; others may have no such attribute.
         parameters = {
@@ -162,7 +161,7 @@ class MuonRule:
         group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         ranges = gather_values(_ranges_on_rank(leaf, parameters), group)
         layouts = [
-            tuple(self._cut(rank, rank_ranges))
+            tuple(self._cut_pieces(rank, rank_ranges))
             for rank, rank_ranges in zip(get_process_group_ranks(group), ranges, strict=True)
         ]
         shapes = {
@@ -189,7 +188,7 @@ class MuonRule:
         return partial(exchange.run, update)
 
     def _pieces(self, rank: int) -> Layout:
-        """Return the pieces of matrices on a rank, in its whole parameters."""
+        """Return the pieces of matrices that a rank's parameters store."""
         return tuple(
             holding.piece(tensor)
             for tensor in self._layouts.tensors
@@ -198,20 +197,20 @@ class MuonRule:
             if rank in holding.ranks
         )
 
-    def _cut(self, rank: int, ranges: _Ranges) -> Iterable[Any]:
-        """Yield the parts of a rank's pieces for which its optimizer has momentum and main weights."""
+    def _cut_pieces(self, rank: int, ranges: _Ranges) -> Iterable[Any]:
+        """Yield the parts of a rank's pieces within the flat ranges that its optimizer updates."""
         for piece in self._pieces(rank):
             if piece.storage in ranges:
                 yield from cut_piece(piece, *ranges[piece.storage])
 
 
 def _gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the gradients of whole parameters. Megatron's optimizers step on views of them."""
+    """Return the gradients of whole parameters by name. Megatron's optimizers step on views of them."""
     return {name: parameter.main_grad for name, parameter in parameters.items()}
 
 
 def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
-    """Return the flat ranges of parameters for which this rank's optimizer has momentum and main weights."""
+    """Return the flat ranges of parameters that this rank's optimizer updates."""
     if not isinstance(leaf, DistributedOptimizer):
         return {name: (0, parameter.numel()) for name, parameter in parameters.items()}
     gradient_ranges: Any = leaf.gbuf_ranges

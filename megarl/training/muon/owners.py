@@ -1,4 +1,4 @@
-"""Which rank computes the update of which matrix, and when. No torch."""
+"""Assignment of matrices to ranks and rounds, for Muon. No torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from math import prod
 
 
 def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int]], num_ranks: int) -> dict[str, int]:
-    """Return the rank that updates each matrix. Ranks get about equal sums of `costs`.
+    """Return the rank that updates each matrix, such that ranks get about equal sums of `costs`.
 
-    `holders` are the ranks that store parts of the matrix. One of them owns it, unless another rank has less to do by
-    more than the matrix costs. Costly matrices come first; equal ones in the order of their names.
+    `holders` are the ranks that store parts of the matrix. One of them is the owner, unless another rank's sum is
+    smaller by more than the matrix costs. Matrices are assigned by falling cost, then by name.
     """
     loads = [0] * num_ranks
     owners = {}
@@ -23,13 +23,13 @@ def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int
 
 
 def plan_rounds(owners: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> list[dict[int, list[str]]]:
-    """Return the matrices of each owner by round. In a round, a rank has no more elements than the largest matrix."""
+    """Return the matrices of each owner by round. In a round, no rank has more elements than the largest matrix."""
     # The largest matrix needs this memory in any case, so smaller ones may share a round.
     limit = max((prod(shapes[name]) for name in owners), default=0)
     rounds_of_owner: dict[int, list[list[str]]] = {}
     for name in sorted(owners, key=lambda name: (-prod(shapes[name]), name)):
         rounds = rounds_of_owner.setdefault(owners[name], [[]])
-        if sum(prod(shapes[other]) for other in rounds[-1]) + prod(shapes[name]) > limit:
+        if sum(prod(shapes[placed_name]) for placed_name in rounds[-1]) + prod(shapes[name]) > limit:
             rounds.append([])
         rounds[-1].append(name)
     num_rounds = max(map(len, rounds_of_owner.values()), default=0)

@@ -1,1 +1,1 @@
-"""Optional parts of a trained model, each behind the interface `EnginePart`."""
+"""Optional parts of a trained model, such as LoRA, each behind the interface `EnginePart`."""

@@ -1,4 +1,4 @@
-"""The one place that chooses the optional parts of a trained model."""
+"""Choice of the optional parts of a trained model: no other place names them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from megarl.training.parts.mtp import MtpPart
 
 
 def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
-    """Return the optional features of a trained model's chunks.
-
-    They make the policy match the engine, or learn from a teacher. A critic has none.
-    """
+    """Return the optional features of a trained model's chunks. A critic has none."""
     if not is_policy:
         return ModelParts()
     return ModelParts(
@@ -42,7 +39,7 @@ def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[Engine
     if balance.is_on:
         yield BalancePart(shard, balance)
     if is_policy and shard.recipe.trains_drafter:
-        # Last: its losses are the last rows of the model's output.
+        # Last, because the drafter's losses are the last rows of the model's output.
         yield DrafterPart(shard)
 
 

@@ -1,4 +1,7 @@
-"""Training of an EAGLE-3 drafter from the policy's hidden states (arXiv 2503.01840): its loss and learning rate."""
+"""Training of an EAGLE-3 drafter (arXiv 2503.01840) from the policy's hidden states: its loss and learning rate.
+
+A drafter is a small model that proposes tokens, which the engine then checks with the policy.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,13 @@ METRICS = (
 )
 
 DRAFTER_LOSS = Signal("drafter/loss", is_loss=True)
-"""The loss of the drafter."""
 
 
 class DrafterFeed(RowFeed):
-    """Gives the drafter the whole rows, and its loss the weights of the tokens that it predicts.
+    """Feed that gives the drafter whole rows, and its loss the weights of the predicted tokens.
 
-    Step k at position t predicts the sequence's token t + 2 + k. Each microbatch gets the arrays `drafter_mask`, False
-    where this token is not trained, and `drafter_weights`, zero there: [tokens, steps] each.
+    Step k at position t predicts the sequence's token t + 2 + k. Each microbatch gets `drafter_mask`, True where this
+    token is trained, and `drafter_weights`, zero elsewhere: [tokens, steps] each.
     """
 
     def __init__(self, head: DrafterHead | None, num_steps: int, step_decay: float, device: torch.device) -> None:
@@ -55,11 +57,10 @@ class DrafterFeed(RowFeed):
         self._head, self._num_steps, self._step_decay, self._device = head, num_steps, step_decay, device
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow]:
-        """Return the whole row of each microbatch."""
         return [self._add_weights(row, batch) for row, batch in zip(rows, batches, strict=True)]
 
     def _add_weights(self, row: TokenBatch, batch: Microbatch) -> DrafterRow:
-        """Give a microbatch its mask and weights. Returns its row."""
+        """Add mask and weights to a microbatch. Returns the tokens and sequence starts of its whole row."""
         assert batch.row.host_local is not None
         lengths, padded, local = batch.lengths, batch.padded, batch.row.host_local
         masks, weights = (
@@ -86,10 +87,10 @@ class DrafterFeed(RowFeed):
 
 
 class DrafterPart(EnginePart):
-    """The drafter of the engines, in the last chunk of the policy's last stage. It must be the last part with a loss.
+    """The engines' drafter, in the last chunk of the policy's last stage. It must be the last part with a loss.
 
-    It begins with the weights in its folder. Its gradient does not change how the policy's is clipped, and is scaled by
-    the policy's clipping.
+    It starts with the weights in its folder. Its gradient is scaled by the policy's clipping, and is not part of the
+    clipped norm.
     """
 
     def __init__(self, shard: ModelShard) -> None:
@@ -117,10 +118,9 @@ class DrafterPart(EnginePart):
             self._head.table = table
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
-        """Return the objective with the drafter's loss added: the sum of its KL, by the token weights of the policy's
-        loss and `trainer.drafter_step_decay` to the power of the step.
+        """Return the objective plus the drafter's KL: weighted by token and by `trainer.drafter_step_decay` ** step.
 
-        The KL of each step are the last rows of the model's output. Metric: `drafter/loss`.
+        The last rows of the model's output are the KL of each step. Metric: `drafter/loss`.
         """
 
         def objective_and_drafter(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
@@ -134,7 +134,7 @@ class DrafterPart(EnginePart):
 
 
 class DrafterRate:
-    """The policy's optimizer for all parameters, with a learning rate of the drafter's own on the policy's schedule."""
+    """Update rule with another learning rate for the drafter, on the policy's schedule."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
         rate = shard.recipe.trainer.drafter_learning_rate
@@ -145,10 +145,10 @@ class DrafterRate:
         self._rates = {"max_lr": rate, "min_lr": rate * config.min_learning_rate / config.learning_rate}
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
-        is_drafters = ParamPredicate("drafter", lambda parameter: id(parameter) in self._parameters)
+        is_of_drafter = ParamPredicate("drafter", lambda parameter: id(parameter) in self._parameters)
         # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys; the first of these is one of them.
         overrides: Any = {"is_decoupled_lr": True, **self._rates}
-        return {**get_standard_config_overrides(settings), ParamKey(predicate=is_drafters): overrides}
+        return {**get_standard_config_overrides(settings), ParamKey(predicate=is_of_drafter): overrides}
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
-        """Keep the optimizer that Megatron built."""
+        """Do nothing: the drafter uses Megatron's optimizer."""

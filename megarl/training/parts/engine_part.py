@@ -1,4 +1,4 @@
-"""The interface of an optional part of a trained model, such as LoRA adapters or balancing losses."""
+"""Interface of an optional part of a trained model, such as LoRA adapters or balancing losses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megarl.training.objective import Objective
 
 
 class EnginePart:
-    """A part that a `TrainingEngine` may have. Methods that it does not override do nothing.
+    """An optional part of a `TrainingEngine`. Methods that a subclass does not override do nothing.
 
     A part is built after the model's chunks, before they are wrapped with gradient buffers.
     """
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
-        """Return the objective with this part's loss, a `Signal` with `is_loss`."""
+        """Return the objective with this part's loss added, which has a `Signal` with `is_loss`."""
         return objective
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
@@ -29,7 +29,7 @@ class EnginePart:
         return nullcontext()
 
     def start_context(self) -> AbstractContextManager[None]:
-        """Context in which the model is the one at the start of training."""
+        """Context in which the model computes as at the start of training."""
         return nullcontext()
 
     def update_metrics(self) -> dict[str, Metric]:

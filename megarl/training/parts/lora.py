@@ -1,4 +1,4 @@
-"""LoRA adapters of a trained model: they alone are trained, and the engine gets them merged or by themselves."""
+"""LoRA adapters: only they are trained. The engine gets them merged into the weights, or as separate matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.training.parts.engine_part import EnginePart
 
 
 class LoraPart(EnginePart):
-    """New adapters in a model whose other weights are frozen. Dropout is on in updates only."""
+    """Part that adds new adapters to a model and freezes its other weights. Dropout is on in updates only."""
 
     def __init__(self, shard: ModelShard) -> None:
         self._chunks = shard.chunks

@@ -30,25 +30,23 @@ METRICS = (
 )
 
 MTP_LOSS = Signal("mtp/loss", is_loss=True)
-"""The loss of the MTP layers."""
 
 
 class MtpFeed(RowFeed):
-    """Gives the MTP layers the tokens to predict, and their loss the weights of these tokens.
+    """Feed that gives the MTP layers the tokens to predict, and their loss the weights of these tokens.
 
-    At position t stand values of the sequence's token t + 2. Each row gets the arrays `mtp_mask`, False where this
-    token is not trained, and `mtp_weights`, zero there: [tokens] each.
+    Position t has the values of the sequence's token t + 2. Each microbatch gets `mtp_mask`, True where this token is
+    trained, and `mtp_weights`, zero elsewhere: [tokens] each.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor]:
-        """Return the labels [tokens] of each row."""
         return [self._add_targets(row, batch) for row, batch in zip(rows, batches, strict=True)]
 
     def _add_targets(self, row: TokenBatch, batch: Microbatch) -> Tensor:
-        """Give a microbatch its mask and weights. Returns the labels [tokens], this rank's part of the row's."""
+        """Add mask and weights to a microbatch. Returns the labels [tokens] of this rank's part of the row."""
         assert batch.row.host_local is not None
         local = batch.row.host_local
         labels, batch.per_token["mtp_mask"], batch.per_token["mtp_weights"] = (
@@ -63,7 +61,7 @@ class MtpFeed(RowFeed):
 
 
 class MtpPart(EnginePart):
-    """The MTP layers of a trained model. Their gradient does not change how the policy's gradient is clipped."""
+    """The MTP layers of a trained model. Their gradient is not part of the policy's clipped norm."""
 
     def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
@@ -74,10 +72,10 @@ class MtpPart(EnginePart):
                 parameter.shared = True  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
-        """Return the objective with `trainer.mtp_loss_coefficient` times the loss of the MTP layers added.
+        """Return the objective plus `trainer.mtp_loss_coefficient` times the loss of the MTP layers.
 
-        The loss is the mean negative log-prob of the trained tokens, by the token weights of the policy's loss. Their
-        log-probs are the last row of the model's output. Metric: `mtp/loss`.
+        The loss is the negative log-prob of the trained tokens, by the policy's token weights. The last row of the
+        model's output has these log-probs. Metric: `mtp/loss`.
         """
         coefficient = recipe.trainer.mtp_loss_coefficient
         assert coefficient is not None

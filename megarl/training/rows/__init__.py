@@ -1,1 +1,1 @@
-"""A batch as rows: packed tensors, the data that forward passes get with them, and their metrics."""
+"""Batches as packed rows of tensors: the rows, the data that a forward pass gets with them, and their metrics."""

@@ -1,4 +1,4 @@
-"""The one place that chooses how a batch becomes a row: packed, or stored as a tree of prefixes."""
+"""Choice of how a batch becomes a row: packed, or stored as a tree of prefixes. No other place chooses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megarl.training.rows.tree_rows import pack_tree
 def make_microbatch(
     batch: TokenBatch, *, multiple: int, qkv_format: str, device: torch.device, cp: int = 1, cp_rank: int = 0
 ) -> Microbatch:
-    """Return the row of a batch's sequences, or a context-parallel rank's part of it.
+    """Return a batch's sequences as one row, or a context-parallel rank's part of the row.
 
-    The tokens of each rank are a multiple of `multiple`. `qkv_format` is the model's format of plain rows.
+    Each rank's number of tokens is a multiple of `multiple`. `qkv_format` is the attention format of packed rows.
     """
     # Sequences of one token each have no prediction to store.
     # A tree computes one prediction for equal tokens, but their labels may differ.

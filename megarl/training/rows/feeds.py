@@ -1,4 +1,4 @@
-"""Feeds give forward passes data beside a row's tokens: fetched before Megatron's schedule, set before each forward."""
+"""Feeds: they give forward passes data beyond a row's tokens."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megarl.training.rows.microbatch import Microbatch
 
 
 class RowFeed:
-    """Gives one kind of data to a model's forward passes."""
+    """Gives one kind of data to a model's forward passes: fetched before Megatron's schedule, set before each pass."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Any]:
-        """Return this rank's data of each row. May be a collective. `batches` are the rows as tensors.
+        """Return this rank's data of each row; `batches` are the rows as tensors. May be a collective.
 
         It runs before the schedule, because pipeline stages enter forward passes at different times.
         """
         raise NotImplementedError
 
     def apply(self, chunk: torch.nn.Module, values: Any) -> None:
-        """Set one row's data, as `fetch` returned it, for the chunk's next forward pass."""
+        """Set one row's data, a value from `fetch`, for the chunk's next forward pass."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Free what was on the device for these passes only."""
+        """Free device memory that only these passes needed."""
 
 
 class SamplingFeed(RowFeed):
-    """Gives a policy the temperature and the sets of tokens that the engine sampled with."""
+    """Feed with the temperature of the engine's sampling, and the sets of tokens that it sampled from."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowSettings]:
         return [RowSettings(batch.temperature, batch.support) for batch in batches]
@@ -44,7 +44,7 @@ class SamplingFeed(RowFeed):
 
 
 class RouterTokensFeed(RowFeed):
-    """Gives routers with balancing losses or noise the sequences of a row's tokens.
+    """Feed that gives routers the sequence of each token, for balancing losses and noise.
 
     `num_parts` tensor-parallel ranks share a row's tokens.
     """
@@ -61,8 +61,8 @@ class RouterTokensFeed(RowFeed):
             router.row = values
 
 
-def feeds_of(chunks: Sequence[torch.nn.Module], num_parts: int) -> Iterator[RowFeed]:
-    """Yield the feeds for a rank's chunks. `num_parts` tensor-parallel ranks share a row's tokens."""
+def build_feeds(chunks: Sequence[torch.nn.Module], num_parts: int) -> Iterator[RowFeed]:
+    """Yield the feeds that these chunks need. `num_parts` tensor-parallel ranks share a row's tokens."""
     if routers_of(*chunks):
         yield RouterTokensFeed(num_parts)
     if isinstance(chunks[0], PolicyModel):

@@ -1,4 +1,4 @@
-"""Metrics of rows, left on the device until the end of an update."""
+"""Metrics of rows as device tensors. They are read once, at the end of an update."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signal:
-    """A quantity of each row from which an update is judged. It is logged under the name `metric`.
+    """A quantity of each row that decides whether an update is applied. It is logged as `metric`.
 
-    Rows are read by the signal itself, so its name in the log never changes what is trained.
+    Rows are looked up by the signal itself, so renaming the metric never changes what is trained.
     """
 
     metric: str
@@ -44,7 +44,6 @@ class Signal:
 LOSS = Signal("train/loss", is_loss=True)
 """The minimised loss, a sum over the update's rows in nats."""
 TOKENS = Signal("train/tokens")
-"""Number of trained tokens."""
 RATIO = Signal("train/ratio")
 """Mean probability ratio of the policy's tokens, for algorithm.skip_ratio."""
 MISMATCH = Signal("logprob_gap/mean")
@@ -57,9 +56,9 @@ Key = TypeVar("Key", str, Signal, str | Signal)
 
 @dataclass(frozen=True, slots=True)
 class RowMetric:
-    """A metric of one row, not yet read from the device. `number` [] and `count` [] are device tensors.
+    """A metric of one row, not yet read from the device. `number` and `count` are device tensors [].
 
-    `count` is the number of values in a mean or maximum. If it is 0, a metric with `needs_tokens` is not reported.
+    `count` is the number of values in a mean or maximum. If it is 0, a metric with `needs_tokens` is left out.
     """
 
     kind: type[Mean | Sum | Max]
@@ -71,7 +70,7 @@ class RowMetric:
 def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -> RowMetric:
     """Return the mean of the counted values; both tensors are [values]. Without counted values it is 0, with weight 0.
 
-    Values are selected, not multiplied: uncounted ones may be NaN.
+    Values are selected, not multiplied by 0, because uncounted ones may be NaN.
     """
     return _mean(values, is_counted, is_counted.sum(), needs_tokens)
 
@@ -99,9 +98,8 @@ def sum_of(values: Tensor) -> RowMetric:
 
 
 def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
-    """Return the largest of the counted values, not negative; both tensors are [values].
-
-    The metric is left out without counted values.
+    """Return the largest counted value, at least 0; both tensors are [values]. It is left out without counted
+    values.
     """
     # A context-parallel rank may have no token of a row, and torch refuses the maximum of nothing.
     largest = F.pad(torch.where(is_counted, values.detach(), 0.0), (0, 1)).max()
@@ -109,31 +107,32 @@ def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
 
 
 def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
-    """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes here."""
+    """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes."""
     rows_metrics: list[dict[Key, Metric]] = [{} for _ in rows]
     unread = [
-        (into, name, metric) for into, row in zip(rows_metrics, rows, strict=True) for name, metric in row.items()
+        (row_metrics, name, metric)
+        for row_metrics, row in zip(rows_metrics, rows, strict=True)
+        for name, metric in row.items()
     ]
     if not unread:
         return rows_metrics
     # float64 holds counts of tokens exactly.
     numbers = torch.stack([number.double() for *_, metric in unread for number in (metric.number, metric.count)])
-    for (into, name, metric), (number, count) in zip(unread, numbers.view(-1, 2).tolist(), strict=True):
+    for (row_metrics, name, metric), (number, count) in zip(unread, numbers.view(-1, 2).tolist(), strict=True):
         if count or not metric.needs_tokens:
-            into[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
+            row_metrics[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
     return rows_metrics
 
 
 def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
-    """Return the losses of a row, those of optional parts included."""
+    """Return the losses of a row, including those of optional parts."""
     return [metric.number for key, metric in row.items() if isinstance(key, Signal) and key.is_loss]
 
 
 def select(rows: Iterable[Mapping[str | Signal, Metric]], signal: Signal) -> list[Metric]:
-    """Return a signal of the rows with it."""
+    """Return a signal's metric of each row that has it."""
     return [row[signal] for row in rows if signal in row]
 
 
 def name_metrics(row: Mapping[str | Signal, Metric]) -> dict[str, Metric]:
-    """Return a row's metrics by the names under which they are logged."""
     return {key.metric if isinstance(key, Signal) else key: metric for key, metric in row.items()}

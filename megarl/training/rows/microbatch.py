@@ -1,4 +1,4 @@
-"""Microbatches: packed rows of sequences, as tensors."""
+"""Microbatches: packed rows of sequences, as tensors, and index functions of rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.types import RetainedSets
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A microbatch: one packed row. All tensors are [tokens] except `input_ids` and `labels`, [1, tokens].
+    """One packed row. All tensors are [tokens] except `input_ids` and `labels`, [1, tokens].
 
     Position t of a sequence predicts its token t + 1, so this token's values are stored at t. The last position of a
     sequence and the padding predict nothing: their mask is False and their weight zero.
@@ -36,16 +36,18 @@ class Microbatch:
     """Values of each token by name: `token_weights`, `advantages`, `old_logprobs` and others."""
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
-    """[sequences]: padded length of each sequence of the whole row; `lengths` is without padding."""
+    """[sequences]: length of each sequence of the whole row with padding; `lengths` is without padding."""
     samples: NDArray[np.int64]
     """[sequences]: number of each sequence's sample, ascending. A sample may have several sequences (segments)."""
     support: Support | None = None
-    """Set of tokens over which each token's log-prob is renormalised. None: the whole vocabulary."""
+    """The tokens that could be sampled, over which each log-prob is normalised. None: the whole vocabulary."""
     temperature: float | Tensor = 1.0
-    """Sampling temperature applied to the log-probs: one for all tokens, or [tokens]."""
+    """Sampling temperature of the log-probs: one for all tokens, or [tokens]."""
 
     def layer_tokens(self, parts: int = 1, part: int = 0) -> RowTokens:
-        """Return part `part` of `parts` of this rank's tokens, as sequence parallelism splits them."""
+        """Return the sequence of each token, for part `part` of `parts` of this rank's tokens (sequence
+        parallelism).
+        """
         assert self.row.host_local is not None
         local = np.split(self.row.host_local, parts)[part]
         starts = self.padded.cumsum() - self.padded
@@ -59,17 +61,17 @@ class Microbatch:
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return the padded row's index of each token that this rank's layers see, padding included: [places]."""
+        """Return the index in the padded row of each token that this rank's layers see: [places], with padding."""
         assert self.row.host_local is not None
         return self.row.host_local
 
 
 def places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of each token of the sequences in the padded row: [tokens]."""
+    """Return the index in the padded row of each token: [tokens]. `lengths` and `padded` are [sequences]."""
     return ranges(padded.cumsum() - padded, lengths)
 
 
-def own_part(
+def select_local(
     values: np.ndarray,
     *,
     places: NDArray[np.int64],
@@ -79,8 +81,8 @@ def own_part(
 ) -> Tensor:
     """Put values into a row that is zero elsewhere, and return this rank's part of the row.
 
-    `values` [values, ...] go to the positions `places` [values]. `padded` [sequences] are padded lengths, `local`
-    [tokens] the row's positions on this rank.
+    `values` [values, ...] go to the positions `places` [values]. `padded` [sequences] are padded lengths. `local`
+    [tokens] are the positions on this rank.
     """
     row = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
     row[places] = values
@@ -102,21 +104,21 @@ def tokens_ahead(
 
 
 def support_on(device: torch.device, retained: RetainedSets) -> Support:
-    """Return the sets of tokens left to sample from, as tensors on a device."""
+    """Return the sets of tokens that sampling could choose from, as tensors on a device."""
     return Support(torch.from_numpy(retained.token_ids).to(device), torch.from_numpy(retained.counts).to(device))
 
 
 def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return bool [tokens]: False on the first token of each sequence, because nothing predicts it."""
+    """Return bool [tokens]: False on the first token of each sequence, because no position predicts it."""
     predicted = np.ones(cu_seqlens[-1], np.bool_)
     predicted[cu_seqlens[:-1]] = False
     return predicted
 
 
 def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
-    """Return the padded lengths of a row's sequences.
+    """Return the padded lengths [sequences] of a row's sequences.
 
-    With cp > 1 each is a multiple of 2 * cp. The last one makes the row a multiple of cp * `multiple`.
+    With cp > 1, each is a multiple of 2 * cp. Padding of the last one makes the row a multiple of cp * `multiple`.
     """
     # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
     sequence_multiple = 2 * cp if cp > 1 else 1
@@ -138,7 +140,7 @@ def unpack_row(
 
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:
-    """Gather the whole row on every context-parallel rank, from `values` [tokens, ...] of each rank's part."""
+    """Gather the whole row on every context-parallel rank, from each rank's part `values` [tokens, ...]."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values

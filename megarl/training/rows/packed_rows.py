@@ -14,9 +14,9 @@ from megarl.models.attention import PackedRow
 from megarl.training.rows.microbatch import (
     Microbatch,
     is_predicted,
-    own_part,
     padded_lengths,
     places_in_row,
+    select_local,
     support_on,
 )
 
@@ -30,7 +30,7 @@ def pack_row(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Microbatch:
-    """Return the row of a batch's sequences, or a context-parallel rank's part of it, padded as in `padded_lengths`."""
+    """Return a batch's sequences as one row, or a context-parallel rank's part of it, padded as in `padded_lengths`."""
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
@@ -38,10 +38,10 @@ def pack_row(
     local = row.host_local
     places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
 
-    select_own = partial(own_part, padded=padded, local=local, device=device)
+    select_row_part = partial(select_local, padded=padded, local=local, device=device)
 
     def select_predictions(values: np.ndarray) -> Tensor:
-        return select_own(values[predicted], places=places[predicted] - 1)
+        return select_row_part(values[predicted], places=places[predicted] - 1)
 
     support = None
     if batch.retained_sets is not None:
@@ -53,7 +53,7 @@ def pack_row(
         lengths=lengths,
         padded=padded,
         samples=batch.samples,
-        input_ids=select_own(batch.token_ids, places=places)[None],
+        input_ids=select_row_part(batch.token_ids, places=places)[None],
         labels=select_predictions(batch.token_ids if batch.labels is None else batch.labels)[None],
         row=row,
         mask=select_predictions(batch.loss_mask),
@@ -66,7 +66,7 @@ def pack_row(
 def _temperature(
     temperatures: NDArray[np.float64] | None, padded: NDArray[np.int64], local: NDArray[np.int64], device: torch.device
 ) -> float | Tensor:
-    """Return the temperature shared by all sequences of a row, else float32 [local positions]."""
+    """Return the temperature of all sequences if it is the same, else float32 [local positions]."""
     if temperatures is None:
         return 1.0
     # A number needs no tensor, and dividing by it is cheaper than by one value per token.

@@ -1,4 +1,8 @@
-"""A row that stores each distinct prefix of its sequences once: a tree of prefixes."""
+"""Rows that store each distinct prefix of their sequences once: a tree of prefixes.
+
+A stored token belongs to all sequences that begin with its prefix. An edge is one prediction: a stored token and a
+distinct next token.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ from megarl.training.rows.microbatch import Microbatch, is_predicted, support_on
 class TreeMicrobatch(Microbatch):
     """A microbatch stored as a tree.
 
-    `input_ids` is [1, stored tokens of this rank], `labels` [1, edges]. `support` and `temperature` belong to edges
-    too. All other tensors are those of the sequences' tokens, without padding.
+    `input_ids` is [1, stored tokens of this rank], `labels` [1, edges]. `support` and `temperature` have one value per
+    edge too. All other tensors have one value per token of the separate sequences, without padding.
     """
 
     def layer_tokens(self, parts: int = 1, part: int = 0) -> TreeTokens:
@@ -41,9 +45,9 @@ class TreeMicrobatch(Microbatch):
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return the index, in the row of separate sequences, of a token at each stored place: [places].
+        """Return, for each stored place, the index of a token in the row of separate sequences: [places].
 
-        If a place holds equal tokens of several sequences, it is the last one's. Padding places have -1.
+        If several sequences share the place, it is the last one's token. Padding places have -1.
         """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tokens = np.full(len(self.row.tree.own_tokens), -1)
@@ -52,9 +56,9 @@ class TreeMicrobatch(Microbatch):
 
 
 def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int, cp_rank: int) -> TreeMicrobatch:
-    """Return a context-parallel rank's part of the row of a batch's sequences, with each distinct prefix stored once.
+    """Return a context-parallel rank's part of a row that stores each distinct prefix of the sequences once.
 
-    The stored tokens of each rank are padded to a multiple of `multiple` by a segment that nothing else attends to.
+    Each rank's stored tokens are padded to a multiple of `multiple`, by a segment that no other token attends to.
     """
     tree = prefix_tree(batch.prefix_keys, batch.cu_seqlens)
     split = _split_tree(tree, cp, multiple)
@@ -81,8 +85,8 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
         support = support_on(device, select_retained(batch.retained_sets, predicted))
     temperature: float | Tensor = 1.0 if batch.temperatures is None else float(batch.temperatures[0])
     if sequences is not None and batch.temperatures is not None:
-        of_edges = batch.temperatures[sequences[predicted]].astype(np.float32)
-        temperature = torch.from_numpy(of_edges).to(device)
+        edge_temperatures = batch.temperatures[sequences[predicted]].astype(np.float32)
+        temperature = torch.from_numpy(edge_temperatures).to(device)
     input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
     own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[predicted]])
     return TreeMicrobatch(
@@ -102,10 +106,11 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
 def _edges(
     batch: TokenBatch, tree: PrefixTree, tokens: NDArray[np.int64], sequences: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first of the predicted tokens `tokens` [predicted] for each edge [edges], and each one's edge.
+    """Return the edges of the predicted tokens `tokens` [predicted]: the first token of each edge [edges], and each
+    token's edge [predicted].
 
-    Predictions of one stored token are one edge, unless their distributions differ: by the temperatures of their
-    `sequences` [tokens], or by a retained set.
+    Equal predictions of one stored token are one edge. They differ if the temperatures of their `sequences` [tokens] or
+    their sets of sampled tokens differ.
     """
     keys = [tree.stored_of[tokens]]
     if sequences is not None and batch.temperatures is not None:
@@ -122,10 +127,10 @@ def _edges(
 
 
 class _Split(NamedTuple):
-    """The stored tokens of a tree and of its padding, split over context-parallel ranks.
+    """The stored tokens of a tree and its padding, split over context-parallel ranks.
 
-    Shapes: `ranks` [stored tokens]; `chunks` [chunks, 3], the first token of the chunk's segment, the chunk's first
-    token and its end; `padding` [cp], tokens of each rank's last segment.
+    `ranks` is [stored tokens]. `chunks` [chunks, 3] has the first token of the chunk's segment, the chunk's first token
+    and its end. `padding` [cp] counts the tokens of each rank's last segment.
     """
 
     ranks: NDArray[np.int64]
@@ -134,9 +139,7 @@ class _Split(NamedTuple):
 
 
 def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
-    """Cut each segment into chunks for `cp` ranks. Padding gives all ranks the same number of tokens, a multiple of
-    `multiple`.
-    """
+    """Cut each segment into chunks for `cp` ranks. Padding gives all ranks the same multiple of `multiple` tokens."""
     # The rank of each chunk of a segment [chunks of a segment]. Sizes and ends are [segments, chunks of a segment].
     owners = chunk_owners(cp)
     sizes = chunk_sizes(tree.ends - tree.starts, owners)
@@ -166,7 +169,7 @@ def _token_tree(
     edges: NDArray[np.int64],
     sources: NDArray[np.int64],
 ) -> TokenTree:
-    """Return a tree for the model's layers on a context-parallel rank, with the padding as last segments.
+    """Return the tree for the model's layers on a context-parallel rank, with the padding as last segments.
 
     `local` [own tokens] are the tokens of the sequences stored on this rank. `edges` [tokens] is the edge after each
     token, `sources` [edges] the stored token before each edge.

@@ -1,9 +1,9 @@
-"""The trainer's state on disk, in Megatron's `torch_dist` format: written in the background, readable with any parallel
-sizes.
+"""Checkpoints of the trainer's state in Megatron's `torch_dist` format. They are written in the background and can be
+read with any parallel sizes.
 
-Planning and finishing a save are collectives. Between the two, each rank writes its own copies to its own file, in a
-thread. Megatron forks instead. A fork would copy sockets, locks and the CUDA context, outlive a killed rank, and write
-into its successor's folder.
+Planning and finishing a save are collectives. Between the two, each rank writes its own file in a thread. Megatron
+forks a process instead. A fork would copy sockets, locks and the CUDA context, outlive a killed rank, and write into
+the folder of the rank's successor.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from megarl.training.model import FrozenModel
 from megarl.training.muon.optimizer import MuonWithAdam
 from megarl.training.offload import copy_to_pinned_blocks
 from megarl.training.parts.lora import LoraPart
-from megarl.training.state.optimizer_state import copy_into, sharded_optimizer_state
+from megarl.training.state.optimizer_state import copy_to_optimizer, sharded_optimizer_state
 from megarl.training.training_engine import TrainingEngine
 
 Model = TrainingEngine | FrozenModel
 
 _FORMAT = {
-    # The files have Megatron's format of this name; `optimizer_state` creates it without Megatron's gathering.
+    # Megatron would gather the state on all ranks for this format; `optimizer_state` writes it without gathering.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
 _OVERHEAD_BYTES = 4096
-"""Maximum bytes of a tensor in a checkpoint in addition to its elements: torch's headers, and the manifest's entry."""
+"""Maximum bytes of a tensor in a checkpoint beyond its elements: torch's headers, and the manifest's entry."""
 
 
 class Save:
@@ -63,13 +63,15 @@ class Save:
     def __init__(self, folder: Path, request: AsyncRequest) -> None:
         self._folder, self._request = folder, request
         self._manifest = ManifestWriter(folder)
+        # Megatron-Core 0.16.1 makes one bucket per file: its name, byte objects and tensors. A rank without data has
+        # no arguments.
         _, buckets, self._results = request.async_fn_args or (None, [], None)
         self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        items = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
-        num_rank_bytes = sum(i.nbytes if isinstance(i, torch.Tensor) else i.getbuffer().nbytes for i in items)
-        total = torch.tensor(num_rank_bytes + _OVERHEAD_BYTES * (len(items) + 1), device=device.current())
+        values = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
+        num_rank_bytes = sum(map(_num_bytes, values))
+        total = torch.tensor(num_rank_bytes + _OVERHEAD_BYTES * (len(values) + 1), device=device.current())
         dist.all_reduce(total)
         self.num_bytes = int(total)
 
@@ -127,7 +129,7 @@ class Save:
                     _write_item(
                         _StorageWriterTransforms(),
                         stream,
-                        _own_storage(data),
+                        _without_shared_memory(data),
                         item,
                         name,
                         SerializationFormat.TORCH_SAVE,
@@ -143,8 +145,12 @@ class Save:
             self._results.put(written)
 
 
-def _own_storage(data: Any) -> Any:
-    """Return a tensor with its own memory: torch saves the whole memory that a view belongs to."""
+def _num_bytes(value: torch.Tensor | io.BytesIO) -> int:
+    return value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
+
+
+def _without_shared_memory(data: Any) -> Any:
+    """Return a tensor with memory for its elements only: torch saves the whole memory that a view belongs to."""
     if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
         return data
     return data.clone()
@@ -154,7 +160,7 @@ def _own_storage(data: Any) -> Any:
 def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
     """Context for a save: frozen models with changed weights (an updated reference) are on the device.
 
-    Tensors on the device are copied before a save continues in the background.
+    A save copies tensors from the device before it continues in the background.
     """
     with ExitStack() as stack:
         for name in changed_models(models):
@@ -162,12 +168,12 @@ def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
         yield
 
 
-def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any) -> Save:
+def plan_save(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any) -> Save:
     """Plan a save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Tensor names begin with the name in `models`; an empty name keeps Megatron's names. Frozen models are saved only if
     their weights changed, within `changed_models_loaded`. `layout` describes in words how ranks divide the state.
-    Random numbers are restored only with the same layout. Raises DiskFullError.
+    Raises DiskFullError.
     """
     faults.reach("save_plan")
     moved = changed_models(models)
@@ -196,23 +202,24 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
 def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
     """Load a checkpoint's states into the models, whatever its parallel sizes. A collective.
 
-    Returns the driver's values. A frozen model with unchanged weights stays as it is. Megatron's loader unpickles: the
-    folder must have passed `checkpoint.torch_dist_reader.check_harmless`.
+    Returns the driver's values. A frozen model with unchanged weights stays as it is. Random numbers are restored only
+    if `layout` is the saved one. Megatron's loader unpickles: the folder must have passed
+    `checkpoint.torch_dist_reader.check_harmless`.
     """
     faults.reach("load")
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # Older checkpoints have no such list: references could not change then.
-    saved = models_to_save(models, common.get("moved", ()))
+    saved_models = models_to_save(models, common.get("moved", ()))
     with ExitStack() as stack:
-        for model in saved.values():
+        for model in saved_models.values():
             if isinstance(model, FrozenModel):
                 stack.enter_context(model.in_memory(is_changed=True))
-        request = sharded_states(saved, is_loading=True)
+        request = sharded_states(saved_models, is_loading=True)
         if common["layout"] == layout:
             request["random"] = _random_states()
         state = dist_checkpointing.load(request, str(folder))
         assert isinstance(state, dict)
-        for name, model in saved.items():
+        for name, model in saved_models.items():
             _restore(model, state[name] if name else state)
     if "random" in state:
         _set_random_states(state["random"])
@@ -244,20 +251,20 @@ def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
 def restore_common_state(
     models: Mapping[str, Model], states: Mapping[int, Any], layout: str
 ) -> Iterator[dict[str, Model]]:
-    """Yield the models whose tensors the caller restores, then restore the other values.
+    """Yield the models whose tensors the caller restores; then restore the other values.
 
-    `states` has the result of `common_state` for each rank that had the state. Random numbers are restored if `layout`
-    is the same.
+    `states` has the result of `common_state` of each rank that had the state. Random numbers are restored only if
+    `layout` is the same.
     """
     common = states[min(states)]
-    saved = models_to_save(models, common["moved"])
+    saved_models = models_to_save(models, common["moved"])
     with ExitStack() as stack:
-        for model in saved.values():
+        for model in saved_models.values():
             if isinstance(model, FrozenModel):
                 stack.enter_context(model.in_memory(is_changed=True))
                 model.has_moved = True
-        yield saved
-    for name, model in saved.items():
+        yield saved_models
+    for name, model in saved_models.items():
         if isinstance(model, TrainingEngine):
             # All parts of an optimizer step together. A rank without parameters of a part counts no steps of it.
             step = max((num_steps for state in states.values() if (num_steps := state["steps"][name])), default=None)
@@ -297,7 +304,7 @@ def changed_models(models: Mapping[str, Model]) -> list[str]:
 
 
 def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
-    """Return all trained models, and the frozen ones that changed."""
+    """Return the trained models, and the frozen models named in `moved`."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 
 
@@ -380,7 +387,7 @@ def _is_torch(optimizer: Any) -> bool:
 
 
 def _allocate_moments(optimizer: Any) -> None:
-    """Allocate an optimizer's state before its first step. Megatron-Core 0.16.1 fails without it with torch's Adam."""
+    """Allocate an optimizer's state before its first step. With torch's Adam, Megatron-Core 0.16.1 fails without it."""
     if is_hybrid(optimizer):
         allocate_moments(optimizer)
         return
@@ -399,7 +406,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         # (KeyError).
         for state in inner.state.values():
             state.pop("step", None)
-        copy_into(optimizer, saved["param_state"], chunks)
+        copy_to_optimizer(optimizer, saved["param_state"], chunks)
         set_optimizer_step(optimizer, int(step))
         return
     # `load_state_dict` replaces the groups' settings by the saved ones, so the recipe's are put back.

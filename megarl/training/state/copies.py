@@ -1,8 +1,9 @@
-"""Copies of the training state in host memory: of each rank's own part and that of a rank on another node.
+"""Copies of the training state in host memory, so that a lost node costs the steps since the last copy, not those
+since the last checkpoint.
 
-They are files in memory that the node's agent holds, so they outlive the ranks. A lost node then costs the steps since
-the last copy, not those since the last checkpoint. Restoring is a plan of copies between ranks, like a reshard. So the
-new ranks may have other parallel sizes, and no rank receives an element that it holds.
+Each rank has a copy of its own part, and of the part of a partner rank on another node. The copies are memory files
+that the node's agent process holds open, so they outlive the ranks. A restore is a plan of copies between ranks. The
+new ranks may have other parallel sizes, and no rank receives an element that it has.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _BUCKET_BYTES = 1 << 28
 """Maximum bytes that a rank sends and receives at once in a restore."""
 
 DESCRIPTION = "description"
-"""Part of a copy that describes it. The other parts have names of dtypes."""
+"""Name of the part that describes a copy. The other parts are named by their dtypes."""
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 Layouts = Mapping[str, Layout]
@@ -54,8 +55,8 @@ FileFields = Mapping[str, Any]
 class StateCopy:
     """Copy of one rank's part of the training state after a step.
 
-    `origin` is the rank that had the state, of `num_ranks`. `files` hold flat blocks [bytes] by dtype. `common` are
-    values other than tensors: step counts, random numbers.
+    `origin` is the rank, of `num_ranks`, with this part. `files` have flat blocks [bytes] by dtype. `common` are values
+    other than tensors: step counts, random numbers.
     """
 
     step: int
@@ -70,34 +71,34 @@ class StateCopy:
         return sum(file.num_bytes for file in self.files.values())
 
     def name_of(self, part: str) -> str:
-        """Return the name, at an agent, of the file with a part of this copy: a dtype, or `DESCRIPTION`."""
+        """Return the agent's name for the file with a part of this copy: a dtype, or `DESCRIPTION`."""
         return f"{self.step}/{self.origin}/{self.num_ranks}/{part}"
 
     def describe(self) -> bytes:
-        """Return all but the blocks as bytes, signed with the run's key."""
-        return _sealed((self.step, self.origin, self.num_ranks, self.layouts, self.common))
+        """Return all values except the blocks as bytes, signed with the run's key."""
+        return _sign((self.step, self.origin, self.num_ranks, self.layouts, self.common))
 
 
 def open_copies(files: Mapping[str, FileFields]) -> list[StateCopy]:
-    """Open copies that an agent holds, from their files by name (see `StateCopy.name_of`).
+    """Open copies held by an agent, from their files by name (see `StateCopy.name_of`).
 
-    Raises OSError if the agent has ended, and DataError for a file that the run did not write.
+    Raises OSError if the agent has ended, and DataError for a file that this run did not write.
     """
-    opened: dict[str, dict[str, MemoryFile]] = {}
+    files_by_copy: dict[str, dict[str, MemoryFile]] = {}
     for name, fields in files.items():
         copy_name, _, part = name.rpartition("/")
-        opened.setdefault(copy_name, {})[part] = MemoryFile.open(fields["path"], fields["size"])
+        files_by_copy.setdefault(copy_name, {})[part] = MemoryFile.open(fields["path"], fields["size"])
     copies = []
-    for parts in opened.values():
-        step, origin, num_ranks, layouts, common = _unsealed(parts.pop(DESCRIPTION).tensor.numpy().tobytes())
+    for parts in files_by_copy.values():
+        step, origin, num_ranks, layouts, common = _read_signed(parts.pop(DESCRIPTION).tensor.numpy().tobytes())
         copies.append(StateCopy(step, origin, num_ranks, layouts, parts, common))
     return copies
 
 
 class StateCopier:
-    """Makes copies of this rank's state and exchanges them with partners during the next step.
+    """Makes copies of this rank's state, and exchanges them with partners during the next step.
 
-    The constructor is a collective over the trainer's world. `topology` places the ranks on nodes.
+    Building it is a collective over the trainer's world. `topology` maps the ranks to nodes.
     """
 
     def __init__(self, topology: RankTopology) -> None:
@@ -109,32 +110,36 @@ class StateCopier:
         self._group = group
         self._layouts: dict[int, Layouts] = {}
         self._newest: dict[int, StateCopy] = {}
-        """Copies in this rank's memory of the newest complete step, by the rank that had the state."""
+        """Copies in this rank's memory of the newest complete step, by origin."""
         self._spare: dict[int, Mapping[str, MemoryFile]] = {}
-        """Files of the step before, by the rank that had the state. The next copies overwrite them."""
+        """Files of the step before, by origin. The next copies overwrite them."""
         self._exchange: Future[dict[str, FileFields]] | None = None
-        self._begun: list[StateCopy] = []
+        self._running: list[StateCopy] = []
+        """Copies whose exchange runs."""
         self._fields: dict[str, FileFields] | None = None
         """Files of the newest complete copies; None while an exchange runs."""
         self._descriptions: list[MemoryFile] = []
-        """Files with descriptions of the newest copies. They must live until the agent has opened them."""
+        """Files with descriptions of the newest copies. They must exist until the agent has opened them."""
 
     def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
         """Copy the state after a step to host memory, and start sending it to this rank's partner. A collective.
 
-        `driver` are further values, returned by `restore`. Returns the bytes of the copy. Call `finish` before the next
-        one; until then the copies of the step before stay.
+        `restore` returns the values `driver`. Returns the bytes of the copy. Call `finish` before the next copy; until
+        then the copies of the step before stay.
         """
         parts = [part for part in state_parts(models) if part.is_main]
         layouts, files = _copy_parts(parts, self._spare.get(self._rank))
         common = common_state(models, layout) | {"driver": driver}
         own_copy = StateCopy(step, self._rank, len(self._partners), layouts, files, common)
-        # Parts mostly stay where they are. A reference model that moves for the first time adds parts.
-        changed = None if self._layouts.get(self._rank) == layouts else layouts
-        states = signed.gather((common, changed), purpose="values and layouts of state copies")
-        everyone = [values for values, _ in states]
-        self._layouts |= {origin: new for origin, (_, new) in enumerate(states) if new is not None}
-        expected = [
+        # Layouts are long and rarely change, so only changed ones are sent. A reference model whose weights change for
+        # the first time adds parts.
+        changed_layouts = None if self._layouts.get(self._rank) == layouts else layouts
+        states = signed.gather((common, changed_layouts), purpose="values and layouts of state copies")
+        common_by_origin = [values for values, _ in states]
+        self._layouts |= {
+            origin: new_layouts for origin, (_, new_layouts) in enumerate(states) if new_layouts is not None
+        }
+        partner_copies = [
             StateCopy(
                 step,
                 origin,
@@ -143,12 +148,12 @@ class StateCopier:
                 _files_for(self._layouts[origin], self._spare.get(origin)),
                 values,
             )
-            for origin, values in enumerate(everyone)
+            for origin, values in enumerate(common_by_origin)
             if self._partners[origin] == self._rank and origin != self._rank
         ]
         self._spare, self._fields = {}, None
-        self._begun = [own_copy, *expected]
-        self._exchange = background.begin(lambda: self._run(own_copy, expected))
+        self._running = [own_copy, *partner_copies]
+        self._exchange = background.begin(lambda: self._exchange_copies(own_copy, partner_copies))
         return own_copy.num_bytes
 
     def finish(self, *, wait: bool) -> dict[str, FileFields] | None:
@@ -161,33 +166,33 @@ class StateCopier:
             exchange, self._exchange = self._exchange, None
             self._fields = background.finish(exchange)
             self._spare = {origin: copy.files for origin, copy in self._newest.items()}
-            self._newest = {copy.origin: copy for copy in self._begun}
-        # Other ranks may not be done, so the driver may ask again.
+            self._newest = {copy.origin: copy for copy in self._running}
+        # The driver asks again while other ranks are not done.
         return self._fields
 
-    def _run(self, own_copy: StateCopy, expected: Sequence[StateCopy]) -> dict[str, FileFields]:
-        """Exchange copies with the partners. Returns the files of the complete ones by name.
+    def _exchange_copies(self, own_copy: StateCopy, partner_copies: Sequence[StateCopy]) -> dict[str, FileFields]:
+        """Send the own copy and receive the partners'. Returns the files of all of them by name.
 
         Raises DataError if bytes changed on the way.
         """
         checksums = torch.tensor([_checksum(own_copy.files[dtype]) for dtype in sorted(own_copy.files)])
-        theirs = [torch.zeros(len(copy.files), dtype=torch.int64) for copy in expected]
+        partner_checksums = [torch.zeros(len(copy.files), dtype=torch.int64) for copy in partner_copies]
         works: list[dist.Work | None] = []
         if self._group is not None:
             for message in (checksums, *_messages(own_copy.files)):
                 works.append(dist.isend(message, self._partners[self._rank], group=self._group))
-            for numbers, copy in zip(theirs, expected, strict=True):
-                for message in (numbers, *_messages(copy.files)):
+            for copy_checksums, copy in zip(partner_checksums, partner_copies, strict=True):
+                for message in (copy_checksums, *_messages(copy.files)):
                     works.append(dist.irecv(message, copy.origin, group=self._group))
         for work in works:
             assert work is not None
             work.wait()
         fields: dict[str, FileFields] = {}
         self._descriptions = []
-        for copy, numbers in zip((own_copy, *expected), (checksums, *theirs), strict=True):
-            for dtype, checksum in zip(sorted(copy.files), numbers.tolist(), strict=True):
+        for copy, copy_checksums in zip((own_copy, *partner_copies), (checksums, *partner_checksums), strict=True):
+            for dtype, checksum in zip(sorted(copy.files), copy_checksums.tolist(), strict=True):
                 if copy is not own_copy:
-                    _check(copy, dtype, checksum)
+                    _refuse_changed(copy, dtype, checksum)
                 fields[copy.name_of(dtype)] = _fields(copy.files[dtype], checksum)
             description = _file_of(copy.describe())
             self._descriptions.append(description)
@@ -200,32 +205,34 @@ def restore(
 ) -> tuple[dict[str, Any], int]:
     """Load the state after a step from the copies of all ranks into the models. A collective over the trainer's world.
 
-    `step_copies` are the copies of this rank's node; the ranks together have each once or more. Returns the driver's
-    values, and the bytes received from other nodes. Each element comes from the nearest rank that has it. Random
-    numbers are restored if `layout`, the words for the parallel sizes, is that of the copies.
+    `step_copies` are the copies on this rank's node; all ranks together have each copy at least once. Each element
+    comes from the nearest rank with it. Random numbers are restored if `layout`, the parallel sizes in words, is that
+    of the copies. Returns the driver's values, and the bytes received from other nodes.
     """
     origins_of_ranks = signed.gather([copy.origin for copy in step_copies])
     # Each copy is described once: the descriptions of a thousand ranks are long.
     first_ranks = {origin: rank for rank, origins in reversed(list(enumerate(origins_of_ranks))) for origin in origins}
-    own = {
+    own_descriptions = {
         copy.origin: (copy.common, copy.layouts) for copy in step_copies if first_ranks[copy.origin] == dist.get_rank()
     }
-    described = {origin: values for of_rank in signed.gather(own) for origin, values in of_rank.items()}
-    everyone = {origin: common for origin, (common, _) in described.items()}
+    described: dict[int, tuple[Mapping[str, Any], Layouts]] = {}
+    for descriptions in signed.gather(own_descriptions):
+        described |= descriptions
+    common_by_origin = {origin: common for origin, (common, _) in described.items()}
     sources = [
         {(dtype, origin): pieces for origin in origins for dtype, pieces in described[origin][1].items() if pieces}
         for origins in origins_of_ranks
     ]
-    # Before the tensors: it says which frozen models belong to the state.
-    with restore_common_state(models, everyone, layout) as saved:
+    # This context comes before the tensors, because it selects the frozen models of the state.
+    with restore_common_state(models, common_by_origin, layout) as saved:
         parts = list(state_parts(saved))
         destinations = signed.gather(_live_layouts(parts))
         dtypes = sorted({dtype for layouts in destinations for dtype in layouts})
-        received = sum(_move(dtype, sources, destinations, step_copies, parts, topology) for dtype in dtypes)
-    return everyone[min(everyone)]["driver"], received
+        received = sum(_restore_dtype(dtype, sources, destinations, step_copies, parts, topology) for dtype in dtypes)
+    return common_by_origin[min(common_by_origin)]["driver"], received
 
 
-def _move(
+def _restore_dtype(
     dtype: str,
     sources: Sequence[Mapping[tuple[str, int], Layout]],
     destinations: Sequence[Layouts],
@@ -246,9 +253,11 @@ def _move(
         topology=topology,
     )
     blocks = {
-        _storage(copy.origin): copy.files[dtype].tensor.view(element) for copy in step_copies if dtype in copy.files
+        _copy_storage(copy.origin): copy.files[dtype].tensor.view(element)
+        for copy in step_copies
+        if dtype in copy.files
     }
-    live = {_place(part): part.values for part in parts if _dtype(part) == dtype}
+    live = {_live_storage(part): part.values for part in parts if _dtype(part) == dtype}
     report = Transport(plan.for_rank(dist.get_rank()), blocks, live, dtype=element).reshard()
     return report.num_bytes["received"]
 
@@ -256,18 +265,18 @@ def _move(
 def _copy_parts(
     parts: Sequence[StatePart], spare: Mapping[str, MemoryFile] | None
 ) -> tuple[Layouts, dict[str, MemoryFile]]:
-    """Return the layouts of the parts, and host copies of their values: one file with a flat block per dtype.
+    """Copy the values of the parts to host memory: one file with a flat block per dtype. Returns layouts and files.
 
-    Files of `spare` are overwritten and used where they have the right size.
+    Files of `spare` with the right size are overwritten.
     """
-    origin, is_on_gpu = _storage(dist.get_rank()), device.current().type == "cuda"
+    storage, is_on_gpu = _copy_storage(dist.get_rank()), device.current().type == "cuda"
     placed: dict[str, list[tuple[StatePart, int]]] = {}
     layouts: dict[str, Layout] = {}
     for dtype in sorted({_dtype(part) for part in parts}):
         parts_of_dtype = [part for part in parts if _dtype(part) == dtype]
         ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
         placed[dtype] = list(zip(parts_of_dtype, ends[:-1], strict=True))
-        layouts[dtype] = tuple(_piece(part, origin, offset) for part, offset in placed[dtype])
+        layouts[dtype] = tuple(_piece(part, storage, offset) for part, offset in placed[dtype])
     files = _files_for(layouts, spare)
     for dtype, file in files.items():
         flat = file.tensor.view(getattr(torch, dtype))
@@ -280,7 +289,7 @@ def _copy_parts(
 
 
 def _files_for(layouts: Layouts, spare: Mapping[str, MemoryFile] | None = None) -> dict[str, MemoryFile]:
-    """Return files for a copy with these layouts: those of `spare` with the right size, else new ones."""
+    """Return a file for each dtype of a copy with these layouts: from `spare` if its size fits, else a new one."""
     files = {}
     for dtype, pieces in layouts.items():
         num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize
@@ -301,7 +310,7 @@ def _fields(file: MemoryFile, checksum: int) -> FileFields:
 
 
 def _messages(files: Mapping[str, MemoryFile]) -> list[Tensor]:
-    """Return the blocks [bytes] cut into messages, in an order that sender and receiver share."""
+    """Return the blocks [bytes] cut into messages, in an order that is equal for sender and receiver."""
     return [part for dtype in sorted(files) for part in files[dtype].tensor.split(_MESSAGE_BYTES)]
 
 
@@ -309,7 +318,7 @@ def _checksum(file: MemoryFile) -> int:
     return zlib.crc32(file.tensor.numpy().data)
 
 
-def _check(copy: StateCopy, dtype: str, expected: int) -> None:
+def _refuse_changed(copy: StateCopy, dtype: str, expected: int) -> None:
     """Raise DataError if a block's bytes changed on the way from another rank."""
     if (checksum := _checksum(copy.files[dtype])) != expected:
         raise DataError(
@@ -318,14 +327,14 @@ def _check(copy: StateCopy, dtype: str, expected: int) -> None:
         )
 
 
-def _sealed(value: Any) -> bytes:
+def _sign(value: Any) -> bytes:
     """Return a value as bytes: a signature with the run's key, then a pickle."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return _signature(data) + data
 
 
-def _unsealed(data: bytes) -> Any:
-    """Return the value of `_sealed`. Raises DataError, and unpickles nothing, if the signature does not fit."""
+def _read_signed(data: bytes) -> Any:
+    """Return a value written by `_sign`. Raises DataError, and unpickles nothing, if the signature is wrong."""
     if not hmac.compare_digest(data[:_SIGNATURE_BYTES], _signature(data[_SIGNATURE_BYTES:])):
         raise DataError("a copy of the training state in memory was not written by this run")
     return pickle.loads(data[_SIGNATURE_BYTES:])
@@ -338,7 +347,7 @@ def _signature(data: bytes) -> bytes:
 def _live_layouts(parts: Sequence[StatePart]) -> dict[str, Layout]:
     pieces_by_dtype: dict[str, list[Piece]] = {}
     for part in parts:
-        pieces_by_dtype.setdefault(_dtype(part), []).append(_piece(part, _place(part), 0))
+        pieces_by_dtype.setdefault(_dtype(part), []).append(_piece(part, _live_storage(part), 0))
     return {dtype: tuple(pieces) for dtype, pieces in pieces_by_dtype.items()}
 
 
@@ -349,12 +358,11 @@ def _piece(part: StatePart, storage: str, offset: int) -> Piece:
     return Piece(box, storage, offset, contiguous_strides(shape))
 
 
-def _place(part: StatePart) -> str:
-    """Return the name of a live part's storage, unique on this rank."""
+def _live_storage(part: StatePart) -> str:
     return f"{part.name}@{part.start}"
 
 
-def _storage(origin: int) -> str:
+def _copy_storage(origin: int) -> str:
     return f"copy of rank {origin}"
 
 

@@ -1,4 +1,7 @@
-"""Exchange of a trained model's whole state for another one between calls: weights, gradients, moments, step counts."""
+"""Replacement of a trained model's whole state between calls: weights, gradients, moments and step counts.
+
+A service that trains several adapters with one model uses it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ class HeldState:
     """Copies in host memory of a model's trained state on this rank.
 
     `tensors` are trained weights, gradients and main weights. `moments` has the optimizer's values of each parameter,
-    and `steps` the step counts of its parameter groups. `reduction` is due for the gradients; None: they are zero.
+    `steps` the step counts of its parameter groups. `reduction` sums the gradients over the ranks, if that is still to
+    be done.
     """
 
     tensors: list[Tensor]
@@ -54,13 +58,13 @@ def state_bytes(engine: TrainingEngine) -> int:
 
 @torch.no_grad()
 def restore_state(engine: TrainingEngine, state: HeldState) -> None:
-    """Write a copied state into the engine. Its own state is lost."""
+    """Replace the engine's trained state by a copied one."""
     for tensor, values in zip(_live_tensors(engine), state.tensors, strict=True):
         tensor.copy_(values)
     for inner, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
         for parameter, values in zip(_parameters(inner), moments, strict=True):
             # A step replaces no tensor of the state, so the copies themselves must not become live.
-            inner.state[parameter] = {name: _like(value, parameter) for name, value in values.items()}
+            inner.state[parameter] = {name: _to_live(value, parameter) for name, value in values.items()}
             if not values:
                 del inner.state[parameter]
         for group, step in zip(inner.param_groups, steps, strict=True):
@@ -78,13 +82,12 @@ def write_state(state: HeldState, file: Path) -> None:
 
 
 def read_state(file: Path) -> HeldState:
-    """Return a state written by `write_state`."""
     values = torch.load(file, map_location="cpu", weights_only=True)
     return HeldState(values["tensors"], values["moments"], values["steps"], None)
 
 
 def drop_moments(engine: TrainingEngine) -> None:
-    """Give the optimizer the state of a new one: no moments and no steps. Main weights stay."""
+    """Reset the optimizer: no moments and no steps. Main weights stay."""
     for inner in _inner_optimizers(engine):
         inner.state.clear()
         for group in inner.param_groups:
@@ -120,8 +123,8 @@ def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a live copy of a held value: on the parameter's device if it has its size, else in host memory."""
+def _to_live(value: Any, parameter: Tensor) -> Any:
+    """Return a live copy of a stored value. Scalars stay in host memory; tensors go to the parameter's device."""
     if not isinstance(value, Tensor):
         return value
     return value.to(parameter.device if value.numel() > 1 else value.device, copy=True)

@@ -1,4 +1,4 @@
-"""Fingerprints of a rank's training state, by the names that its tensors have in a checkpoint."""
+"""Fingerprints of a rank's training state, by the names of its tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.training.state.parts import state_parts
 def state_fingerprints(models: Mapping[str, Model], *, with_optimizer: bool) -> dict[str, Fingerprint]:
     """Return the fingerprints of this rank's parts of the state's tensors, by name.
 
-    `models` are those of a checkpoint, as in `state_parts`. The sum over all ranks does not depend on parallel sizes:
-    each element counts on one rank only. `with_optimizer` adds main weights and moments.
+    The sum over all ranks is the same for all parallel sizes: each element counts on one rank only. `models` are by the
+    prefix of their tensors, as in `state_parts`. `with_optimizer` adds main weights and moments.
     """
     fingerprints: dict[str, Fingerprint] = {}
     for part in state_parts(models):

@@ -1,9 +1,9 @@
-"""The state of an optimizer sharded over data-parallel ranks, as rectangular parts (boxes) of the model's tensors.
+"""The state of a sharded optimizer in a checkpoint, as rectangular parts (boxes) of the model's tensors.
 
-Megatron's formats either gather everything on all ranks (`fully_reshardable`) or require equal tensor- and
+Megatron's formats either gather all values on all ranks (`fully_reshardable`) or require equal tensor- and
 pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
-covering it, with the names and shapes of `fully_reshardable`. Nothing is gathered. A checkpoint can be read with any
-parallel sizes.
+covering it, with the names and shapes of `fully_reshardable`. Nothing is gathered, and a checkpoint can be read with
+any parallel sizes.
 """
 
 from __future__ import annotations
@@ -46,52 +46,53 @@ def sharded_optimizer_state(
                 # Megatron-Core 0.16.1 does the same in its own `sharded_state_dict`.
                 leaf.load_state_dict(leaf.state_dict())
             state = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
-            states[index] = {**state, "param_state": _boxes_of(leaf, chunks)}
+            states[index] = {**state, "param_state": _optimizer_boxes(leaf, chunks)}
         else:
             states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     return states[0] if len(leaves) == 1 else states
 
 
-def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
-    """Copy the loaded values into the optimizer's tensors, also if the loader read them into other memory."""
-    live_boxes = _boxes_of(optimizer, chunks)
+def copy_to_optimizer(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
+    """Copy the loaded values into the optimizer's tensors. The loader may have read them into other memory."""
+    live_boxes = _optimizer_boxes(optimizer, chunks)
     for place, boxes in live_boxes.items():
         for name, box in boxes.items():
             assert box.data is not None
             box.data.copy_(loaded[place][name].view_as(box.data))
 
 
-def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
-    """Return the parts of each parameter that this rank stores, by the parameter's index on this rank."""
+def _optimizer_boxes(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
+    """Return the boxes of each parameter that this rank stores, by the parameter's index on this rank."""
     sharded: dict[str, Any] = dict(chunks)
     sharded_tensors, _ = extract_sharded_tensors_and_factories(sharded)
-    described = {id(base.data): base for base in nested_values(sharded_tensors)}
+    descriptions = {id(description.data): description for description in nested_values(sharded_tensors)}
     boxes = {}
     ranges: Any = optimizer.gbuf_ranges
     parts = [part for buffers in ranges for buckets in buffers.values() for bucket in buckets
              for part in bucket["param_map"].items()]  # fmt: skip
-    for place, (parameter, range_map) in enumerate(parts):
+    for parameter_index, (parameter, range_map) in enumerate(parts):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         start, stop = range_map["param"].start, range_map["param"].end
-        boxes[place] = {
+        boxes[parameter_index] = {
             f"{name}.{number}": box
             for name in _TENSORS
             if name in tensors
             for number, box in enumerate(
-                _boxes_of_range(parameter, described[id(parameter)], name, tensors[name], start, stop)
+                _boxes_of_range(parameter, descriptions[id(parameter)], name, tensors[name], start, stop)
             )
         }
     return boxes
 
 
 def _boxes_of_range(
-    parameter: Tensor, described: Any, name: str, values: Tensor, start: int, stop: int
+    parameter: Tensor, description: Any, name: str, values: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape]; `values` [stop - start] are its
-    state's.
+    """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape].
+
+    `values` [stop - start] are the optimizer's tensor `name` of these elements, `description` Megatron's description.
     """
     # A factory splits a fused parameter (gate and up) into parts stored under separate keys.
-    parts = described.build() if isinstance(described, ShardedTensorFactory) else described
+    parts = description.build() if isinstance(description, ShardedTensorFactory) else description
     for part in nested_values({"": parts}):
         assert part.data.is_contiguous() and part.data.untyped_storage()._cdata == parameter.untyped_storage()._cdata
         first = part.data.storage_offset() - parameter.storage_offset()

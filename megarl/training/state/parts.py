@@ -1,4 +1,4 @@
-"""Parts of a training state on this rank: a checkpoint's tensors, each with its place in the whole."""
+"""Parts of a training state on this rank: slices of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megarl.training.state.checkpoint import Model, changed_models, models_to_sa
 class StatePart(NamedTuple):
     """A rectangular slice (box) of one tensor of the training state, as this rank stores it.
 
-    `values` [*shape] is the live memory. `start` is the index of the slice's first element in the full tensor. If
-    several ranks store the same slice, `is_main` is True on exactly one. `key` is the tensor's name in checkpoints,
-    where Megatron stacks layers of equal shape. `name` distinguishes them: `decoder.layers.mlp.linear_fc1.weight[3]` is
-    layer 3.
+    `values` [*shape] is the live memory. `start` is the index of its first element in the full tensor. If several ranks
+    store the same slice, `is_main` is True on exactly one. `key` is the tensor's name in checkpoints, where Megatron
+    stacks layers of equal shape. `name` has the layer too: `decoder.layers.mlp.linear_fc1.weight[3]` is layer 3.
     """
 
     key: str
@@ -30,10 +29,10 @@ class StatePart(NamedTuple):
 
 
 def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
-    """Yield this rank's parts of the state. Rows that only pad the vocabulary are left out.
+    """Yield this rank's parts of the state, without rows that only pad the vocabulary.
 
-    `models` are those of a checkpoint, by the prefix of their tensors; frozen models with their first weights are left
-    out. Missing moments are allocated, as zeros.
+    `models` are by the prefix of their tensors; frozen models with unchanged weights are left out. Missing moments are
+    allocated, as zeros.
     """
     for prefix, model in models_to_save(models, changed_models(models)).items():
         state = sharded_states({prefix: model}, is_loading=False)

@@ -79,7 +79,7 @@ class ReshardChecks:
         """
         if not self.is_probed:
             return
-        # Synchronise first. If an engine left and some trainers noticed, the others must not start waiting for them.
+        # Synchronise first. Otherwise, after an engine left, some trainers would wait for others that noticed it.
         gather_values(None, self._ends.group)
         policy = self._ends.policy
         if policy is None:

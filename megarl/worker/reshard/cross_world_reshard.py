@@ -140,7 +140,7 @@ class CrossWorldReshard:
     def _note_changes(self) -> None:
         """Compare the engine's weights with their record, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
-        # Changes that were not reported yet are the earlier ones.
+        # The first changes are reported, because they show when the fault began.
         if changes is not None and not (self._unreported and self._unreported.boxes):
             self._unreported = changes
 

@@ -75,7 +75,7 @@ class ReshardEnds:
 class ReshardPlan(NamedTuple):
     """The copies of one rank. `engine_shape` is the shape of the engines' model.
 
-    `recorded` is the layout of this rank's engine as vLLM's loader fills it; empty if it cannot be written in place.
+    `recorded` is the layout of this rank's engine, recorded from vLLM's loader; empty if it cannot be written in place.
     `recorded_drafter` is that of a trained drafter with files of its own. `notices` are texts for the user.
     """
 
@@ -92,7 +92,7 @@ def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
     `load` is the engine's own loader; None without an engine. A collective. Raises ConfigError for a recipe that needs
     an engine written in place.
     """
-    # Only ranks with a trainer know it, so ask all ranks and take the first answer.
+    # Only ranks with a trainer know whether it uses Transformer Engine, so the first answer of all ranks counts.
     answers = gather_values(ends.transformer_engine, ends.group)
     transformer_engine = next(answer for answer in answers if answer is not None)
     planner = _Planner(ends, transformer_engine=transformer_engine)
@@ -153,8 +153,8 @@ class _Planner:
         ends, lora = self._ends, self._ends.recipe.lora
         policy, engine = ends.policy, ends.engine
         model = engine.model if engine is not None else None
-        in_engine = engine.find_part(TrainedAdapter) if engine is not None else None
-        slots = in_engine.slots if in_engine is not None else None
+        engine_part = engine.find_part(TrainedAdapter) if engine is not None else None
+        slots = engine_part.slots if engine_part is not None else None
         with without_adapters(model):
             recorded, refusal = record(model, self._engine_shape, self._dtype, ends.group)
         base, adapter = (
@@ -170,18 +170,18 @@ class _Planner:
         # The projections of a fused layer share one A, so the adapter has fewer matrices in the slots than in a folder.
         shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
         matrices = {tensor.name: shapes[tensor.name] for tensor in adapter.destinations.tensors}
-        in_slots, no_slots = record_slots(slots, matrices, self._dtype, ends.group)
-        if recorded is None or in_slots is None:
+        slot_layout, slot_refusal = record_slots(slots, matrices, self._dtype, ends.group)
+        if recorded is None or slot_layout is None:
             raise ConfigError(
-                f"lora.sync = adapter: this engine's tensors cannot be written in place ({refusal or no_slots}); set "
-                "lora.sync=merged"
+                "lora.sync = adapter: this engine's tensors cannot be written in place "
+                f"({refusal or slot_refusal}); set lora.sync=merged"
             )
         weights = policy.tensors if policy is not None else {}
         trained_adapters = policy.find_part(LoraPart) if policy is not None else None
         matrices_sent = trained_adapters.scaled_adapters.weights if trained_adapters is not None else {}
         live_reshard = AdapterReshard(
             self._plan_direct(base, recorded, weights, model),
-            lambda: self._plan_direct(adapter, in_slots, matrices_sent, slots=slots),
+            lambda: self._plan_direct(adapter, slot_layout, matrices_sent, slots=slots),
         )
         return ReshardPlan(live_reshard, self._engine_shape, recorded)
 
@@ -190,8 +190,8 @@ class _Planner:
         ends, recipe = self._ends, self._ends.recipe
         assert recipe.drafter is not None
         shape = read_drafter_shape(find_folder(recipe.drafter), self._trainer_shape)
-        in_engine = ends.engine.find_part(TrainedDrafts) if ends.engine is not None else None
-        written = in_engine.written if in_engine is not None else None
+        engine_part = ends.engine.find_part(TrainedDrafts) if ends.engine is not None else None
+        written = engine_part.written if engine_part is not None else None
         recorded, refusal = record_drafter(written, shape.tensors, self._dtype, ends.group)
         if recorded is None:
             raise ConfigError(

@@ -34,7 +34,7 @@ class RankReshard:
     def __init__(self, ends: ReshardEnds, *, version: int | None = None) -> None:
         self._ends = ends
         with self._in_memory(version):
-            # Inside the context: planning and self-test need the live weights of both sides in memory.
+            # Planning and self-test need the live weights of both sides in memory.
             plan = plan_reshard(ends, None if ends.engine is None else self._load)
             self.live_reshard = plan.live_reshard
             self.notices = list(plan.notices)
@@ -46,7 +46,7 @@ class RankReshard:
             ledger = self.checks.take_ledger(version or FIRST_VERSION)
             self.checks.start_probe()
         started = time.perf_counter()
-        # After the context: the engine needs its KV cache to compute log-probs.
+        # The engine needs its KV cache to compute log-probs, and the context has freed the memory for it.
         probe_gap = self.checks.finish_probe()
         verify_seconds = copies.seconds.get("verify", 0.0) + time.perf_counter() - started
         self.first_report = ReshardReport(
@@ -63,7 +63,7 @@ class RankReshard:
         Raises MegarlError with the first differing parameter, or with the rank of differing log-probs.
         """
         faults.reach("reshard")
-        seconds = self._meet()
+        seconds = self._wait_for_ranks()
         with self._in_memory(version):
             with span("move weights"):
                 copies = self.live_reshard.run()
@@ -98,7 +98,7 @@ class RankReshard:
     def _engine_weights(self) -> Iterable[Tensor]:
         return () if self._ends.engine is None else live_parameters(self._ends.engine.model).values()
 
-    def _meet(self) -> dict[str, float]:
+    def _wait_for_ranks(self) -> dict[str, float]:
         """Wait on the host until all ranks of the group are ready. Returns the seconds of stage `meet`.
 
         A trainer that sends in the background arrives before the engines have paused. If it started to send, NCCL
@@ -122,8 +122,8 @@ class RankReshard:
             if policy is not None:
                 if engine is not None:
                     # Gradients and optimizer state leave the device to make room for the engine's weights.
-                    policy.offload(but=("parameters",))
-                    # Until here the device held the update's memory, which is part of the update's peak.
+                    policy.offload(exceptions=("parameters",))
+                    # The device had the update's memory so far, which belongs to the update's peak.
                     peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
@@ -135,22 +135,22 @@ class RankReshard:
         if engine is not None:
             if policy is not None:
                 policy.offload()
-            # The KV cache is memory of the rollout.
-            peak_memory.settle_peak()
+            # The peak of the reshard ends here: the KV cache belongs to the rollout's memory.
+            peak_memory.fix_peak()
             with engine_collectives_marked(self._ends.group):
-                # The KV cache last: it fits only after the trainer has left the device.
+                # The KV cache comes last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Pass tensors to the engine's weight loader as they arrive. Errors of the copies are raised unchanged."""
-        failed: list[Exception] = []
+        copy_errors: list[Exception] = []
 
         def incoming() -> Iterator[tuple[str, Tensor]]:
             try:
                 yield from tensors
             except Exception as error:
-                failed.append(error)
+                copy_errors.append(error)
                 raise
 
         assert self._ends.engine is not None
@@ -158,7 +158,7 @@ class RankReshard:
             with engine_collectives_marked(self._ends.group):
                 self._ends.engine.load_tensors(incoming())
         except ReplicaCollectiveError:
-            if failed:
+            if copy_errors:
                 # The engine failed only because its input did: raise the cause, which may name a lost rank.
-                raise failed[0] from None
+                raise copy_errors[0] from None
             raise
