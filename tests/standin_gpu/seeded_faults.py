@@ -40,8 +40,8 @@ FAULTS = {
     "wrong device index": Fault(
         "logprobs",
         LOGPROBS,
-        "torch.zeros(2, len(blocks), len(targets), dtype=wide, device=hidden.device)",
-        'torch.zeros(2, len(blocks), len(targets), dtype=wide, device="cuda:0")',
+        "torch.zeros(2, len(blocks), len(targets), dtype=wide_dtype, device=hidden.device)",
+        'torch.zeros(2, len(blocks), len(targets), dtype=wide_dtype, device="cuda:0")',
         r"found at least two devices, cuda:1 and cuda:0! \(stand-in, aten::cat",
         LOGPROBS,
         "sums = torch.stack([target_logit",
@@ -103,7 +103,7 @@ FAULTS = {
     "use of freed memory": Fault(
         "reshard",
         STAGING,
-        '"""Return at once: no peer reads a private slot."""',
+        '"""Do nothing: no peer reads a private slot."""',
         "[slot.untyped_storage().resize_(0) for slot in self._slots]",
         r"illegal memory access .* uses \d+ bytes of a storage of 0",
         TRANSPORT,
