@@ -20,7 +20,7 @@ _injector: Any = None
 
 
 def reach(point: str, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
-    """Mark a point of the code: a fault for it happens here. `tensors` returns the tensors that it may change."""
+    """Inject the fault that a test has set for this point, if any. `tensors` returns the tensors that it may change."""
     # The only cost in a run without faults.
     if _injector is not None:
         _injector.reach(point, tensors)

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class RanksNodes(Protocol):
-    """The nodes of a run; `launchers.run_nodes.RunNodes` implements it."""
+    """Protocol of a run's nodes: they reserve places and fork ranks. Implemented by `launchers.run_nodes.RunNodes`."""
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
 

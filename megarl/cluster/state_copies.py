@@ -99,7 +99,8 @@ async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
 async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
     """Return, for each rank at `places`, the files that it reads in a restore: all copies of a step on its node.
 
-    Copies that no node of these ranks has are first sent to one. Raises PeerLostError if an agent is lost meanwhile.
+    A copy that is on none of the ranks' nodes is first sent to one of them. Raises PeerLostError if an agent is lost
+    meanwhile.
     """
     copies = [copy for copy in (await list_copies(agents))[0] if copy.step == step]
     holders: defaultdict[int, dict[AgentLink, HeldCopy]] = defaultdict(dict)

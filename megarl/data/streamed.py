@@ -35,7 +35,10 @@ class Streamed(Sequence[Made], Generic[Made]):
         *,
         folder: str | Path,
     ) -> None:
-        """Read and validate all records. Raises OSError and the errors of `make_results`."""
+        """Make an example of each record once, to validate it, and store the records in a file in `folder`.
+
+        Examples that are too long are left out and reported to `on_long`. Raises OSError and the errors of `make`.
+        """
         self._make = make
         self._file = TemporaryFile(dir=folder, prefix=".records_")  # noqa: SIM115  (it is open as long as this lives)
         # Errors of records refer to this object, so the collector may free it long after the file. Only the finaliser
@@ -98,7 +101,7 @@ def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
 
 
 def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
-    """Yield a field's value of each problem's record. Problems on disk are not tokenised."""
+    """Yield a field's value of each problem's record. Records on disk are read without tokenising them."""
     if isinstance(problems, Streamed):
         return problems.values(field)
     return (problem.record[field] for problem in problems)

@@ -73,7 +73,10 @@ def chosen_chunk_tokens(
 
 
 def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
-    """Return the chunk that splits the vocabulary into blocks of equal size."""
+    """Return the chunk of tokens whose logits take the memory of one of `num_blocks` equal blocks of the vocabulary.
+
+    The logits of a block are those of all `num_tokens` for a part of the vocabulary.
+    """
     # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
     rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
     return -(-min(rows, vocabulary_rows) * num_tokens // vocabulary_rows)

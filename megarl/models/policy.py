@@ -234,10 +234,10 @@ class PolicyModel(PackedModel):
         return hidden_states.squeeze(1)
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        """Return the last stage's output [2, tokens].
+        """Return the last stage's output: log-prob and entropy of each predicted token, [2, predictions].
 
-        `hidden` [computed tokens, hidden_size] belongs to `row`. `weight` has this rank's head rows, `labels` is
-        [predictions].
+        `hidden` is [computed tokens, hidden_size] for `row`. `weight` has this rank's rows of the output head. `labels`
+        [predictions] are the token ids to predict.
         """
         logprobs, entropies = vocab_parallel_logprobs(
             row.prediction_states(hidden),

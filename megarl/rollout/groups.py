@@ -36,9 +36,9 @@ class GroupSampler:
     """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
     An attempt runs in a new object from `make_environment`, in a process of `environment_pool`, or in an external
-    `agent` program. `expect_programs(keys, orphans)` announces programs that may have outlived the last driver, and
-    ends the containers of programs that cannot go on.
-    `notify_once(kind, text)` shows the first failure of each kind to the user.
+    `agent` program. After a restart of the driver, `expect_programs(keys, orphans)` lets agent programs with these
+    keys go on, and ends the containers of the orphans. `notify_once(kind, text)` shows the user the first failure of
+    each kind.
     """
 
     pool: EnginePool

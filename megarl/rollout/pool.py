@@ -306,7 +306,11 @@ class EnginePool:
             self._start_pumps()
 
     def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
-        """Report the tokens of a withdrawn request: now, or when its engine has ended it."""
+        """Call `on_abort` with the number of tokens sampled for an aborted request.
+
+        A request that runs in an engine is reported once the engine has ended it, others at once. `num_before` are
+        tokens of earlier parts.
+        """
         if any(request_id in replica.running for replica in self._replicas):
             self._withdrawn[request_id] = lambda num_tokens: on_abort(num_before + num_tokens)
         else:

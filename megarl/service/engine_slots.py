@@ -44,7 +44,10 @@ class EngineSlots:
         return min(unused, key=lambda slot: slot.is_used, default=None)
 
     def assign(self, slot: EngineSlot, version: str | None, ready: asyncio.Future[None]) -> None:
-        """Give a slot to a version. `ready` completes when the engines have loaded it."""
+        """Give a slot to a version of an adapter. None: an adapter without effect, for the base model.
+
+        `ready` completes when the engines have loaded it.
+        """
         slot.version, slot.is_used, slot.ready = version, True, ready
         # The list is ordered by the last use.
         self._slots.remove(slot)

@@ -234,7 +234,10 @@ class Ledger:
         return promise.reply
 
     def expire(self) -> None:
-        """Forget results, a while after they were read, and skip missing numbers. All stay used."""
+        """Drop results a while after clients read them. Skip request numbers for which the ledger has waited too long.
+
+        A dropped or skipped number stays used: a client cannot send another request with it.
+        """
         oldest = self._clock() - READ_SECONDS
         oldest_unread = self._clock() - UNREAD_SECONDS
         is_old = {

@@ -76,7 +76,7 @@ class _Lane:
             raise
 
     def refund(self, tokens: int) -> None:
-        """Give back unused tokens of the current account's work."""
+        """Give unused tokens back to the account whose work is running. They were charged before the work began."""
         self._queue.refund(TENANT.get(), tokens)
 
     async def _run(self) -> None:

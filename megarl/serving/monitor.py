@@ -117,9 +117,10 @@ class Monitor:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        """Answer with status 401 if a request lacks the token, with 503 if too many connections have it.
+        """Pass a request on. Answer with status 401 if it lacks the token, with 503 if too many connections have it.
 
-        A connection answers one request: scrapes are rare, and strangers shall not keep theirs.
+        Each connection ends after one answer: scrapes are rare, and clients without the token must not hold
+        connections.
         """
         assert self._server is not None, "requests come after the start"
         if not is_token(key_of(request), self._config.token):

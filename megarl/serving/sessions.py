@@ -76,14 +76,17 @@ class Sessions:
         return secret in self._expected
 
     def cease_to_expect(self, secret: str) -> None:
-        """End the wait for a session. Without one its key is refused from now on."""
+        """Stop waiting for the session with this key. If it has not opened, its requests are refused from now on."""
         if (event := self._expected.pop(secret, None)) is not None:
             if secret not in self._open:
                 self._ended[secret] = None
             event.set()
 
     async def wait_for(self, secret: str, seconds: float) -> None:
-        """Wait up to `seconds` for the session of an expected key. Raises RequestError if it does not open."""
+        """Wait up to `seconds` for a session that is expected with this key but has not opened.
+
+        Returns at once for other keys. Raises RequestError if the session does not open.
+        """
         if (event := self._expected.get(secret)) is None:
             return
         try:

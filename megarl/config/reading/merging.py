@@ -300,6 +300,7 @@ def _environment_references(tree: Any) -> dict[Place, str]:
         return oc.env(*arguments)
 
     def walk(raw: Any, node: Any, place: Place) -> Iterator[tuple[Place, str]]:
+        """Yield place and text of each value whose resolving calls `read`. `node` is the container of `raw`."""
         nonlocal has_read
         if isinstance(raw, str):
             if "${" in raw:

@@ -127,7 +127,7 @@ class TokenTree:
         return torch.from_numpy(self.positions).to(self.reach.device)
 
     def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of own tokens before each of these stored tokens, in the same shape."""
+        """Return how many tokens owned by this rank precede each of the stored tokens `tokens`, in the same shape."""
         return np.searchsorted(self.own_tokens, tokens)
 
     @cached_property

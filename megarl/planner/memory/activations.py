@@ -358,10 +358,11 @@ def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) 
 
 
 def _gated_bytes(channels: float, settings: PassSettings) -> float:
-    """Return the bytes saved by a gated feed-forward layer whose channels take `channels` bytes.
+    """Return the bytes saved for the backward pass by a gated feed-forward layer. One activation takes `channels`
+    bytes.
 
-    The layer saves gate, up and their product. Without a fused kernel it also saves the activated gate, and up with
-    Megatron's offset.
+    The layer saves gate, up and their product. Without a fused kernel it also saves the activated gate, and the sum of
+    up and Megatron's `glu_linear_offset`.
     """
     return (3 if settings.fuses_activation else 5) * channels
 

@@ -193,7 +193,7 @@ class RankMemory:
 
     @property
     def host_copies(self) -> int:
-        """Return the bytes of host memory for offloaded states, and on GPUs for the scoring models."""
+        """Return the bytes of host memory for offloaded states and, with GPUs, for copies of the scoring models."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
         scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
         return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring

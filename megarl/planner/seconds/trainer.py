@@ -73,7 +73,7 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Seconds by cause, each [layouts]."""
+    """Predicted seconds by cause: an array [layouts] for each."""
 
     compute: Any = 0.0
     """Matrix products and attention."""

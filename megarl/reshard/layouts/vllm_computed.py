@@ -157,7 +157,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
-        """The parameter of each tensor, by (is it a draft layer's, template)."""
+        """The stacked vLLM parameter that holds each tensor. Keys: (is it a draft layer's, name without numbers)."""
         return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
 
     @cached_property

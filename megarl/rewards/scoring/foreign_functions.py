@@ -37,7 +37,7 @@ class ForeignFunction(Protocol):
         ...
 
     def __call__(self, **values: Any) -> Any:
-        """Score a sample."""
+        """Score a sample. `values` are its fields by megarl's names (`completion_text`, `answer`, `record`, ...)."""
         ...
 
 

@@ -102,7 +102,7 @@ class AttemptJournal:
 
     @property
     def expected_keys(self) -> list[str]:
-        """Keys of the programs that may have outlived the last driver."""
+        """API keys of agent programs that may still run since an earlier driver and can go on with their sessions."""
         return [t.opened["key"] for t in self._state.tries.values() if t.opened is not None and t.can_go_on]
 
     @property

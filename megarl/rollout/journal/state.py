@@ -194,7 +194,7 @@ class TokenAccount:
 
     @property
     def num_untrained(self) -> int:
-        """Number of tokens without a loss, including dropped attempts."""
+        """Number of sampled tokens that no step trained, including those of dropped attempts."""
         return sum(self.untrained.values()) + self.dropped
 
 

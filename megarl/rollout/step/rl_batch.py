@@ -118,7 +118,10 @@ class RLBatch(TokenBatch):
         return counts.max(axis=1)
 
     def start_from_rollout(self, weight_version: int) -> None:
-        """Use the engine's log-probs as the old log-probs of the importance ratio, for all weight versions."""
+        """Use the engine's log-probs as the old log-probs of the importance ratio, for tokens of old weights too.
+
+        `weight_version` is that of the trainer.
+        """
         self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
         self.forget_stale_logprobs(weight_version)
 

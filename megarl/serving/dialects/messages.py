@@ -221,7 +221,10 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant(content: Any, where: str) -> dict[str, Any]:
-    """Return an answer that a client sends back. Raises RequestError for blocks that the endpoint does not send."""
+    """Convert an assistant message of a request's history to a chat message. Errors name its place `where`.
+
+    Raises RequestError for blocks that the endpoint never produces.
+    """
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_objects(content, where)
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardEnds:
-    """Both ends of the copies on one rank: a `policy` or its `snapshot`, an `engine`, or both a policy and an engine.
+    """What one rank takes part with in a reshard: a trainer (`policy` or its `snapshot`), an `engine`, or both.
 
-    `topology` lists all participating ranks, trainers first: the world's, or the ranks of `group`. `replica` is the
-    number of the engine. `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks
-    without a trainer.
+    `topology` lists all participating ranks, trainers first. Without `group` these are all ranks of the world.
+    `replica` is the number of the engine. `transformer_engine` says whether the trainer uses Transformer Engine's
+    layers; None on ranks without a trainer.
     """
 
     recipe: Recipe

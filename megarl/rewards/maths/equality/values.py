@@ -178,7 +178,11 @@ def is_proportional(formula: Node, multiple: Node) -> int:
 
 
 def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
-    """Return the sign of the constant factor between two formulas (0: none), and the distance of magnitudes in bits."""
+    """Return the sign of the factor c if `multiple` is c times `formula` (0: it is not), and the bits lost to
+    cancellation.
+
+    The factor is tried at random points.
+    """
     ratios: list[Any] = []
     bits = 0
     for seed, kind in enumerate(_KINDS_OF_POINTS):
