@@ -270,15 +270,16 @@ def test_late_calls_of_an_ended_session_are_told_so_once(served: Any) -> None:
             s.client(other) as neighbour,
             aiohttp.ClientSession() as h,
         ):
-            body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 240}
-            late = asyncio.create_task(client.completions.create(**body))
-            beside = asyncio.create_task(neighbour.completions.create(**body))
-            while not (session.num_under_way and other.num_under_way):
-                await asyncio.sleep(0.01)
             url = f"{s.endpoint.base_url}/sessions/{session.secret}/reward"
             for wrong in ({}, {"reward": "good"}, {"reward": True}, {"reward": 10**400}):
                 async with h.post(url, json=wrong) as response:
                     assert response.status == 400
+            body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 240}
+            late = asyncio.create_task(client.completions.create(**body))
+            beside = asyncio.create_task(neighbour.completions.create(**body))
+            # Nothing else is awaited before the reward: on a loaded machine the answer would come first.
+            while not (session.num_under_way and other.num_under_way):
+                await asyncio.sleep(0.01)
             async with h.post(url, json={"reward": 0.5}) as response:
                 assert response.status == 200 and session.reward == 0.5
             with pytest.raises(openai.APIStatusError) as gone:
