@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardEnds:
-    """What one rank takes part with in a reshard: a trainer (`policy` or its `snapshot`), an `engine`, or both.
+    """Parts of one rank in a reshard: a trainer (`policy` or its `snapshot`), an `engine`, or both.
 
     `topology` lists all participating ranks, trainers first. Without `group` these are all ranks of the world.
     `replica` is the number of the engine. `transformer_engine` says whether the trainer uses Transformer Engine's
