@@ -128,15 +128,16 @@ class CommandLinePlace:
         return None
 
     def kill_all(self) -> None:
-        # `kill -9 -1` spares the container's first process.
-        with suppress(OSError):
-            self._run("exec", self._name, "sh", "-c", "kill -9 -1")
-        # The container's monitors must live: they hold its input open, and the container ends with its input.
+        # The clients of `exec` go first. One that waits for a reader of its output can block docker's daemon, and the
+        # next `exec` with it. The container's monitors must live: they hold its input open, and it ends with its input.
         for pid in descendants(os.getpid()):
             if pid not in self._monitors:
                 with suppress(OSError):
                     send_signal(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
+        # `kill -9 -1` spares the container's first process.
+        with suppress(OSError):
+            self._run("exec", self._name, "sh", "-c", "kill -9 -1")
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
         self._run("exec", "--interactive", self._name, "sh", "-c", PUT_SCRIPT, "sh", folder, stdin=pack_files(files))
