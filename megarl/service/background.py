@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Background:
     """The running tasks of this kind."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run_to_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await work of the ranks on a folder, which goes on if the end of a session cancels its request.
+    async def run_to_end(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await work that goes on if its request is cancelled, for example by the end of a session.
 
-        A folder that vanished under the ranks would be an error of theirs, which ends the whole service.
+        Ranks cannot leave a collective. A folder that vanished under them would be an error of theirs, which ends the
+        whole service.
         """
-        await asyncio.shield(self.start(work))
+        return await asyncio.shield(self.start(work))
 
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         task = asyncio.create_task(work)
         # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)

@@ -173,11 +173,13 @@ class Ledger:
             return self._refuse(sequence.owner, model_id, text)
         # A later number is accepted: SDK 0.38 sends the first chunk of a call after it has the promises of the others.
         is_next, num_bytes = number == sequence.next_number, BODY_BYTES.get()
-        if is_next and not sequence.is_idle:
+        # The later numbers wait for this one.
+        is_awaited = is_next and sequence.is_idle
+        if is_next and not is_awaited:
             self._check_next(sequence, number, tokens)
         # A number that others wait for is always accepted: they would keep the limit reached for ever. A later one is
         # not refused with a status, because the client may send the missing one only after it.
-        if not (is_next and sequence.is_idle) and not self.admission.has_room(sequence.owner, num_bytes):
+        if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             work, num_bytes = self._refuse_large(sequence, number), 0
         promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.held[number] = promise, work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -37,6 +38,8 @@ class Models:
     ) -> None:
         self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
         self._published, self._background, self._clock = published, background, clock
+        self._moved_until = -math.inf
+        """Models last used before this time have been asked to move to disk."""
 
     def create(self, body: CreateModel, owner: str) -> Promise:
         session = self._sessions.find(body.session_id, owner)
@@ -132,11 +135,11 @@ class Models:
 
     async def move_idle(self, latest: float) -> None:
         """Move models without requests since a time to disk."""
-        idle = [model for model in self._sessions.models() if model.used_at < latest and not model.is_on_disk]
-        for model in idle:
-            model.is_on_disk = True
+        idle = [model.model_id for model in self._sessions.models() if self._moved_until <= model.used_at < latest]
+        # Noted first: a move that fails is not repeated.
+        self._moved_until = latest
         if idle:
-            await self._trainer.move_to_disk([model.model_id for model in idle])
+            await self._trainer.move_to_disk(idle)
 
     def _begin_model(
         self,

@@ -18,6 +18,7 @@ from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.data.token_batch import TokenBatch, borders
 from megarl.rollout.pool import EnginePool
+from megarl.service.background import Background
 from megarl.service.memory_limits import MemoryLimits
 from megarl.service.refusals import UserError
 from megarl.service.requests import AdamSettings
@@ -101,7 +102,7 @@ class RankTrainer:
         """Versions on the ranks."""
         self._most_bytes = most_bytes
         self._limits = MemoryLimits((), most_bytes)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> str:
@@ -162,16 +163,22 @@ class RankTrainer:
         )
 
     async def publish(self, model_id: str, version: str) -> None:
-        await self._train_model("publish", model_id, version, version=version)
+        check, prepare = partial(self._check_model, model_id), partial(self._take_version, version, model_id)
+        await self._train("publish", model_id, version, check=check, prepare=prepare)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
         await asyncio.to_thread(check_harmless, folder)
         await self._train("publish_folder", folder.absolute(), version, prepare=partial(self._take_version, version))
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
+        # `_make_room` may have moved some. A turn for nothing would put engines on shared ranks to sleep.
+        in_memory = [model_id for model_id in models if model_id not in self._on_disk]
+        if not in_memory:
+            return
+
         async def move() -> str | None:
             async with self._turns.training(1):
-                return await self._move(models)
+                return await self._move(in_memory)
 
         if error := await self._shielded(move):
             raise OSError(f"idle models stay in memory: {error}")
@@ -303,12 +310,10 @@ class RankTrainer:
         self._on_disk |= moved & self._models.keys()
         return next((error for _, error in answers if error is not None), None)
 
-    async def _train_model(self, method: str, model_id: str, *args: Any, version: str | None = None) -> list[Any]:
-        """Call a method with a model, which copies its weights under the name `version` if there is one."""
-        take = partial(self._take_model, model_id)
-        if version is not None:
-            take = partial(self._take_version, version, model_id)
-        return await self._train(method, model_id, *args, check=partial(self._check_model, model_id), prepare=take)
+    async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
+        """Call a method of the ranks' adapters with a model that exists."""
+        check, prepare = partial(self._check_model, model_id), partial(self._take_model, model_id)
+        return await self._train(method, model_id, *args, check=check, prepare=prepare)
 
     async def _train(
         self,
@@ -342,7 +347,4 @@ class RankTrainer:
                     self.failure.set_exception(error)
                 raise
 
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await self._background.run_to_end(run())

@@ -31,7 +31,6 @@ class Model:
     used_at: float
     """Time of its last request."""
     metadata: Mapping[str, str] | None = None
-    is_on_disk: bool = False
     failure: str | None = None
     moving_weights: Weights | None = None
     """Weights of the sampling sessions following the model, from its last save for them."""
@@ -87,7 +86,7 @@ class Sessions:
 
     def open(self, body: CreateSession, owner: str) -> str:
         """Return the id of a new session. Raises UserError if the owner has too many."""
-        if sum(session.owner == owner for session in self._sessions.values()) >= MOST_SESSIONS:
+        if len(self.owned_by(owner)) >= MOST_SESSIONS:
             raise UserError(f"this key has {MOST_SESSIONS} open sessions; close some, or wait until silent ones end")
         session = Session(secrets.token_hex(12), owner, self._clock(), body.user_metadata, body.display_name)
         self._sessions[session.session_id] = session
@@ -95,7 +94,7 @@ class Sessions:
 
     def ids(self, owner: str) -> list[str]:
         """Return the ids of an owner's sessions, newest first."""
-        return [name for name, session in reversed(self._sessions.items()) if session.owner == owner]
+        return [session.session_id for session in reversed(self.owned_by(owner))]
 
     def describe(self, session_id: str, owner: str) -> dict[str, Any]:
         session = self.find(session_id, owner)
@@ -110,8 +109,7 @@ class Sessions:
         """Return an owner's models in memory."""
         return [
             RunState(model.model_id, owner, session.seen_at + self._epoch, model.metadata)
-            for session in self._sessions.values()
-            if session.owner == owner
+            for session in self.owned_by(owner)
             for model in session.models.values()
         ]
 
@@ -148,7 +146,6 @@ class Sessions:
 
     def note_use(self, session: Session, model: Model) -> None:
         session.seen_at = model.used_at = self._clock()
-        model.is_on_disk = False
 
     def find(self, session_id: str, owner: str) -> Session:
         """Return an owner's session. Raises NotFoundError."""
@@ -159,14 +156,14 @@ class Sessions:
 
     def find_model(self, model_id: str, owner: str) -> tuple[Session, Model]:
         """Return an owner's model, and its session. Raises NotFoundError."""
-        for session in self._sessions.values():
-            if session.owner == owner and model_id in session.models:
+        for session in self.owned_by(owner):
+            if model_id in session.models:
                 return session, session.models[model_id]
         raise NotFoundError(f"model_id = {model_id:.100}: does not exist")
 
     def find_sampler(self, sampler_id: str, owner: str) -> tuple[Session, Sampler]:
         """Return an owner's sampling session, and its session. Raises NotFoundError."""
-        for session in self._sessions.values():
-            if session.owner == owner and sampler_id in session.samplers:
+        for session in self.owned_by(owner):
+            if sampler_id in session.samplers:
                 return session, session.samplers[sampler_id]
         raise NotFoundError(f"sampling_session_id = {sampler_id:.100}: does not exist")

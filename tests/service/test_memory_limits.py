@@ -81,6 +81,9 @@ async def test_models_used_least_recently_move_to_disk() -> None:
     await trainer.clear_gradients("a")
     await trainer.create_model("c", 0)
     assert ranks.moved() == ["b"]
+    # It is there already, so the ranks are not asked again.
+    await trainer.move_to_disk(["b"])
+    assert ranks.moved() == []
     # Its next call brings it back, and needs the room of another.
     await trainer.clear_gradients("b")
     assert ranks.moved() == ["a"]
