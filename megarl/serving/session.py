@@ -66,8 +66,6 @@ class Session:
         self._by_body: dict[bytes, ModelCallUnderWay] = {}
         self._calls: dict[int, ModelCallUnderWay] = {}
         self._num_started = 0
-        self._num_lost = 0
-        """Calls that were under way when a driver was killed. They do not count, because clients repeat them."""
 
     @property
     def answers(self) -> list[Answer]:
@@ -165,7 +163,7 @@ class Session:
             self._sampler.restore(call)
         # The answers' order is that of their ends, and `answers` is in the order of their starts.
         self._calls = dict(sorted(self._calls.items()))
-        self._num_started, self._num_lost = num_started, num_started - len(self._calls)
+        self._num_started = num_started
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
@@ -274,7 +272,8 @@ class Session:
         if earlier is not None and earlier.is_joinable and (is_retry or earlier.lacks_delivery):
             self.counts["joined_retries"] += 1
             return earlier
-        if self._num_started - self._num_lost >= self.limits.max_calls:
+        # Calls under way when a driver was killed are not among them, because clients repeat these.
+        if len(self._calls) >= self.limits.max_calls:
             self.counts["refused_calls"] += 1
             text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
             raise RequestError(text, code="max_turns")

@@ -220,15 +220,9 @@ def test_a_changed_history_forks_and_an_equal_one_in_other_words_of_the_client_d
     served(test)
 
 
-def num_sampled_tokens(s: Served) -> int:
-    load = s.pool.load()
-    assert load is not None
-    return load.num_sampled_tokens
-
-
 def test_a_client_that_goes_away_frees_its_slot_and_its_session_goes_on(served: Any) -> None:
     async def test(s: Served) -> None:
-        session, before = s.open(), num_sampled_tokens(s)
+        session, before = s.open(), s.pool.load().num_sampled_tokens
         async with s.client(session) as client:
             first = (await client.chat.completions.create(model="policy", messages=[QUESTION])).choices[0].message  # type: ignore[list-item]
             body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 240, "stream": True}
@@ -243,7 +237,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_session_goes_on(served: 
             await s.pool.wait_until_drained()
             assert await s.group.call("unfinished") == [0] and session.counts["abandoned_calls"] == 2
             # Tokens of aborted calls count towards the limit of an attempt.
-            assert session._sampler.num_sampled == num_sampled_tokens(s) - before
+            assert session._sampler.num_sampled == s.pool.load().num_sampled_tokens - before
             history = [QUESTION, {"role": "assistant", "content": first.content}, QUESTION]
             await client.chat.completions.create(model="policy", messages=history)  # type: ignore[arg-type]
         one, two = session.answers
