@@ -45,6 +45,16 @@ UNREAD = (
 """Patterns of files on the Hub that megarl does not use: weights in other formats, and second copies of weights."""
 
 
+def sibling_folder(model: Path, name: str) -> Path:
+    """Return the folder, next to an exported model, of what was trained with it: `adapter` or `drafter`.
+
+    hf, hf_best and hf_step_NNNNNN become NAME, NAME_best and NAME_step_NNNNNN. Any other FOLDER becomes FOLDER_NAME.
+    """
+    if model.name.startswith("hf"):
+        return model.with_name(name + model.name.removeprefix("hf"))
+    return model.with_name(f"{model.name}_{name}")
+
+
 def check_model_folder(folder: str | Path) -> list[str]:
     """Return the errors of a folder's weights and tokenizer, one per line. `families.shape` checks config.json."""
     folder = Path(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.checkpoint import peft, safetensors
 from megarl.checkpoint.drafter_files import drafter_layouts, export_drafter
 from megarl.files.atomic import disk_full_named
-from megarl.files.model_folder import find_folder
+from megarl.files.model_folder import find_folder, sibling_folder
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.training.parts.drafter import DrafterPart
 from megarl.training.parts.lora import LoraPart
@@ -48,7 +48,7 @@ def export_model(
         if drafter is not None and recipe.drafter is not None:
             with disk_full_named(folder, num_bytes):
                 export_drafter(
-                    folder.with_name("drafter" + folder.name.removeprefix("hf")),
+                    sibling_folder(folder, "drafter"),
                     find_folder(recipe.drafter),
                     drafter.shape,
                     drafter_layouts(drafter.shape, builder.parallel),
@@ -60,8 +60,7 @@ def export_model(
         lora = recipe.lora
         if trained.find_part(LoraPart) is None or not lora.export_adapter:
             return
-        # The adapter's folder has the export's name with `adapter` in place of `hf`.
-        adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
+        adapter = sibling_folder(folder, "adapter")
         adapter_parts = adapter_layouts(layouts, lora.targets, lora.rank)
         config = peft.adapter_config(
             adapter_parts,

@@ -16,7 +16,7 @@ from megarl.config.recipe import load_of_run
 from megarl.data.templates.turn_ends import own_files
 from megarl.families.shape import read_model_shape
 from megarl.files import hub
-from megarl.files.model_folder import CARD, check_model_folder, find_folder
+from megarl.files.model_folder import CARD, check_model_folder, find_folder, sibling_folder
 from megarl.loops.saving.best_model import BEST, BestRecord
 from megarl.report.model_card import write_card
 from megarl.tracking.run_record import RunRecord, checkpoint_step
@@ -91,7 +91,7 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     checkpoint = earlier.checkpoint(step)
     recipe = load_of_run(earlier.path)
     _refuse_unconvertible(earlier.path, recipe)
-    drafter = _drafter_folder(folder) if recipe.trains_drafter else None
+    drafter = sibling_folder(folder, "drafter") if recipe.trains_drafter else None
     # The model's folder comes last: if it exists, both are complete.
     if drafter is not None and recipe.drafter is not None and not (out is None and drafter.is_dir()):
         policy = read_model_shape(recipe.model.folder, recipe.model.override_config)
@@ -107,15 +107,9 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     return Exported(folder, step, done, drafter)
 
 
-def _drafter_folder(folder: Path) -> Path:
-    """Return the folder of the drafter trained with the model in `folder`. Ranks export it by the same rule."""
-    name = "drafter" + folder.name.removeprefix("hf") if folder.name.startswith("hf") else f"{folder.name}_drafter"
-    return folder.with_name(name)
-
-
 def _exported_drafter(folder: Path) -> Path | None:
     """Return the folder of the drafter that was exported with the model in `folder`; None if there is none."""
-    drafter = _drafter_folder(folder)
+    drafter = sibling_folder(folder, "drafter")
     return drafter if drafter.is_dir() else None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.files.atomic import replace_text, storage_faults_named, sync
-from megarl.files.model_folder import read_object
+from megarl.files.model_folder import read_object, sibling_folder
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError
@@ -144,7 +144,7 @@ class BestModel:
 
 def _companions(folder: Path) -> list[Path]:
     """Return the folders that an export may write next to a model folder: LoRA adapters, and a trained drafter."""
-    return [folder.with_name(name + folder.name.removeprefix("hf")) for name in ("adapter", "drafter")]
+    return [sibling_folder(folder, name) for name in ("adapter", "drafter")]
 
 
 def _removal_path(folder: Path) -> Path:
