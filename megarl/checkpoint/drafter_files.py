@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import new_folder
 from megarl.checkpoint.mapped import MappedFolder
-from megarl.checkpoint.safetensors import SHARD_BYTES, index_text, pack_files, write_folder
+from megarl.checkpoint.safetensors import SHARD_BYTES, Form, index_text, pack_files, write_folder
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.config.parallel import ParallelConfig
 from megarl.families.eagle3 import (
@@ -111,7 +111,7 @@ def convert_drafter(checkpoint: Path, folder: Path, source: str, policy: ModelSh
 
 def _files_of_weights(
     shape: DrafterShape, dtype: torch.dtype, maps: Mapping[str, Tensor]
-) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+) -> dict[str, dict[str, Form]]:
     """Return shape and type of each trained tensor, by file and name. `maps` have one more file, if there are any."""
     forms = {name: (size, dtype) for name, size in shape.tensors.items()}
     return pack_files(forms, SHARD_BYTES, num_more=bool(maps))
@@ -120,7 +120,7 @@ def _files_of_weights(
 def _write_others(
     folder: Path,
     source: str,
-    files: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    files: Mapping[str, Mapping[str, Form]],
     maps: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> None:

@@ -93,15 +93,15 @@ class ParallelConfig:
         by_load = [*range(1, chunks - 1), 0, chunks - 1][:more]
         return tuple(minimum + (chunk in by_load) for chunk in range(chunks))
 
-    def layers_on_stage(self, num_layers: int, stage: int) -> list[int]:
-        """Return the numbers, from 0, of the layers of all chunks on a pipeline stage."""
+    def layers_of_chunks(self, num_layers: int, stage: int) -> list[range]:
+        """Return the numbers, from 0, of the layers of each chunk on a pipeline stage."""
         sizes = self.layers_by_chunk(num_layers)
         ends = list(accumulate(sizes))
-        return [
-            layer
-            for chunk in range(stage, len(sizes), self.pp)
-            for layer in range(ends[chunk] - sizes[chunk], ends[chunk])
-        ]
+        return [range(ends[chunk] - sizes[chunk], ends[chunk]) for chunk in range(stage, len(sizes), self.pp)]
+
+    def layers_on_stage(self, num_layers: int, stage: int) -> list[int]:
+        """Return the numbers, from 0, of the layers of all chunks on a pipeline stage."""
+        return [layer for chunk in self.layers_of_chunks(num_layers, stage) for layer in chunk]
 
     @property
     def world_size(self) -> int:

@@ -155,8 +155,6 @@ class DrafterHead:
     def __init__(self, model: PolicyModel, drafter: Drafter, aux_states: AuxStates, num_steps: int) -> None:
         self._model, self._drafter, self._aux_states, self._num_steps = model, drafter, aux_states, num_steps
         self.row: DrafterRow | None = None
-        self.table: Tensor | None = None
-        """A copy of the embedding [local vocabulary, hidden_size], if another stage has it."""
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Any
@@ -173,7 +171,7 @@ class DrafterHead:
         with torch.no_grad():
             inputs = torch.cat([self._whole_row(states, packed) for states in self._aux_states.take()], dim=-1)
             targets = self._whole_row(hidden_states.detach(), packed)
-            embeddings = self._embed(row.tokens, self._embedding_table())
+            embeddings = self._embed(row.tokens, self._model.embedding_table())
             # The policy's head rows of the drafted tokens, in the order of the drafter's.
             target_weight = self._embed(self._drafter.target_ids, weight)
         group: Any = self._model.pg_collection.tp
@@ -274,11 +272,6 @@ class DrafterHead:
         parts = states.new_empty(group.size() * len(states), states.shape[1])
         torch.distributed.all_gather_into_tensor(parts, states.contiguous(), group=group)
         return parts.index_select(0, row.place)
-
-    def _embedding_table(self) -> Tensor:
-        table = self._model.embedding.word_embeddings.weight if self._model.pre_process else self.table
-        assert table is not None
-        return table.detach()
 
     def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return the rows [tokens, hidden_size] of a table split over the tensor-parallel ranks, without gradient."""

@@ -30,17 +30,20 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
 
 
 @torch.no_grad()
-def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> Tensor | None:
+def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> None:
     """Copy the embedding of the first pipeline stage to the last one. A collective of these two stages.
 
-    `chunks` are this rank's chunks of the model. Returns the copy [local vocabulary, hidden_size] on the last stage,
-    and None on the others.
+    `chunks` are this rank's chunks of the model. The last one of the last stage has the copy as `embedding_copy`
+    [local vocabulary, hidden_size]. With a single stage, nothing is copied.
     """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
     if not parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
-        return None
+        return
     is_first = parallel_state.is_pipeline_first_stage()
     # Megatron's groups of first and last stages list the first one first.
     group: Any = parallel_state.get_embedding_group()
     table = chunks[0].embedding.word_embeddings.weight if is_first else torch.empty_like(chunks[-1].output_layer.weight)
     torch.distributed.broadcast(table.data, group=group, group_src=0)
-    return None if is_first else table
+    if not is_first:
+        chunks[-1].embedding_copy = table

@@ -73,8 +73,6 @@ class MtpHead:
         """[tokens]: the token after the next one, at each position of the next pass. None: a pass without MTP
         layers.
         """
-        self.table: Tensor | None = None
-        """A copy of the embedding [local vocabulary, hidden_size], if another stage has it."""
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
@@ -88,12 +86,11 @@ class MtpHead:
             return None
         model = self._model
         tp_group, row = model.pg_collection.tp, layer_arguments["packed_seq_params"]
-        table = model.embedding.word_embeddings.weight if model.pre_process else self.table
-        assert table is not None
+        table = model.embedding_table()
 
         def next_embeddings(tokens: Tensor) -> Tensor:
             positions = None if self._sees_first else row.positions
-            embeddings = embed_tokens(tokens, positions, table.detach(), model.first_token_id, tp_group)
+            embeddings = embed_tokens(tokens, positions, table, model.first_token_id, tp_group)
             return scatter_to_sequence_parallel_region(embeddings) if model.config.sequence_parallel else embeddings
 
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")

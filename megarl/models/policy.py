@@ -128,10 +128,6 @@ class PackedModel(GPTModel):
             input_tensor = [None if received is None else self.carrier.unpack(received) for received in input_tensor]
         super().set_input_tensor(input_tensor)
 
-    def _sent_states(self, hidden_states: Tensor) -> Tensor:
-        """Return what this stage sends to the next one, from its hidden states [own tokens, 1, hidden_size]."""
-        return hidden_states if self.carrier is None else self.carrier.pack(hidden_states)
-
     def _preprocess(
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
     ) -> Any:
@@ -194,6 +190,14 @@ class PolicyModel(PackedModel):
         self.logprob_function: Any = None
         """The autograd function that computes log-probs. None: the default of `vocab_parallel_logprobs`."""
         self.extra_heads: list[ExtraHead] = []
+        self.embedding_copy: Tensor | None = None
+        """A copy of the first stage's embedding [local vocabulary, hidden_size], on the last stage, for extra heads."""
+
+    def embedding_table(self) -> Tensor:
+        """Return this rank's rows of the embedding, without gradient: [local vocabulary, hidden_size]."""
+        table = self.embedding.word_embeddings.weight if self.pre_process else self.embedding_copy
+        assert table is not None
+        return table.detach()
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **layer_arguments: Any
@@ -206,7 +210,7 @@ class PolicyModel(PackedModel):
         """
         # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
         if not self.post_process:
-            return self._sent_states(hidden_states)
+            return hidden_states if self.carrier is None else self.carrier.pack(hidden_states)
         weight = self.head_weight()
         next_tokens = labels.squeeze(0)
         outputs = self._token_outputs(

@@ -34,7 +34,7 @@ from megarl.training.replica import Replica
 from megarl.training.rows.choice import make_microbatch
 from megarl.training.rows.feeds import RowFeed, build_feeds
 from megarl.training.rows.microbatch import Microbatch, unpack_row, whole_row
-from megarl.training.stage_shapes import CarriedStates, StageCommunicator, stage_groups
+from megarl.training.stage_shapes import StageCommunicator, stage_groups
 
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Function that fills a model's parameters, a mapping by name, in place."""
@@ -189,13 +189,10 @@ class ModelShard:
             return {}
         hidden_size = self.config.hidden_size
         shapes = [(batch.input_ids.shape[1] // self.token_parts, 1, hidden_size) for batch in batches]
+        # Passes without gradients carry no further states.
         carriers = [None if forward_only else chunk.carrier for chunk in self.chunks]
-        carried = [
-            CarriedStates(0, 0) if carrier is None else CarriedStates(carrier.num_received, carrier.num_sent)
-            for carrier in carriers
-        ]
         return {
-            "p2p_communicator": StageCommunicator(self.config, shapes, carried),
+            "p2p_communicator": StageCommunicator(self.config, shapes, carriers),
             "pg_collection": stage_groups(),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -12,18 +12,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megarl.models.policy import StateCarrier
+
 Shape = tuple[int, int, int]
 """Shape of a microbatch's hidden states on one rank: tokens, 1, hidden size."""
-
-
-class CarriedStates(NamedTuple):
-    """Numbers of further states of each row that a chunk receives from the chunk before it and sends to the next one.
-
-    They have the shape of the hidden states, on which they are stacked.
-    """
-
-    num_received: int
-    num_sent: int
 
 
 class StageCommunicator(P2PCommunicator):
@@ -32,24 +24,28 @@ class StageCommunicator(P2PCommunicator):
     Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read it
     from the device. Here every rank computes the shapes from the lengths of all rows.
 
-    `shapes` [microbatches] has one shape per row, `carried` [chunks] the further states of this stage's chunks. Use a
-    new object for each call of a Megatron schedule.
+    `shapes` [microbatches] has one shape per row. `carriers` [chunks] send further states of this stage's chunks,
+    stacked on the hidden states; None: a chunk without any. Use a new object for each call of a Megatron schedule.
     """
 
-    def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape], carried: Sequence[CarriedStates]) -> None:
+    def __init__(
+        self, config: ModelParallelConfig, shapes: Sequence[Shape], carriers: Sequence[StateCarrier | None]
+    ) -> None:
         group: Any = parallel_state.get_pipeline_model_parallel_group()
         super().__init__(group, config)
-        table = get_schedule_table(len(shapes), len(carried), config.microbatch_group_size_per_vp_stage)
+        table = get_schedule_table(len(shapes), len(carriers), config.microbatch_group_size_per_vp_stage)
+        num_received = [carrier.num_received if carrier else 0 for carrier in carriers]
+        num_sent = [carrier.num_sent if carrier else 0 for carrier in carriers]
         # Stages receive microbatches in the order in which they process them, forward and backward. The first stage
         # receives nothing for its first chunk; backward, the last stage receives nothing for its last chunk. The table
         # counts chunks in the order of the forward pass. In the backward pass the last chunk comes first.
         self._from_previous = deque(
-            _stacked(shapes[microbatch], carried[chunk].num_received)
+            _message_shape(shapes[microbatch], num_received[chunk])
             for microbatch, chunk in table
             if chunk > 0 or group.rank() > 0
         )
         self._from_next = deque(
-            _stacked(shapes[microbatch], carried[-1 - chunk].num_sent)
+            _message_shape(shapes[microbatch], num_sent[-1 - chunk])
             for microbatch, chunk in table
             if chunk > 0 or group.rank() < group.size() - 1
         )
@@ -65,7 +61,7 @@ class StageCommunicator(P2PCommunicator):
         return from_previous, self._from_next.popleft() if recv_next else None
 
 
-def _stacked(shape: Shape, num_carried: int) -> tuple[int, ...]:
+def _message_shape(shape: Shape, num_carried: int) -> tuple[int, ...]:
     """Return the shape of hidden states with this number of further states stacked on them."""
     return (1 + num_carried, *shape) if num_carried else shape
 

@@ -232,17 +232,19 @@ class TrainingEngine(ModelShard):
             return self._outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs of the model at the start of training, as in `forward`.
+        """Compute log-probs of the model at the start of training (`starting_weights`), as in `forward`.
 
-        Works for a model whose frozen weights are those of the start, as with small trained additions. Its routers
-        choose the experts.
+        The model's routers choose the experts.
         """
         with self.starting_weights():
             return self.forward([replace(row, experts=None) for row in self.share_rows(rows)])
 
     @contextmanager
     def starting_weights(self) -> Iterator[None]:
-        """Context in which the model has the weights of the start of training: its trained additions are off."""
+        """Context in which the model computes as at the start of training, by `EnginePart.start_context` of its parts.
+
+        Only for a model whose parts have all trained parameters: its other weights are frozen.
+        """
         with ExitStack() as stack:
             for part in self.engine_parts:
                 stack.enter_context(part.start_context())

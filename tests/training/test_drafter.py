@@ -20,10 +20,10 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
-from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
 from tests.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
+from tests.training.test_checkpoint import build
 from tests.training.uneven_sequences import make_sequences
 
 STEPS, DECAY = 3, 0.8
@@ -68,25 +68,9 @@ def recipe_of(policy: Path, drafter: Path, rate: float | None, **trainer: Any) -
     )  # fmt: skip
 
 
-def build_engine(recipe: Recipe, parallel: ParallelConfig) -> Any:
-    """This rank's engine, with the weights of the recipe's model."""
-    from megarl.checkpoint import safetensors
-    from megarl.families.shape import padded_vocab_size
-    from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.training_engine import TrainingEngine
-
-    shape = read_model_shape(recipe.model.path)
-    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
-
-    def load(tensors: Mapping[str, torch.Tensor]) -> None:
-        safetensors.load(recipe.model.path, layouts[dist.get_rank()], tensors)
-
-    return TrainingEngine(recipe, parallel, shape, load)
-
-
 def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool, bool]:
     """Update once with a drafter's gradient of NaN: whether it was applied, was seen, and changed weights."""
-    engine = build_engine(recipe, parallel)
+    engine = build(recipe, parallel)
     before = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
     [faulty] = [parameter for name, parameter in engine.parameters.items() if name.endswith("drafter.norm.weight")]
     # Only one rank of two has the fault. The loss stays finite.
@@ -99,7 +83,7 @@ def update_with_a_fault(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool,
 
 def updated(recipe: Recipe, parallel: ParallelConfig, num_updates: int) -> dict[str, Any]:
     """One rank's log-probs, then its metrics, gradients and weights of the last update, and the policy's gradients."""
-    engine = build_engine(recipe, parallel)
+    engine = build(recipe, parallel)
     batch = TokenBatch.from_sequences(make_sequences())
     rows = pack(
         batch.lengths,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
@@ -154,9 +153,8 @@ def carried_bytes(
     A drafter on the last stage reads them. They stay for all rows in flight, like the hidden states on which they are
     stacked. Layers are numbered from 0.
     """
-    sizes = parallel.layers_by_chunk(shape.num_layers)
-    firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    num_received = sum(number < first for first in firsts[stage :: parallel.pp] for number in layers)
+    chunks = parallel.layers_of_chunks(shape.num_layers, stage)
+    num_received = sum(number < chunk.start for chunk in chunks for number in layers)
     return rows_in_flight(parallel, stage) * num_received * _layer_input(shape, parallel, settings)
 
 

@@ -30,7 +30,7 @@ from megarl.training.objective import Objective, RowLoss, StepNumbers
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.metrics import Signal, mean_of
-from megarl.training.rows.microbatch import Microbatch, places_in_row, tokens_ahead
+from megarl.training.rows.microbatch import Microbatch, tokens_ahead
 
 METRICS = (
     MetricRow(
@@ -56,7 +56,10 @@ class DrafterFeed(RowFeed):
         """Make the feed of a rank. `head` is the drafter's; None on ranks of other stages than the last."""
         self._head, self._num_steps, self._step_decay, self._device = head, num_steps, step_decay, device
 
-    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow]:
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow | None]:
+        if self._head is None:
+            # The other stages only collect states.
+            return [None] * len(rows)
         return [self._add_weights(row, batch) for row, batch in zip(rows, batches, strict=True)]
 
     def _add_weights(self, row: TokenBatch, batch: Microbatch) -> DrafterRow:
@@ -73,12 +76,11 @@ class DrafterFeed(RowFeed):
         step_weights = np.where(masks, weights * decays, 0.0).astype(np.float32)
         batch.per_token["drafter_mask"] = torch.from_numpy(masks[local]).to(self._device)
         batch.per_token["drafter_weights"] = torch.from_numpy(step_weights[local]).to(self._device)
-        tokens = np.zeros(padded.sum(), np.int64)
-        tokens[places_in_row(lengths, padded)] = row.token_ids
+        tokens = tokens_ahead(row.token_ids, lengths, padded, distance=0)
         starts = np.repeat(padded.cumsum() - padded, padded)
         return DrafterRow(torch.from_numpy(tokens).to(self._device), starts)
 
-    def apply(self, chunk: torch.nn.Module, values: DrafterRow) -> None:
+    def apply(self, chunk: torch.nn.Module, values: DrafterRow | None) -> None:
         assert isinstance(chunk, PolicyModel) and isinstance(chunk.carrier, AuxStates)
         chunk.carrier.is_collecting = True
         if chunk.post_process:
@@ -111,11 +113,7 @@ class DrafterPart(EnginePart):
         shard.update_feeds.append(DrafterFeed(self._head, self._num_steps, trainer.drafter_step_decay, shard.device))
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        if self._shard.parallel.pp == 1:
-            return
-        table = copy_embedding_to_last_stage(self._shard.chunks)
-        if self._head is not None:
-            self._head.table = table
+        copy_embedding_to_last_stage(self._shard.chunks)
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
         """Return the objective plus the drafter's KL: weighted by token and by `trainer.drafter_step_decay` ** step.

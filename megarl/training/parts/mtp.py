@@ -93,10 +93,4 @@ class MtpPart(EnginePart):
         return objective_and_mtp
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        if self._shard.parallel.pp == 1:
-            return
-        table = copy_embedding_to_last_stage(self._shard.chunks)
-        if table is not None:
-            head = mtp_head(self._shard.chunks[-1])
-            assert head is not None
-            head.table = table
+        copy_embedding_to_last_stage(self._shard.chunks)
