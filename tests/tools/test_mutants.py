@@ -102,7 +102,7 @@ def test_a_mutant_meets_the_tests_that_reach_its_statement_cheapest_first() -> N
         mutations.Reach("unrelated", 0.1, frozenset({"x"})),
         mutations.Reach("quick", 0.5, frozenset({name})),
     ]
-    assert mutations.tests_for(mutant, reaches) == (["quick", "slow"], 2.5)
+    assert mutations.tests_for(name, reaches) == (["quick", "slow"], 2.5)
 
 
 def test_a_try_is_read_again_after_an_interruption(tmp_path: Path) -> None:

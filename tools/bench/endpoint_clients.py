@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
+from megarl.files.pid_space import stat_fields
 from megarl.processes.open_files import allow_open_files
 
 MAX_NEW_TOKENS = 1024
@@ -140,5 +140,5 @@ async def _run_saturated(talk: Talk, end: float) -> None:
 
 def _cpu_seconds(process: int) -> float:
     """Return the CPU time of all threads of a process."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    user, system = map(int, stat_fields(process)[11:13])
+    return (user + system) / os.sysconf("SC_CLK_TCK")

@@ -20,6 +20,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
@@ -35,6 +36,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from megarl.files.atomic import replace_text
 from megarl.processes.process_tree import kill_tree
 from tests.hidden_slurm import path_without_slurm
 from tools.forked_pytest import VARIABLES
@@ -222,7 +224,8 @@ class Checkout(AbstractContextManager["Checkout"]):
         code = int(server.stdout.readline())
         # What a failed run has left shall not disturb the next one.
         kill_tree(pid)
-        return None if is_late or code == -24 else code  # 24: SIGXCPU, the limit of CPU time.
+        # SIGXCPU: the limit of CPU time.
+        return None if is_late or code == -signal.SIGXCPU else code
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +275,7 @@ def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
                         for row in outcome.rows
                         if row["test"].startswith(f"{path}::") and not row["skipped"]
                     ]
-                    complete = records[path].with_suffix(".new")
-                    complete.write_text(json.dumps(tests), encoding="utf-8")
-                    complete.replace(records[path])
+                    replace_text(records[path], json.dumps(tests))
 
             batches = [missing[first : first + _BATCH_FILES] for first in range(0, len(missing), _BATCH_FILES)]
             list(pool.map(record_files, batches))
@@ -282,27 +283,21 @@ def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
     return [Reach(row["test"], row["seconds"], frozenset(row["reached"])) for row in rows if not row["failed"]]
 
 
-class _checkouts(AbstractContextManager["SimpleQueue[Checkout]"]):  # noqa: N801
-    """A queue of copies of the repository, removed in the end."""
-
-    def __init__(self, count: int, room: str) -> None:
-        self._count, self._with_megatron, self._stack = count, room not in _WITHOUT_MEGATRON, ExitStack()
-
-    def __enter__(self) -> SimpleQueue[Checkout]:
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
-        free = SimpleQueue[Checkout]()
-        for number in range(self._count):
-            free.put(self._stack.enter_context(Checkout(folder / str(number), with_megatron=self._with_megatron)))
-        return free
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+@contextmanager
+def _checkouts(count: int, room: str) -> Iterator[SimpleQueue[Checkout]]:
+    """Context with a queue of copies of the repository, removed in the end."""
+    free = SimpleQueue[Checkout]()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
+        for number in range(count):
+            checkout = Checkout(folder / str(number), with_megatron=room not in _WITHOUT_MEGATRON)
+            free.put(stack.enter_context(checkout))
+        yield free
 
 
-def tests_for(mutant: Mutant, reaches: Sequence[Reach]) -> tuple[list[str], float]:
-    """Return the tests that reach a mutant's statement, cheapest first, and the sum of their seconds."""
-    name = name_at((ROOT / mutant.path).read_text(encoding="utf-8"), mutant.path, mutant.line)
-    chosen = sorted((reach for reach in reaches if name in reach.statements), key=lambda reach: reach.seconds)
+def tests_for(statement: str, reaches: Sequence[Reach]) -> tuple[list[str], float]:
+    """Return the tests that reach a statement, by its name, cheapest first, and the sum of their seconds."""
+    chosen = sorted((reach for reach in reaches if statement in reach.statements), key=lambda reach: reach.seconds)
     return [reach.test for reach in chosen], sum(reach.seconds for reach in chosen)
 
 
@@ -355,9 +350,10 @@ def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) 
             checkout, began, killer, num_tests = free.get(), time.monotonic(), "", 0
             source = sources[mutant.path]
             try:
+                statement = name_at(source, mutant.path, mutant.line)
                 checkout.write(mutant.path, mutant.apply(source))
                 for tier, recorded in reaches.items():
-                    tests, seconds = tests_for(mutant, recorded)
+                    tests, seconds = tests_for(statement, recorded)
                     num_tests += len(tests)
                     if tests and not killer:
                         killer = checkout.run_tests(tests, tier, seconds).failed
