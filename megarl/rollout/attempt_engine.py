@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
+from megarl.rollout.engine_requests import num_sampled
 from megarl.rollout.journal.journal import AttemptLog
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
@@ -45,6 +47,10 @@ class AttemptEngine:
         # A program that outlived the driver has its answers, so only a completion begun for it may be continued.
         is_reopened = log is not None and log.reopened is not None
         self._to_repeat = [call for call in self._calls if not (is_reopened and call.is_done)]
+        if log is not None:
+            for call in self._calls:
+                if not call.is_done:
+                    log.note_begun(call)
         self._is_closed = False
         self._num_awaited = 0
         self._began = self._paused_before = 0.0
@@ -78,9 +84,12 @@ class AttemptEngine:
         """Return a recorded completion of this prompt, or sample one.
 
         `affinity` names the trajectory, so its requests reach the replica with its prefix cached. `is_last`
-        promises that no request follows. If this call is cancelled, `on_abort` gets the number of sampled tokens.
+        promises that no request follows. If this call is cancelled or fails, `on_abort` is called once with the number
+        of sampled tokens, perhaps later than this call ends.
         """
         if self._is_closed:
+            if on_abort is not None:
+                on_abort(0)
             raise asyncio.CancelledError
         # The caller may be a server task with its own context variables: set the purpose of this attempt there.
         COUNTED_FOR.set(self._purpose)
@@ -89,15 +98,46 @@ class AttemptEngine:
             call = RecordedCall(request.prompt_token_ids)
             self._calls.append(call)
         is_repeated = call.is_done
+        num_begun = 0 if is_repeated else num_sampled(call.parts)
         if not is_repeated:
             is_last = is_last and not self.is_followed
-            completion = await self._sample(request, call, affinity, on_abort, is_last=is_last)
+            report = partial(self._note_abort, call, num_begun, None if self.log is None else self.log.name, on_abort)
+            completion = await self._sample(request, call, affinity, report, is_last=is_last)
             # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
             call.parts[:] = [completion]
             call.is_done = True
         if self.log is not None:
-            await self.log.write_call(call, is_repeated=is_repeated, request_id=request.request_id)
+            try:
+                await self.log.write_call(
+                    call, is_repeated=is_repeated, num_begun=num_begun, request_id=request.request_id
+                )
+            except BaseException:
+                # The journal has the answer, but the caller does not get it.
+                if on_abort is not None:
+                    on_abort(len(call.parts[0].token_ids))
+                raise
         return call.parts[0]
+
+    def _note_abort(
+        self,
+        call: RecordedCall,
+        num_begun: int,
+        attempt_try: str | None,
+        on_abort: Callable[[int], None] | None,
+        num_tokens: int,
+    ) -> None:
+        """Record the tokens of an aborted call in the journal, and report them to its caller.
+
+        The journal has the first `num_begun` of the `num_tokens` already, from a checkpoint. `attempt_try` is the name
+        of the try that made the call.
+        """
+        if self.log is not None and attempt_try is not None:
+            self.log.note_aborted(attempt_try, call, num_tokens - num_begun)
+            # Later checkpoints must not have the call. The groups of a closed engine are in no later checkpoint.
+            if not self._is_closed and call in self._calls:
+                self._calls.remove(call)
+        if on_abort is not None:
+            on_abort(num_tokens)
 
     def forget(self, affinity: str) -> None:
         self._pool.forget(affinity)
@@ -107,7 +147,7 @@ class AttemptEngine:
         request: Request,
         call: RecordedCall,
         affinity: str | None,
-        on_abort: Callable[[int], None] | None,
+        on_abort: Callable[[int], None],
         *,
         is_last: bool,
     ) -> Completion:

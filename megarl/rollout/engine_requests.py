@@ -35,8 +35,8 @@ class Generates(Protocol):
         """Sample one completion.
 
         Requests with the same `affinity` (a trajectory's name) prefer the replica with their prefix cached. `is_last`
-        promises that no request of this trajectory follows. If this call is cancelled, `on_abort` gets the number of
-        sampled tokens.
+        promises that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called
+        once with the number of sampled tokens, perhaps later than this call ends.
         """
         ...
 

@@ -96,6 +96,8 @@ class EnginePool:
         """Trajectories (their `affinity`, else the request id) that may send another request after the current one."""
         self._withdrawn: dict[str, Callable[[int], None]] = {}
         """Callbacks for the tokens of cancelled requests that their engines have not ended yet."""
+        self._tokens_in_engines: dict[str, int] = {}
+        """Tokens of requests that stay in paused engines, by request id. Empty while the engines sample."""
         self._failure: Exception | None = None
         self._advanced = asyncio.Event()
         self._meter = PoolMeter()
@@ -113,8 +115,8 @@ class EnginePool:
 
         Requests of one trajectory (`affinity`) go to the replica with its prefix cached, unless that replica has much
         more load than another. `is_last` promises that no request follows. The completion may then arrive up to
-        `budget_seconds` late. `parts` were sampled earlier; each pause appends one. After a cancellation, `on_abort` is
-        called with the number of tokens sampled so far, as soon as it is known.
+        `budget_seconds` late. `parts` were sampled earlier; each pause appends one. After a cancellation or an error,
+        `on_abort` is called once with the number of tokens sampled so far, as soon as it is known.
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
@@ -132,6 +134,11 @@ class EnginePool:
         self._start_pumps()
         try:
             completion, replica = await future
+        except asyncio.CancelledError:
+            # The completion may have arrived in the same cycle of the event loop as the cancellation.
+            if on_abort is not None and not future.cancelled() and future.exception() is None:
+                on_abort(len(future.result()[0].token_ids))
+            raise
         finally:
             del self._pending[request.request_id]
             if affinity is None:
@@ -174,6 +181,7 @@ class EnginePool:
     def resume(self) -> None:
         """Resume sampling: send the requests waiting since `pause` to the engines."""
         self._meter.end_pause(requests_wait=bool(self._pending))
+        self._tokens_in_engines.clear()
         self._start_pumps()
 
     @property
@@ -258,8 +266,7 @@ class EnginePool:
             return
         replica.pace.num_tokens += self._count_parts(aborted.values())
         for name in reversed(running):
-            if (report := self._withdrawn.pop(name, None)) is not None and name in aborted:
-                report(len(aborted[name].token_ids))
+            self._report_withdrawn(name, len(aborted[name].token_ids) if name in aborted else 0)
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 # A request aborted in the engine's queue has no tokens: it adds no part.
@@ -278,6 +285,10 @@ class EnginePool:
             return
         replica.pace.num_tokens += sum(self._count_tokens(name, num_tokens) for name, num_tokens in counts.items())
         self._meter.expect_again(counts)
+        # The engine ends cancelled requests only after the pause, and until then samples nothing for them.
+        for name, num_tokens in counts.items():
+            self._report_withdrawn(name, num_tokens)
+        self._tokens_in_engines |= counts
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
         """Queue the remaining tokens of a completion, or finish the completion if its token limit is reached."""
@@ -308,13 +319,19 @@ class EnginePool:
     def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
         """Call `on_abort` with the number of tokens sampled for an aborted request.
 
-        A request that runs in an engine is reported once the engine has ended it, others at once. `num_before` are
-        tokens of earlier parts.
+        A request that runs in an engine is reported once the engine has ended it, or has paused. Others are reported at
+        once. `num_before` are tokens of earlier parts.
         """
-        if any(request_id in replica.running for replica in self._replicas):
+        is_running = any(request_id in replica.running for replica in self._replicas)
+        if is_running and self._failure is None and request_id not in self._tokens_in_engines:
             self._withdrawn[request_id] = lambda num_tokens: on_abort(num_before + num_tokens)
         else:
-            on_abort(num_before)
+            on_abort(num_before + self._tokens_in_engines.get(request_id, 0))
+
+    def _report_withdrawn(self, request_id: str, num_tokens: int) -> None:
+        """Report the tokens of a cancelled request, sampled since its last part. Does nothing for other requests."""
+        if (report := self._withdrawn.pop(request_id, None)) is not None:
+            report(num_tokens)
 
     def _start_pumps(self) -> None:
         if self.is_paused:
@@ -372,8 +389,7 @@ class EnginePool:
         for completion in completions:
             replica.running.pop(completion.request_id, None)
             self._meter.num_cached += completion.num_cached
-            if (report := self._withdrawn.pop(completion.request_id, None)) is not None:
-                report(len(completion.token_ids))
+            self._report_withdrawn(completion.request_id, len(completion.token_ids))
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
@@ -439,8 +455,8 @@ class EnginePool:
         # Each request goes to the front, so the reverse order keeps the oldest first.
         for name in reversed(names):
             self._meter.forget(name)
-            # Nobody knows the tokens of a request that was cancelled in a lost engine.
-            self._withdrawn.pop(name, None)
+            # The tokens in a lost engine are unknown. Without a report, the end of a session would wait for one.
+            self._report_withdrawn(name, 0)
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1
@@ -452,6 +468,8 @@ class EnginePool:
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(self._failure)
+        for name in list(self._withdrawn):
+            self._report_withdrawn(name, 0)
 
 
 async def gather_unless_abandoned(

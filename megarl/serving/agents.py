@@ -53,7 +53,12 @@ METRICS = (
         PER_ATTEMPT,
     ),
     MetricRow("environment/refused_calls", "count", "refused calls of an agent", PER_ATTEMPT),
-    MetricRow("environment/untrained_tokens", "tokens", "sampled tokens of an agent not trained on", PER_ATTEMPT),
+    MetricRow(
+        "environment/untrained_tokens",
+        "tokens",
+        "sampled tokens of an agent not trained on, aborted calls included",
+        PER_ATTEMPT,
+    ),
     MetricRow("environment/model_calls", "count", "completions of an agent", PER_ATTEMPT),
     MetricRow("environment/program_seconds", "seconds", "run time of an agent's program", PER_ATTEMPT),
     MetricRow("environment/container_start_seconds", "seconds", "start of an attempt's container", PER_ATTEMPT),

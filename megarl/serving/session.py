@@ -131,12 +131,15 @@ class Session:
             token_ids = answer.call.token_ids.astype(np.int32)
             self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
 
-    async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], num_started: int) -> None:
+    async def restore(
+        self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int, num_aborted: int
+    ) -> None:
         """Take over the answers of a session whose driver was killed, in their order.
 
         A call has its tokens, the facts given to `SessionJournal.note_request`, and whether a client has read its
-        answer. `num_started` calls had begun.
+        answer. `num_started` calls had begun. `num_aborted` tokens were sampled for calls without an answer.
         """
+        self._sampler.num_sampled += num_aborted
         conversations: dict[int, Conversation] = {}
         for recorded, asked, is_received in calls:
             call = ModelCall(recorded.prompt_token_ids, recorded.parts[0])
@@ -245,11 +248,10 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.counts["untrained_tokens"] = sum(
-            len(call.task.result().call.completion.token_ids)
-            for call in self._calls.values()
-            if not call.is_delivered and not call.task.cancelled() and call.task.exception() is None
-        )
+        # The engines end aborted requests later, and only then know how many tokens these have.
+        await self._sampler.wait_for_reports()
+        num_delivered = sum(answer.num_sampled_tokens for answer in self.answers)
+        self.counts["untrained_tokens"] = self._sampler.num_sampled - num_delivered
         # Removes the pool's record of the engine with this session's prefix cached.
         self._pool.forget(self.name)
 

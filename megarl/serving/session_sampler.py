@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,12 @@ from megarl.types import Request, SamplingSettings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+_REPORT_SECONDS = 30.0
+"""Maximum seconds for an engine to report the tokens of an aborted call. It needs about one second, and a hung engine
+must not delay the end of an attempt for longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,9 @@ class SessionSampler:
     def __init__(self, seed: str, limits: Limits, pool: Generates, counts: Counter[str]) -> None:
         self.num_sampled = 0
         """Tokens of all completions, and those of aborted calls as soon as the engine reports them."""
+        self._num_unreported = 0
+        self._all_reported = asyncio.Event()
+        self._all_reported.set()
         self._seed, self._limits, self._pool, self._counts = seed, limits, pool, counts
         self._times_seen: Counter[bytes] = Counter()
 
@@ -60,12 +71,21 @@ class SessionSampler:
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, tokens_left))
         # `affinity` sends all calls of a session to the engine with its prefix cached.
         request = Request(f"{session}.{number}", token_ids, sampling, self.seed_of(token_ids))
+        self._num_unreported += 1
+        self._all_reported.clear()
         completion = await self._pool.generate(request, affinity=session, on_abort=self._count_aborted)
+        self._count_reported()
         if completion.finish_reason == "error":
             self._counts["refused_calls"] += 1
             raise RequestError(completion.error or "the engine refuses this request")
         self.num_sampled += len(completion.token_ids)
         return ModelCall(token_ids, completion)
+
+    async def wait_for_reports(self) -> None:
+        """Wait until the engines have reported the tokens of all aborted calls, for at most `_REPORT_SECONDS`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._all_reported.wait()
 
     def restore(self, call: ModelCall) -> None:
         """Count the completion of a call that an earlier driver sampled."""
@@ -92,6 +112,12 @@ class SessionSampler:
     def _count_aborted(self, num_tokens: int) -> None:
         # Else a program could sample without end by leaving before its answers.
         self.num_sampled += num_tokens
+        self._count_reported()
+
+    def _count_reported(self) -> None:
+        self._num_unreported -= 1
+        if not self._num_unreported:
+            self._all_reported.set()
 
 
 def _prompt_hash(token_ids: NDArray[np.int32]) -> bytes:

@@ -62,7 +62,7 @@ class Sessions:
         del self._open[session.secret]
         self._stop_timer(session)
         session.name, session.secret = earlier.name, earlier.key
-        await session.restore(earlier.calls, earlier.num_started)
+        await session.restore(earlier.calls, num_started=earlier.num_started, num_aborted=earlier.num_aborted)
         self._open[session.secret] = session
         self.restart_timer(session)
         self.cease_to_expect(session.secret)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -37,6 +38,8 @@ from tests.cluster.spawned import spawned_nodes
 from tests.serving.scripted_pool import CONTEXT_TOKENS, ScriptedPool, scripted_endpoint
 
 HARNESS = Path(__file__).with_name("harness.py")
+SLOW_SECONDS = 0.3
+"""Time of one in ten answers, so that some clients go away before them."""
 OUTLIVE_SECONDS = 90.0
 """More than the start of the next driver takes on a machine with other work."""
 AGENT: dict[str, Any] = {
@@ -51,17 +54,23 @@ PROBLEMS = [Problem(n, ({"role": "user", "content": f"Add {n}."},), (5, 6), "7",
 
 
 class Pool(ScriptedPool):
-    """Its log-probs are never drawn twice, so they name an answer. Each is written to a file when it is sampled."""
+    """Its log-probs are never drawn twice, so they name an answer. Each is written to a file when it is sampled, and
+    the tokens of each aborted call too.
+    """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(seconds=0.002)
+        super().__init__()
         self._file = os.open(folder / "sampled", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     async def generate(self, request: Request, **more: Any) -> Completion:
+        self.seconds = SLOW_SECONDS if random.random() < 0.1 else 0.002
         completion = await super().generate(request, **more)
         completion.rollout_logprobs[:] = -(np.frombuffer(os.urandom(4 * len(completion.token_ids)), np.uint32) / 2**32)
         os.write(self._file, f"{name_of(completion.rollout_logprobs)} {len(completion.token_ids)}\n".encode())
         return completion
+
+    def note_aborted(self, num_tokens: int) -> None:
+        os.write(self._file, f"aborted-{os.urandom(8).hex()} {num_tokens}\n".encode())
 
 
 def name_of(logprobs: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,7 +27,10 @@ CONTEXT_TOKENS = 20_000
 
 
 class ScriptedPool:
-    """Samples one of `texts` by the request's seed, after `seconds`. Log-probs are drawn from the seed too."""
+    """Samples one of `texts` by the request's seed, after `seconds`. Log-probs are drawn from the seed too.
+
+    A cancelled request has sampled 1 to 7 tokens.
+    """
 
     seconds_paused = 0.0
 
@@ -38,16 +41,25 @@ class ScriptedPool:
         self.version = 1
         self.completions: list[Completion] = []
         self.requests: Counter[str] = Counter()
+        self.num_aborted = 0
         self._texts = [self.tokenizer.encode(text + "<|im_end|>") for text in texts]
         self._running: set[str] = set()
 
-    async def generate(self, request: Request, **_: Any) -> Completion:
+    async def generate(
+        self, request: Request, *, on_abort: Callable[[int], None] | None = None, **_: Any
+    ) -> Completion:
         if request.request_id in self._running:
             raise ValueError(f"request id {request.request_id} is in use")
         self.requests[request.request_id] += 1
         self._running.add(request.request_id)
         try:
             await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            num_tokens = 1 + request.seed % 7
+            self.note_aborted(num_tokens)
+            if on_abort is not None:
+                on_abort(num_tokens)
+            raise
         finally:
             self._running.remove(request.request_id)
         draw = random.Random(request.seed)
@@ -62,6 +74,10 @@ class ScriptedPool:
         )
         self.completions.append(completion)
         return completion
+
+    def note_aborted(self, num_tokens: int) -> None:
+        """Count the tokens of a request that was cancelled."""
+        self.num_aborted += num_tokens
 
     def forget(self, affinity: str) -> None:
         pass

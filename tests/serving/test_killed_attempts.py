@@ -172,6 +172,8 @@ def test_every_sampled_token_is_trained_once_or_accounted_for(
     assert account.num_trained == sum(count for _, _, count in trained)
     by_step = {step: sum(count for s, _, count in trained if s == step) for step, _, _ in trained}
     assert {step: count for step, count in account.trained.items() if count} == by_step
+    num_aborted = sum(int(number) for name, number in sampled.items() if name.startswith("aborted-"))
+    assert num_aborted > 0 and account.num_untrained + account.lost > 0
     # What a kill cut off before its record was never read by an agent.
     assert account.sampled <= sum(map(int, sampled.values()))
     attempts = [json.loads(line) for line in (tmp_path / "attempts").read_text().splitlines()]
@@ -183,7 +185,8 @@ def test_every_sampled_token_is_trained_once_or_accounted_for(
     print(
         f"\n{num_attempts} attempts, {time.monotonic() - began:.0f} s, kills {dict(kills)}: "
         f"sampled {account.sampled} = trained {account.num_trained} + untrained {account.num_untrained} + lost "
-        f"{account.lost}; {len(attempts)} ended, {sum(a['outlived'] for a in attempts):.0f} went on after a driver, "
+        f"{account.lost}, of these {num_aborted} in aborted calls; "
+        f"{len(attempts)} ended, {sum(a['outlived'] for a in attempts):.0f} went on after a driver, "
         f"{sum(a['restarts'] for a in attempts)} began again, failures "
         f"{Counter(str(a['failure']).partition(':')[0] for a in attempts)}"
     )

@@ -9,6 +9,8 @@ replaces an earlier one whose program was lost. The life of a try, as its record
      |          +--> reopened: its program outlived the driver, and goes on
      +----------+--> a later try began: its answers are repeated there while the prompts are equal; the others are lost
 
+An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost` ones.
+
 A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are. Unfinished attempts begin
 a new try, unless their program still runs (rollout.agent.outlive_seconds). For such programs the journal has their
 requests too. Answers sampled by weights after the checkpoint are lost, and later steps are undone.
@@ -32,6 +34,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from megarl.files.atomic import replace_bytes, storage_faults_named
+from megarl.rollout.engine_requests import num_sampled
 from megarl.rollout.journal.lines import damaged, encode_line, prompt_digest
 from megarl.rollout.journal.state import JournaledTry, JournalState, TokenAccount, sampled_record
 from megarl.rollout.recording import RecordedCall, load_trajectory
@@ -56,6 +59,7 @@ class AttemptJournal:
         """
         self._file, self._find_problem = file, find_problem
         self._last_use = weight_version + max_staleness
+        self._is_closed = False
         self._state = JournalState(used_from=weight_version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt_journal")
         self._pending: list[bytes] = []
@@ -168,20 +172,31 @@ class AttemptJournal:
         # The thread of `_flush` writes this too, so records keep their order in the file.
         self._thread.submit(self._write, content, is_flushed=False)
 
+    def note_aborted(self, name: str, prompt: str, num_tokens: int, origin: str | None = None) -> None:
+        """Record sampled tokens of a try that are in none of its answers. `prompt` is the digest of their prompt.
+
+        `origin` is the earlier try that had these tokens before; None: they are new. The record survives a kill of this
+        process.
+        """
+        # An engine may report an aborted call after the end of the run.
+        if num_tokens and not self._is_closed:
+            self.note({"kind": "aborted", "try": name, "prompt": prompt, "tokens": num_tokens, "from": origin})
+
     async def write_answer(
-        self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, request_id: str
+        self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun: int, request_id: str
     ) -> None:
         """Write an answer of a try, and wait until it is on the disk. Raises StorageError.
 
-        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there.
+        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The try has
+        `num_begun` tokens of this answer already, by `note_aborted`.
         """
         attempt = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
-        await self.write(
-            sampled_record(attempt, attempt.num_begun, call, origin, is_repeatable=is_repeatable, request=request_id)
-        )
+        facts = {"is_repeatable": is_repeatable, "num_begun": num_begun, "request": request_id}
+        await self.write(sampled_record(attempt, attempt.num_begun, call, origin, **facts))
 
     def close(self) -> None:
+        self._is_closed = True
         if self._failure is None:
             self._thread.submit(self._write, self._take_pending())
         self._thread.shutdown(wait=True)
@@ -192,7 +207,7 @@ class AttemptJournal:
         if not attempt.ended or attempt.ended["trajectory"] is None:
             return None
         try:
-            return read_trajectory(attempt.ended, attempt.num_sampled, self._find_problem)
+            return read_trajectory(attempt.ended, attempt.num_answered, self._find_problem)
         except DAMAGE as error:
             raise damaged(self._file, 1, f"the end of attempt {attempt.name:.80} is damaged ({error!r:.200})") from None
 
@@ -245,6 +260,9 @@ class AttemptLog:
         self.calls: list[RecordedCall] = []
         self._journal, self._attempt, self._is_dropped = journal, attempt, False
         self._origins: defaultdict[tuple[str, bytes], list[tuple[str, int]]] = defaultdict(list)
+        self._earlier = attempt if is_reopened else earlier
+        # Tokens without an answer that a call of the checkpoint may continue, by the digests of their prompts.
+        self._num_claimed: Counter[str] = Counter()
         if is_reopened:
             self.calls = [answer.call for answer in attempt.answers.values() if answer.call is not None]
         elif earlier is not None:
@@ -256,6 +274,7 @@ class AttemptLog:
 
     def _repeat(self, earlier: JournaledTry) -> None:
         """Let this try get the answers of an earlier try again."""
+        self._earlier = earlier
         self.calls = []
         self._origins.clear()
         for number, answer in earlier.answers.items():
@@ -308,19 +327,40 @@ class AttemptLog:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
-    async def write_call(self, call: RecordedCall, *, is_repeated: bool, request_id: str = "") -> None:
+    def note_begun(self, call: RecordedCall) -> None:
+        """Count the tokens of a call of a checkpoint that has no answer so far. This try may continue the call."""
+        prompt, num_tokens = prompt_digest(call.prompt_token_ids), num_sampled(call.parts)
+        earlier = self._earlier
+        # The earlier try has these tokens if its driver aborted the call. If that driver was killed, no try has them.
+        is_counted = earlier is not None and earlier.aborted[prompt] - self._num_claimed[prompt] >= num_tokens
+        if earlier is self._attempt:
+            self._num_claimed[prompt] += num_tokens
+        if not is_counted:
+            self._journal.note_aborted(self.name, prompt, num_tokens)
+        elif earlier is not None and earlier is not self._attempt:
+            self._journal.note_aborted(self.name, prompt, num_tokens, origin=earlier.name)
+
+    def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
+        """Count the tokens of a call that was aborted, for the try with this name."""
+        self._journal.note_aborted(attempt_try, prompt_digest(call.prompt_token_ids), num_tokens)
+
+    async def write_call(
+        self, call: RecordedCall, *, is_repeated: bool, num_begun: int = 0, request_id: str = ""
+    ) -> None:
         """Write an answer before its agent may read it. Raises StorageError.
 
-        `is_repeated`: the answer was sampled for an earlier try.
+        `is_repeated`: the answer was sampled for an earlier try. Its first `num_begun` tokens are from a checkpoint.
         """
         if self._is_dropped:
             # An agent may ignore its cancellation, and its answers have no try any more.
+            if not is_repeated:
+                self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
             raise asyncio.CancelledError
         # A refused request has no tokens, and is refused again.
         if call.parts[0].finish_reason != "error":
             origins = self._origins[_digest(call)] if is_repeated else []
             origin = origins.pop(0) if origins else None
-            await self._journal.write_answer(self.name, call, origin, request_id=request_id)
+            await self._journal.write_answer(self.name, call, origin, num_begun=num_begun, request_id=request_id)
 
     async def end(self, trajectory: Trajectory) -> Trajectory:
         """Write the end of the attempt with its trajectory. Returns the trajectory with the try's name in the
@@ -338,7 +378,7 @@ class ReopenedSession:
     """A program that may have outlived the driver: its session, and its calls in the order of their answers.
 
     Each of `calls` has the tokens, the values of the request, and whether a client has read the answer. `num_started`
-    is the highest number of a call, also of calls without an answer.
+    is the highest number of a call, also of calls without an answer. `num_aborted` are sampled tokens of such calls.
     """
 
     name: str
@@ -347,6 +387,7 @@ class ReopenedSession:
     container: str
     calls: tuple[tuple[RecordedCall, Mapping[str, Any], bool], ...]
     num_started: int
+    num_aborted: int
 
     @classmethod
     def of(cls, attempt: JournaledTry) -> ReopenedSession:
@@ -358,7 +399,8 @@ class ReopenedSession:
         )
         names = ("session", "key", "node", "container")
         num_started = max((asked["number"] for asked in attempt.asked.values()), default=0)
-        return cls(*(attempt.opened[name] for name in names), calls=calls, num_started=num_started)
+        facts = (attempt.opened[name] for name in names)
+        return cls(*facts, calls=calls, num_started=num_started, num_aborted=attempt.aborted.total())
 
 
 def _digest(call: RecordedCall) -> tuple[str, bytes]:

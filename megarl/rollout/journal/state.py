@@ -52,7 +52,8 @@ class JournaledTry:
     `answers` are by their numbers. `num_begun` counts them, also those repeated by a later try. `ended` has the
     trajectory as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a
     kill; None: the program cannot outlive the driver. `asked` has the requests by their ids, and `received` the number
-    of clients that have read each answer.
+    of clients that have read each answer. `aborted` has the sampled tokens that are in no answer, by the digests of
+    their prompts.
     """
 
     name: str
@@ -69,11 +70,17 @@ class JournaledTry:
     opened: Mapping[str, Any] | None = None
     asked: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     received: Counter[str] = field(default_factory=Counter)
+    aborted: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_answered(self) -> int:
+        """Number of tokens in the answers."""
+        return sum(answer.num_tokens for answer in self.answers.values())
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens in the answers."""
-        return sum(answer.num_tokens for answer in self.answers.values())
+        """Number of tokens in the answers and in aborted calls."""
+        return self.num_answered + self.aborted.total()
 
     @property
     def can_go_on(self) -> bool:
@@ -125,6 +132,8 @@ class JournaledTry:
             again.add(number, answer)
             if self.received[answer.request] > 0 and self.can_go_on:
                 yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
+        for prompt, num_tokens in self.aborted.items():
+            yield {"kind": "aborted", "try": self.name, "prompt": prompt, "tokens": num_tokens, "from": None}
         if self.ended is not None:
             yield dict(self.ended)
 
@@ -136,12 +145,13 @@ def sampled_record(
     origin: tuple[str, int] | None = None,
     *,
     is_repeatable: bool,
+    num_begun: int = 0,
     request: str = "",
 ) -> dict[str, Any]:
     """Return the record of an answer of a try.
 
-    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `request` is the id of
-    the answer's request.
+    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The try has
+    `num_begun` tokens of the answer already, in `aborted`. `request` is the id of the answer's request.
     """
     base, num_shared = attempt.place(call.prompt_token_ids)
     return {
@@ -150,6 +160,7 @@ def sampled_record(
         "call": number,
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
+        "begun": num_begun,
         "request": request,
         "base": base,
         "prompt": prompt_digest(call.prompt_token_ids),
@@ -177,7 +188,8 @@ class TokenAccount:
 
     `trained` and `untrained` are by step. `untrained` tokens belong to trained attempts, but have no loss. `dropped`
     tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
-    for a step. `faults` are contradictions in the journal, one line each.
+    for a step. Tokens of aborted calls are counted with their try. `faults` are contradictions in the journal, one line
+    each.
     """
 
     sampled: int = 0
@@ -230,6 +242,7 @@ class JournalState:
             "opened": self._apply_opened,
             "asked": self._apply_asked,
             "sampled": self._apply_sampled,
+            "aborted": self._apply_aborted,
             "received": self._apply_received,
             "closed": self._apply_closed,
             "reopened": self._apply_reopened,
@@ -338,12 +351,34 @@ class JournalState:
         answer = JournaledAnswer(num_tokens, newest, call, values["repeatable"] is True, request)
         attempt.add(number, answer)
         if values["from"] is None:
-            self._settled.sampled += num_tokens
+            # Journals of earlier versions do not count the tokens of unfinished calls.
+            num_begun = _count(values.get("begun", 0))
+            self._take_aborted(attempt, values["prompt"], num_begun)
+            self._settled.sampled += num_tokens - num_begun
             return
         # The same tokens leave the earlier try, so that they are counted once.
         name, origin = values["from"]
         if self.tries[name].answers.pop(_count(origin)).num_tokens != num_tokens:
             raise ValueError("an answer that is repeated differs from the first")
+
+    def _apply_aborted(self, values: Mapping[str, Any]) -> None:
+        prompt, num_tokens = str(values["prompt"]), _count(values["tokens"])
+        if values["from"] is not None:
+            self._take_aborted(self.tries[values["from"]], prompt, num_tokens)
+        else:
+            self._settled.sampled += num_tokens
+        # An engine may report the tokens of an aborted call after its try was dropped.
+        attempt = self.tries.get(values["try"])
+        if attempt is None:
+            self._settled.dropped += num_tokens
+        else:
+            attempt.aborted[prompt] += num_tokens
+
+    def _take_aborted(self, attempt: JournaledTry, prompt: str, num_tokens: int) -> None:
+        """Remove tokens without an answer from a try, because an answer or a later try has them now."""
+        if attempt.aborted[prompt] < num_tokens:
+            raise ValueError("a call continues more tokens than were sampled for it")
+        attempt.aborted[prompt] -= num_tokens
 
     def _apply_opened(self, values: Mapping[str, Any]) -> None:
         attempt = self.tries[values["try"]]
@@ -406,7 +441,7 @@ class JournalState:
             attempt = self.tries.get(name)
             if attempt is None or attempt.step is not None:
                 self._settled.faults.append(f"step {step}: attempt {name!s:.80} was trained before, or never began")
-            elif attempt.ended is None or _count(num_trained) > attempt.num_sampled:
+            elif attempt.ended is None or _count(num_trained) > attempt.num_answered:
                 self._settled.faults.append(f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens")
             else:
                 attempt.step, attempt.num_trained = step, num_trained

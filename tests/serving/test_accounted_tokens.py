@@ -1,0 +1,136 @@
+"""The engine's count of sampled tokens, and the account of an attempt's journal, agree: also for aborted calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rewards.scoring.results import verdict_by_value
+from megarl.rollout.attempt_engine import AttemptEngine
+from megarl.rollout.engine_requests import num_sampled
+from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
+from megarl.rollout.journal.state import account_tokens
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.recording import RecordedCall
+from megarl.rollout.stitch import stitch
+from megarl.serving.session import Session
+from megarl.serving.session_sampler import Limits
+from megarl.types import Problem, Reward, Trajectory
+from tests.rollout.engines import CONTEXT_TOKENS
+from tests.serving.served import ONE, SAMPLING, Served
+from tests.serving.tool_model import LOOP
+
+PROBLEM = Problem(0, ({"role": "user", "content": "q"},), (5, 6), "7", source="command")
+LONG: dict[str, Any] = {"model": "policy", "max_tokens": 200}
+
+
+class Attempt:
+    """One attempt's session, with its calls as a checkpoint has them."""
+
+    def __init__(self, s: Served, pool: EnginePool, log: AttemptLog, calls: list[RecordedCall]) -> None:
+        log.merge_into(calls)
+        self.served, self.pool, self.log, self.calls = s, pool, log, calls
+        self.engine = AttemptEngine(pool, calls, log=log)
+        limits = Limits(CONTEXT_TOKENS, 40, 60.0)
+        self.session: Session = s.sessions.open("t", "s", SAMPLING, limits, self.engine, log)
+
+    async def ask(self, prompt: str, **fields: Any) -> Any:
+        async with self.served.client(self.session) as client:
+            return await client.completions.create(prompt=prompt, **(LONG | fields))
+
+    async def begin(self, prompt: str, **fields: Any) -> asyncio.Task[Any]:
+        """Return a request whose completion has at least one token in the engine."""
+        before = self.pool.load().num_sampled_tokens
+        asking = asyncio.create_task(self.ask(prompt, **fields))
+        while not self.session.num_under_way:
+            await asyncio.sleep(0.01)
+        # A pause makes the engine report the tokens so far, and does not end the call.
+        while self.pool.load().num_sampled_tokens == before:
+            await self.pool.pause()
+            self.pool.resume()
+            await asyncio.sleep(0.01)
+        return asking
+
+    async def abort(self, asking: asyncio.Task[Any]) -> None:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        while self.session.num_under_way:
+            await asyncio.sleep(0.01)
+        await self.pool.wait_until_drained()
+
+    async def end(self) -> Trajectory:
+        await self.served.sessions.end(self.session)
+        calls = [answer.call for answer in self.session.answers]
+        texts = tuple("t" for _ in calls)
+        reward = Reward(1.0, True, verdict_by_value(1.0))
+        return await self.log.end(Trajectory("command", PROBLEM, 0, 0, stitch(calls), reward, texts=texts))
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
+    is_killed: bool, served: Callable[..., None], tmp_path: Path
+) -> None:
+    """One attempt ends with aborted calls. Another has a call under way when its driver stops, or is killed."""
+    file = tmp_path / "attempts.journal"
+
+    async def test(s: Served) -> None:
+        journal = AttemptJournal(file, 1, lambda *_: PROBLEM)
+        whole = Attempt(s, s.pool, journal.begin("a 0", "s"), [])
+        await whole.ask("One")
+        for is_streamed in (True, False):
+            await whole.abort(await whole.begin(f"Two{LOOP}", stream=is_streamed))
+        unanswered = await whole.begin(f"Three{LOOP}")
+        trajectory = await whole.end()
+        await asyncio.gather(unanswered, return_exceptions=True)
+        sampled = s.pool.load().num_sampled_tokens
+        assert whole.session.counts["untrained_tokens"] == sampled - trajectory.num_sampled > 0
+        journal.settle(1, [(trajectory.journaled_as, trajectory.num_sampled)], set())
+        account = account_tokens(tmp_path)
+        assert account is not None and account.faults == [] and account.waiting == 0
+        assert account.sampled == sampled and account.num_untrained == whole.session.counts["untrained_tokens"]
+
+        half = Attempt(s, s.pool, journal.begin("a 1", "s"), [])
+        await half.ask("One")
+        await half.abort(await half.begin(f"Two{LOOP}"))
+        going = await half.begin(f"Three{LOOP}")
+        # As a checkpoint has them.
+        calls = [RecordedCall(call.prompt_token_ids, list(call.parts), is_done=call.is_done) for call in half.calls]
+        assert [call.is_done for call in calls] == [True, False] and num_sampled(calls[1].parts) > 0
+        if is_killed:
+            await s.pool.pause()
+            calls[1].parts = list(half.calls[1].parts)
+            journal.close()
+        half.engine.close()
+        await half.abort(going)
+        s.pool.resume()
+        await s.pool.wait_until_drained()
+        await s.sessions.end(half.session)
+        if not is_killed:
+            journal.close()
+
+        journal, pool = (
+            AttemptJournal(file, 2, lambda *_: PROBLEM),
+            EnginePool(s.group, ONE, max_running=4, budget_seconds=0.05),
+        )
+        again = Attempt(s, pool, journal.begin("a 1", "s"), calls)
+        await again.ask("One")
+        await again.ask(f"Three{LOOP}")
+        assert not again.engine.is_restarted
+        await again.abort(await again.begin(f"Four{LOOP}"))
+        trajectory = await again.end()
+        journal.settle(2, [(trajectory.journaled_as, trajectory.num_sampled)], set())
+        journal.close()
+        # A start writes the file anew.
+        AttemptJournal(file, 3, lambda *_: PROBLEM).close()
+        account = account_tokens(tmp_path)
+        assert account is not None and account.faults == [] and account.waiting == 0
+        assert account.sampled == s.pool.load().num_sampled_tokens + pool.load().num_sampled_tokens
+        assert account.sampled == account.num_trained + account.num_untrained + account.lost
+        assert account.num_trained == trajectory.num_sampled + account.trained[1]
+        assert account.untrained[2] > 0 and account.lost > 0
+
+    served(test)
