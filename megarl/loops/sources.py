@@ -27,6 +27,7 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source, sampling_settings, with_stop_tokens
 from megarl.serving.agents import agent_program
+from megarl.serving.node_memory import RunMemory
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ async def make_sources(
         screen.info(turn_ends_notice(ends, folder, tokenizer))
     stack.push_async_callback(close_shared)
     environments = _start_environments(recipe, stack, log_folder)
+    # One for all sources: containers of several sources live on the same nodes.
+    memory = RunMemory()
     return [
         await make_source(
             replace(given, recipe=with_stop_tokens(given.recipe, ends)),
@@ -172,6 +175,7 @@ async def make_sources(
             screen,
             had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
             agents,
+            memory,
         )
         for given in recipe.sources
     ]
@@ -189,6 +193,7 @@ async def make_source(
     screen: Screen,
     had_ended: bool = False,
     agents: Callable[[], Sequence[AgentLink]] = tuple,
+    memory: RunMemory | None = None,
 ) -> Source:
     """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
@@ -205,7 +210,9 @@ async def make_source(
     if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, given.name)):
         screen.notice(text)
     sampling = sampling_settings(rollout.sampling)
-    agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, screen.notice, agents))
+    agent = await stack.enter_async_context(
+        agent_program(recipe, pool, rewards.score, sampling, screen.notice, agents, memory)
+    )
     if agent is not None:
         screen.info(f"endpoint at {agent.endpoint.base_url}/v1")
     sampler = GroupSampler(

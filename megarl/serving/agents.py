@@ -29,6 +29,7 @@ from megarl.serving.codec import Codec
 from megarl.serving.containers import AttemptContainer, Containers
 from megarl.serving.credit import read_turn_rewards, trained_answers
 from megarl.serving.harbor import HarborTask, VerifierError
+from megarl.serving.node_memory import RunMemory
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
 from megarl.serving.sessions import Sessions
@@ -410,12 +411,14 @@ async def agent_program(
     sampling: SamplingSettings,
     notify: Callable[[str], object],
     agents: Callable[[], Sequence[AgentLink]] = tuple,
+    memory: RunMemory | None = None,
 ) -> AsyncIterator[AgentProgram | None]:
     """Start the endpoint for the recipe's agent, and stop it at the end. Yields None if the environment is not an
     agent.
 
     `sampling` has the sampling parameters of training. `notify` is called with a text for the first change or refusal
-    of a client's request of each kind. `agents` returns the agents of the run's nodes.
+    of a client's request of each kind. `agents` returns the agents of the run's nodes, and `memory` is theirs (see
+    `Containers`).
     """
     name = recipe.rollout.environment
     if not is_agent(name):
@@ -441,7 +444,7 @@ async def agent_program(
     )
     try:
         await endpoint.start()
-        containers = Containers(config, endpoint.address, agents=agents, notify=notify)
+        containers = Containers(config, endpoint.address, agents=agents, notify=notify, memory=memory)
         await containers.start()
         make_agent = None
         if name != "command":

@@ -17,8 +17,9 @@ from typing import Any
 from megarl.cluster.agents.agent_link import AgentLink
 from megarl.config.sections.rollout import ANY_ADDRESS, AgentConfig
 from megarl.sandbox.containers.container import LEASE_SECONDS, ContainerError, ContainerSettings, Executed
-from megarl.sandbox.containers.host import ContainerHost, free_memory_bytes
+from megarl.sandbox.containers.host import ContainerHost
 from megarl.sandbox.containers.requests import Limits
+from megarl.serving.node_memory import NodeMemory, RunMemory
 from megarl.types import MegarlError
 
 _RENEW_SECONDS = 10.0
@@ -32,6 +33,8 @@ _NUM_STARTS = 8
 _SLOW_FACTOR, _SLOW_SECONDS = 3.0, 1.0
 """A node is slow if its starts take this many times as long as the others', and this much longer."""
 
+_NUMBERS = count(1)
+"""Numbers in the names of containers. The sources of a mixture share the hosts of nodes, and so these numbers too."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}
 """Where programs of the driver's machine reach an endpoint listening on these addresses."""
 
@@ -45,27 +48,8 @@ class Node:
     name: str
     request: Request
     address: tuple[str, int]
-    free_bytes: int = field(default_factory=free_memory_bytes)
-    capacity_bytes: int | None = None
-    """Memory for containers: the most that was free at a renewal. None: not known yet."""
-    reserved_bytes: dict[str, int] = field(default_factory=dict)
-    """Limits of memory of the living containers of this driver by name; 0: no limit."""
+    memory: NodeMemory
     start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
-
-    @property
-    def bytes_per_container(self) -> float:
-        """Free memory for each living container and one more. Young ones have not taken theirs yet."""
-        return self.free_bytes / (len(self.reserved_bytes) + 1)
-
-    def has_room(self, memory_bytes: int) -> bool:
-        """Return whether the node has memory for one more container with this limit."""
-        # A limit above the node's memory must not stop the run.
-        if not self.reserved_bytes or self.capacity_bytes is None:
-            return True
-        # Young containers have not taken theirs yet, so their limits count.
-        are_limits_met = sum(self.reserved_bytes.values()) + memory_bytes <= self.capacity_bytes
-        # Other programs of the node may have grown.
-        return are_limits_met and memory_bytes <= self.free_bytes
 
     async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
         """Make a request of the node's host. Raises ContainerError."""
@@ -141,7 +125,8 @@ class AttemptContainer:
 class Containers:
     """Containers of attempts, spread over nodes by free memory. Call `start` first, and `close` at the end.
 
-    `agents` returns the agents of the run's nodes; `address` is the endpoint's on the driver's machine.
+    `agents` returns the agents of the run's nodes; `address` is the endpoint's on the driver's machine. `memory` is the
+    nodes' memory, shared with the run's other sources. None: the run has no other source.
     """
 
     def __init__(
@@ -151,6 +136,7 @@ class Containers:
         *,
         agents: Callable[[], Sequence[AgentLink]] = tuple,
         notify: Callable[[str], object] = lambda text: None,
+        memory: RunMemory | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._config, self._address = config, address
@@ -158,13 +144,12 @@ class Containers:
         self._lease_seconds = config.outlive_seconds or lease_seconds
         self._host = ContainerHost()
         host, port = address
-        self._driver = Node("driver", self._host.request, (_LOOPBACK.get(host, host), port))
+        self._memory = memory or RunMemory()
+        address_on_driver = _LOOPBACK.get(host, host), port
+        self._driver = Node("driver", self._host.request, address_on_driver, self._memory.of_node("driver"))
         self._nodes: dict[AgentLink, Node] = {}
         # Two limits: one for containers, and `AgentProgram.places` for the programs in them.
         self._startable = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
-        self._numbers = count(1)
-        self._changed = asyncio.Condition()
-        """Notified when memory of a node may have become free."""
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that end containers of an earlier driver."""
         self.renewing: asyncio.Task[None] | None = None
@@ -197,7 +182,8 @@ class Containers:
 
     @property
     def num_living(self) -> int:
-        return sum(len(node.reserved_bytes) for node in (self._driver, *self._nodes.values()))
+        """Number of living containers on all nodes, also of other sources."""
+        return self._memory.num_containers
 
     @asynccontextmanager
     async def container(
@@ -221,16 +207,16 @@ class Containers:
         """Start a container on the node with the most free memory. Returns node, name and answer."""
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
         tried: set[Node] = set()
-        memory_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
+        memory_bytes = self._needed_memory(limits)
         for _ in range(_TRIES):
             node = await self._choose_node(tried, memory_bytes)
             if node is None:
                 break
             tried.add(node)
             # Unique on every node of the run, also after a restart of the driver. podman and docker refuse blanks.
-            name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(self._numbers)}"
+            name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(_NUMBERS)}"
             # Counted before it lives, so that attempts starting together choose different nodes.
-            node.reserved_bytes[name] = memory_bytes
+            node.memory.reserved_bytes[name] = memory_bytes
             began = time.monotonic()
             try:
                 answer = await node.ask("start", settings=self._settings(name, node, image, limits))
@@ -247,22 +233,29 @@ class Containers:
             return node, name, answer
         raise failure
 
+    def _needed_memory(self, limits: Mapping[str, Any]) -> int:
+        """Return the bytes of memory that a container may fill: its programs, and new files held in memory."""
+        needed_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
+        if self._config.has_layer:
+            needed_bytes += limits.get("disk_bytes", _gib(self._config.disk_gib)) or 0
+        return int(needed_bytes)
+
     async def _choose_node(self, tried: Collection[Node], memory_bytes: int) -> Node | None:
         """Return the node with the most free memory, once one has room. None: no node is left.
 
-        Nodes in `tried` have failed, and come last.
+        Nodes in `tried` have failed. They are chosen only if the run has no other node.
         """
         while True:
-            nodes = self.nodes
+            # Waiting for memory of another node is better than failing on the same node again.
+            nodes = [node for node in self.nodes if node not in tried] or self.nodes
             if memory_bytes:
-                await asyncio.gather(*(self._renew_on(node) for node in nodes if node.capacity_bytes is None))
-            candidates = [node for node in nodes if node.has_room(memory_bytes)]
+                await asyncio.gather(*(self._renew_on(node) for node in nodes if node.memory.capacity_bytes is None))
+            candidates = [node for node in nodes if node.memory.has_room(memory_bytes)]
             if candidates or not nodes:
                 break
             self._report_wait(memory_bytes)
-            async with self._changed:
-                await self._changed.wait()
-        return min(candidates, key=lambda node: (node in tried, -node.bytes_per_container), default=None)
+            await self._memory.wait_for_change()
+        return max(candidates, key=lambda node: node.memory.bytes_per_container, default=None)
 
     def _report_wait(self, memory_bytes: int) -> None:
         """Report once that containers wait for memory."""
@@ -270,14 +263,13 @@ class Containers:
             self._is_wait_reported = True
             self._notify(
                 f"containers wait for memory: {self.num_living} live, and no node has {memory_bytes / 2**30:.3g} GiB "
-                "left besides their limits (rollout.agent.memory_gib); one starts when another ends"
+                "left besides their limits (rollout.agent.memory_gib, disk_gib); one starts when another ends"
             )
 
     async def _release(self, node: Node, name: str) -> None:
         """Forget a container of a node, and let starts look at its memory again."""
-        node.reserved_bytes.pop(name, None)
-        async with self._changed:
-            self._changed.notify_all()
+        node.memory.reserved_bytes.pop(name, None)
+        await self._memory.notify_change()
 
     def end_earlier(self, places: Sequence[tuple[str, str]]) -> None:
         """Begin to end containers of an earlier driver, by node and name. Those on nodes that are gone have ended."""
@@ -308,7 +300,7 @@ class Containers:
             except BaseException:
                 await self._stop(node, name)
                 raise
-            node.reserved_bytes[name] = _gib(self._config.memory_gib) or 0
+            node.memory.reserved_bytes[name] = self._needed_memory({})
             container = AttemptContainer(node, name, answer["url"], 0.0, answer["seconds_running"])
             try:
                 yield container
@@ -356,13 +348,8 @@ class Containers:
         # One lost node must not stop the renewals on the others.
         with suppress(ContainerError):
             answer = await node.ask("renew")
-            node.free_bytes = answer["free_bytes"]
-            if node.capacity_bytes is None:
-                node.capacity_bytes = node.free_bytes + sum(node.reserved_bytes.values())
-            # Containers of an earlier driver held memory at the first renewal, and end later.
-            node.capacity_bytes = max(node.capacity_bytes, node.free_bytes)
-            async with self._changed:
-                self._changed.notify_all()
+            node.memory.update(answer["free_bytes"])
+            await self._memory.notify_change()
 
     def _node_of(self, agent: AgentLink) -> Node:
         """Return the node of an agent. It reaches the endpoint at the driver's address."""
@@ -371,10 +358,11 @@ class Containers:
             return await agent.request("container", verb=verb, fields=dict(fields))
 
         host, port = self._address
+        memory = self._memory.of_node(agent.node)
         if agent.addresses is None:
-            return Node(agent.node, request, self._driver.address)
+            return Node(agent.node, request, self._driver.address, memory)
         # An address for all interfaces leads nowhere from another node.
-        return Node(agent.node, request, (agent.addresses[1] if host in ANY_ADDRESS else host, port))
+        return Node(agent.node, request, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
 
     def _name_slow_node(self, node: Node) -> None:
         """Report a node once if its starts take much longer than on other nodes."""

@@ -8,16 +8,20 @@ import re
 import signal
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config.sections.rollout import AgentConfig
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
+from megarl.sandbox.containers.host import free_memory_bytes
 from megarl.sandbox.containers.outliving import connect_to
 from megarl.serving.containers import AttemptContainer, Containers
+from megarl.serving.node_memory import RunMemory
 from tests.child_processes import is_alive
 from tests.cluster.containers_on_nodes import CALL, serve
 from tests.cluster.spawned import spawned_nodes
@@ -111,6 +115,61 @@ async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.Monkey
             assert containers.num_living == 1
     finally:
         await containers.close()
+
+
+async def test_memory_is_reserved_once_a_container_for_all_sources_with_its_new_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New files of a sandbox are held in memory. Sources of a mixture have an endpoint each, and the same nodes."""
+    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01, disk_gib=0.02)
+    # Room for two containers with their files, or for seven without.
+    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(0.07 * 2**30))
+    memory = RunMemory()
+    sources = [Containers(config, ("127.0.0.1", port), memory=memory) for port in (9, 10)]
+    async with AsyncExitStack() as stack:
+        for containers in sources:
+            await containers.start()
+            stack.push_async_callback(containers.close)
+        opened = [await stack.enter_async_context(containers.container("0.0")) for containers in sources]
+        # The hosts of nodes know containers by their names.
+        assert opened[0].name != opened[1].name and [c.num_living for c in sources] == [2, 2]
+        async with AsyncExitStack() as later:
+            third = asyncio.create_task(later.enter_async_context(sources[0].container("0.1")))
+            assert not (await asyncio.wait({third}, timeout=1.0))[0]
+            third.cancel()
+            await asyncio.wait({third})
+
+
+async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_there_again(tmp_path: Path) -> None:
+    # Of any size, a second container with this limit does not fit on the node of the first.
+    config = AgentConfig(
+        command=("true",), sandbox="sandbox", nodes="all", memory_gib=0.6 * free_memory_bytes() / 2**30
+    )
+    reported = asyncio.Event()
+    async with spawned_nodes(2, 1, tmp_path) as nodes, AsyncExitStack() as stack:
+        containers = Containers(
+            config, ("127.0.0.1", 9), agents=lambda: nodes.agents, notify=lambda text: reported.set()
+        )
+        await containers.start()
+        stack.push_async_callback(containers.close)
+        broken, healthy = containers.nodes
+        request, num_failed = broken.request, 0
+
+        async def refuse_starts(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+            nonlocal num_failed
+            if verb != "start":
+                return await request(verb, fields)
+            num_failed += 1
+            return {"error": "OSError: the disk of this node is full"}
+
+        broken.request = refuse_starts
+        async with AsyncExitStack() as first:
+            assert (await first.enter_async_context(containers.container("0.0"))).node is healthy
+            failed_before = num_failed
+            second = asyncio.create_task(stack.enter_async_context(containers.container("0.1")))
+            await asyncio.wait({second, asyncio.create_task(reported.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            assert not second.done() and num_failed == failed_before + 1
+        assert (await asyncio.wait_for(second, 60)).node is healthy
 
 
 async def test_memory_of_an_earlier_driver_s_containers_is_used_after_their_end(

@@ -403,7 +403,10 @@ print(float(len(set(text))))
 @pytest.mark.long
 @needs_slurm
 def test_attempts_in_containers_on_two_nodes_of_a_job_train(cluster: Cluster, tiny_model: Callable[..., Path]) -> None:
-    """The batch command of the guide: 64 attempts a step, spread over both nodes, and two steps."""
+    """The guide's batch command trains two steps of 64 attempts, several of them in containers at the same time.
+
+    `test_containers.py` shows that containers are spread over both nodes.
+    """
     folder = cluster.folder
     model = make_tool_model(tiny_model(num_layers=1, tie_word_embeddings=False, vocab_size=512), folder / "tool_model")
     problems = [{"messages": [{"role": "user", "content": f"Add {n}."}], "gt_answer": f"{n}"} for n in range(16)]

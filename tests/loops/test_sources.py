@@ -37,6 +37,29 @@ async def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Call
     assert warnings == [] and [line.partition(":")[0] for line in lines] == ["rollout.history = append"]
 
 
+async def test_agents_of_a_mixture_share_the_memory_of_the_nodes(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_model()
+    rollout = {"environment": "command", "agent": {"command": ["true"]}}
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": str(folder)},
+            "mixture": {name: {"data": {"train": "t"}, "rollout": rollout} for name in ("a", "b")},
+        }
+    )  # fmt: skip
+    screen: Any = SimpleNamespace(info=list, notice=list, notice_once=None)
+    rewards: Any = {source.name: SimpleNamespace(score=None, metrics=dict) for source in recipe.sources}
+    data: Any = {source.name: ((), {}) for source in recipe.sources}
+    pool: Any = SimpleNamespace(load=None)
+    async with AsyncExitStack() as stack:
+        tokenizer = load_tokenizer(folder)
+        sources = await make_sources(recipe, data, rewards, pool, tokenizer, stack, tmp_path, screen)
+        programs: list[Any] = [source.sampler.agent.__self__ for source in sources]  # type: ignore[union-attr]
+        [first, second] = [program.containers.nodes[0] for program in programs]
+        assert first.address != second.address and first.memory is second.memory
+
+
 async def test_completions_end_where_the_template_ends_turns(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     # As in the folders of base models: the template's end of turn is not the model's end token.

@@ -117,7 +117,7 @@ class AgentConfig(Section):
     none."""
     memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
     """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
-    MemoryLimit. An attempt waits for a node with so much memory left. Default: none."""
+    MemoryLimit. An attempt waits for a node with so much memory left, and disk_gib if it is set. Default: none."""
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled for all calls of an attempt together. The call after it is refused, and the
     attempt ends with TokenLimit. Parallel calls may exceed it by their own lengths. Default: limited only by
@@ -136,6 +136,11 @@ class AgentConfig(Section):
     def reach(self) -> Literal["endpoint", "host"]:
         """Return the network of the programs."""
         return self.network or ("host" if self.sandbox == "process" else "endpoint")
+
+    @property
+    def has_layer(self) -> bool:
+        """Return whether new files of an attempt are held in memory, at most `disk_gib`."""
+        return self.sandbox in ("sandbox", "apptainer")
 
     @property
     def images_are_files(self) -> bool:

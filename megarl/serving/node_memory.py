@@ -1,0 +1,68 @@
+"""Memory of a run's nodes for containers of agents' attempts. The sources of a mixture share it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from megarl.sandbox.containers.host import free_memory_bytes
+
+
+@dataclass(slots=True, eq=False)
+class NodeMemory:
+    """Memory of one node, in bytes, with the limits of its living containers."""
+
+    free_bytes: int = field(default_factory=free_memory_bytes)
+    capacity_bytes: int | None = None
+    """Memory for containers: the most that was free at a renewal. None: not known yet."""
+    reserved_bytes: dict[str, int] = field(default_factory=dict)
+    """Limits of the living containers of this driver by their names; 0: no limit."""
+
+    @property
+    def bytes_per_container(self) -> float:
+        """Free memory for each living container and one more. Young ones have not taken theirs yet."""
+        return self.free_bytes / (len(self.reserved_bytes) + 1)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether the node has memory for one more container with this limit."""
+        # A limit above the node's memory must not stop the run.
+        if not self.reserved_bytes or self.capacity_bytes is None:
+            return True
+        # Young containers have not taken theirs yet, so their limits count.
+        are_limits_met = sum(self.reserved_bytes.values()) + num_bytes <= self.capacity_bytes
+        # Other programs of the node may have grown.
+        return are_limits_met and num_bytes <= self.free_bytes
+
+    def update(self, free_bytes: int) -> None:
+        """Take over the node's free memory, as its host read it."""
+        self.free_bytes = free_bytes
+        if self.capacity_bytes is None:
+            self.capacity_bytes = free_bytes + sum(self.reserved_bytes.values())
+        # Containers of an earlier driver held memory at the first renewal, and end later.
+        self.capacity_bytes = max(self.capacity_bytes, free_bytes)
+
+
+class RunMemory:
+    """Memory of all nodes of a run."""
+
+    def __init__(self) -> None:
+        self._nodes: defaultdict[str, NodeMemory] = defaultdict(NodeMemory)
+        self._changed = asyncio.Condition()
+
+    def of_node(self, name: str) -> NodeMemory:
+        return self._nodes[name]
+
+    @property
+    def num_containers(self) -> int:
+        """Number of living containers on all nodes."""
+        return sum(len(memory.reserved_bytes) for memory in self._nodes.values())
+
+    async def wait_for_change(self) -> None:
+        """Wait until memory of a node may have become free."""
+        async with self._changed:
+            await self._changed.wait()
+
+    async def notify_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
