@@ -1,4 +1,4 @@
-"""The driver's proxy of a model on the ranks: packs batches into rows, sends them, and reorders the results."""
+"""The driver's proxy of a model on the ranks: it packs batches into rows, sends them, and reorders the results."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ ONE_AFTER_THE_OTHER = RowPacking()
 
 @dataclass(slots=True)
 class Work:
-    """Counters of the trainer's work since they were last fetched with `take`."""
+    """Counters of the trainer's work since `take` last returned them."""
 
     update_tokens: int = 0
-    """Number of tokens in the policy's updates."""
+    """Tokens in updates of the policy."""
     flops: float = 0.0
     """Model FLOPs of all updates and forward passes."""
     represented_tokens: int = 0
-    """Tokens of sequences in all passes of models whose packing can save tokens."""
+    """Tokens of sequences whose packing can compute a shared prefix once."""
     stored_tokens: int = 0
-    """Tokens computed for these passes."""
+    """Tokens computed for these sequences."""
     saved_flops: float = 0.0
-    """Model FLOPs that the packing saved. `flops` does not include them."""
+    """Model FLOPs that shared prefixes saved. `flops` does not include them."""
     refused_rows: int = 0
-    """Rows computed without saving, although it would save enough."""
+    """Rows computed without sharing a prefix, although sharing would save enough."""
 
     def take(self) -> Work:
         """Return the counts so far, and reset them."""
@@ -49,7 +49,7 @@ class Work:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context for evaluations: on leaving, the counts of passes are those from before."""
+        """Context that restores the counts when it ends, for passes of an evaluation."""
         counts_before = replace(self)
         try:
             yield
@@ -65,42 +65,43 @@ class Work:
 class RankModel:
     """A model on the ranks, called by the driver with whole batches.
 
-    The driver sends the rows of a data-parallel replica only to the replica's first rank. That rank broadcasts them.
+    A row is one packed microbatch. The driver sends a data-parallel replica's rows to its first rank, which broadcasts
+    them.
     """
 
     group: WorkerGroup
     parallel: ParallelConfig
     max_tokens_per_microbatch: int
-    """Maximum number of tokens in a row (a packed microbatch)."""
+    """Maximum number of tokens in a row."""
     max_tokens_per_forward: int | None = None
     """The same limit for passes without gradients. None: `max_tokens_per_microbatch`."""
     row_multiple: int = 1
-    """The capacity of a row is rounded down to a multiple of this number of tokens."""
+    """A row's capacity is rounded down to a multiple of this number of tokens."""
     together: int = 1
     """Number of consecutive sequences that must share a row: 2 for preference pairs."""
     keeps_samples: bool = False
-    """Whether all sequences of a sample share a row in updates, as losses of whole trajectories require."""
+    """Whether all sequences of a sample share a row in updates. Losses over whole trajectories need this."""
     name: str = "policy"
-    """Name of the model on the ranks: policy, reference, critic and others."""
+    """Name of the model on the ranks: policy, reference, critic or another."""
     shape: ModelShape | None = None
-    """Sizes of the model, from which FLOPs are counted and rows are balanced. None: tokens are counted instead."""
+    """Sizes of the model, used to count FLOPs and balance rows. None: rows are balanced by tokens."""
     update_passes: float = 3.0
-    """FLOPs of an update as a multiple of a forward pass: 3, or 2 if the model's own weights have no gradients."""
+    """FLOPs of an update as a multiple of a forward pass: 3, or 2 if the base weights have no gradients."""
     packing: RowPacking = ONE_AFTER_THE_OTHER
-    """How sequences become rows."""
+    """Rule that assigns sequences to rows."""
     spikes: SpikeDetector | None = None
-    """Detector of updates to drop (train.on_spike); None: none is dropped for its size."""
+    """Detector of updates to drop (train.on_spike). None: no update is dropped for its size."""
     work: Work = field(default_factory=Work)
-    """Counters of the model's passes; several models may share one object."""
+    """Counters of the model's passes. Several models may share them."""
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
     ) -> Update:
-        """Run one optimizer step on a whole batch, and return what it did, with its metrics.
+        """Run one optimizer step on a whole batch, and return its outcome and metrics.
 
         `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is the KL of the
-        KTO loss, in nats per answer. An update above the limits of `spikes` is dropped by all ranks. Raises MegarlError
-        if a sample whose sequences must share a row does not fit into one.
+        KTO loss, in nats per answer. All ranks drop an update above the limits of `spikes`. Raises MegarlError if the
+        sequences of a sample must share a row and do not fit.
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
         rows = self._rows(batch, packed, self.update_passes)
@@ -117,7 +118,7 @@ class RankModel:
         return update
 
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Compute log-probs in nats (policy, reference) or values (critic, reward model) of a batch: float32 [tokens].
+        """Compute log-probs in nats (policy, reference) or values (critic, reward model): float32 [tokens].
 
         Entry t is for the prediction of token t. It is zero on the first token of each sequence.
         """
@@ -125,10 +126,7 @@ class RankModel:
         return await self.gather(f"{self.name}.forward", batch.with_arrays({}), max_tokens=self.max_tokens_per_forward)
 
     async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Compute the policy's log-probs and entropies on a batch, in nats: float32 [2, tokens].
-
-        Entry t is for the prediction of token t. It is zero on the first token of each sequence.
-        """
+        """Compute the policy's log-probs and entropies in nats: float32 [2, tokens], with entries as in `forward`."""
         return await self.gather(
             f"{self.name}.forward_with_entropies", batch.with_arrays({}), max_tokens=self.max_tokens_per_forward
         )
@@ -136,10 +134,10 @@ class RankModel:
     async def gather(
         self, method: str, batch: TokenBatch, *args: Any, max_tokens: int | None = None
     ) -> NDArray[np.float32]:
-        """Call a method on the ranks that returns values of each token, and return them in the batch's order.
+        """Call a method that returns values of each token, and return them in the batch's order: float32 [..., tokens].
 
-        The result is float32 [..., tokens]. The method gets the replica's rows, of at most `max_tokens` tokens each
-        (None: `max_tokens_per_microbatch`), and `args`. Sequences that are repeated to fill rows have no trained token.
+        The method gets a replica's rows and `args`. A row has at most `max_tokens` tokens (None:
+        `max_tokens_per_microbatch`). Sequences repeated to fill rows have no trained token.
         """
         sent = self.filled(batch.num_sequences)
         filled = batch if len(sent) == batch.num_sequences else batch.select(sent)
@@ -160,7 +158,7 @@ class RankModel:
         return gathered
 
     def forward_rows(self, batch: TokenBatch, num_counted: int) -> list[list[TokenBatch]]:
-        """Return the rows of a forward pass by replica. Sequences from number `num_counted` on are not counted."""
+        """Return the rows of a forward pass by replica. Only the first `num_counted` sequences count as work."""
         packed = self._pack(batch, self.together, self.max_tokens_per_forward)
         return self._rows(batch, packed, 1.0, num_counted=num_counted, max_tokens=self.max_tokens_per_forward)
 
@@ -173,9 +171,9 @@ class RankModel:
         num_counted: int | None = None,
         max_tokens: int | None = None,
     ) -> list[list[TokenBatch]]:
-        """Return the rows of a batch by replica, as packed with the limit `max_tokens`, and count their work.
+        """Return the rows of a batch by replica, and count their work. `packed` holds the sequences of each row.
 
-        `passes` is a multiple of a forward pass. Sequences from number `num_counted` on are not counted.
+        `passes` is the work as a multiple of a forward pass. Only the first `num_counted` sequences count (None: all).
         """
         num_counted = batch.num_sequences if num_counted is None else num_counted
         capacity = self._capacity(max_tokens)
@@ -184,7 +182,7 @@ class RankModel:
     def _row(
         self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int, capacity: int
     ) -> TokenBatch:
-        """Return the row of these sequences, and count its work. `capacity` limits its tokens."""
+        """Return the row of these sequences, of at most `capacity` tokens, and count its work."""
         row = batch.select(sequences)
         savings = self.packing.arrange(
             row,
@@ -208,7 +206,7 @@ class RankModel:
     def filled(self, num_sequences: int) -> NDArray[np.int64]:
         """Return the indices of a batch's sequences, padded by repeating the last ones: int64 [sequences].
 
-        After padding, every rank has the same number of rows, none of them empty.
+        Every rank then has the same number of rows, and none is empty.
         """
         unit = self.parallel.dp * self.parallel.rows_multiple * self.together
         missing = -num_sequences % unit
@@ -216,9 +214,7 @@ class RankModel:
         return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
-        """Assign sequences to rows, so all sequences of a sample share one. Raises MegarlError if a sample does not
-        fit.
-        """
+        """Assign sequences to rows, with all of a sample in one row. Raises MegarlError if a sample does not fit."""
         try:
             return self._pack(batch, batch.num_segments)
         except ValueError as error:
@@ -235,7 +231,7 @@ class RankModel:
         """Assign a batch's sequences to rows: indices by replica and row.
 
         `together` is the number of consecutive sequences that must share a row, or one number per group. `max_tokens`
-        limits the tokens of a row; None: `max_tokens_per_microbatch`.
+        limits the tokens of a row.
         """
         parallel = self.parallel
         settings: dict[str, Any] = {
@@ -250,27 +246,22 @@ class RankModel:
 
     @property
     def _costs(self) -> Costs:
-        """Return the cost of sequences by length, in FLOPs of a forward pass if the model's sizes are known."""
+        """Cost of a sequence by its length: FLOPs of a forward pass, or tokens if the model's sizes are not known."""
         return count_tokens if self.shape is None else sequence_flops(self.shape)
 
     def _capacity(self, max_tokens: int | None) -> int:
-        """Return the number of tokens that a row may hold before it is padded to a multiple.
-
-        `max_tokens` limits the tokens with padding; None: `max_tokens_per_microbatch`.
-        """
+        """Return the most tokens a row may hold. `max_tokens` None: `max_tokens_per_microbatch`."""
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
     def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
-        """Return one argument per rank: the replica's rows for its first rank, None for the others."""
+        """Return one argument per rank: the replica's rows for its first rank, None for its other ranks."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.parallel.world_size
         for replica, rows in enumerate(per_replica):
             per_rank[self.parallel.replica_ranks(replica)[0]] = rows
         return per_rank
 
     def _reporting_ranks(self) -> list[list[int]]:
-        """Return, for each data-parallel replica, the ranks returning its results, in the order of context-parallel
-        ranks.
-        """
+        """Return, for each data-parallel replica, the ranks that return its results, in context-parallel order."""
         parallel = self.parallel
         return [
             # The last pipeline stage has the outputs; its tensor-parallel ranks all have the same ones.

@@ -11,14 +11,14 @@ from megarl.cluster.ranks.stacks import name_engine
 from megarl.types import MegarlError
 
 _MOST_STARTS = 3
-"""Maximum number of attempts to restart a replica."""
+"""Maximum attempts to restart a replica."""
 
 
 class Replacements:
     """Restarts lost engine replicas in the background.
 
-    `start(lost)` starts a group of ranks in the places of a lost one and constructs its engine. `notify` is called with
-    messages about the progress, a line each.
+    `start(lost)` starts ranks in the places of a lost group and constructs its engine. `notify` gets one-line progress
+    messages.
     """
 
     def __init__(self, start: Callable[[WorkerGroup], Awaitable[WorkerGroup]], notify: Callable[[str], object]) -> None:
@@ -38,7 +38,7 @@ class Replacements:
 
     @property
     def has_started(self) -> bool:
-        """Whether a restarted replica is ready, so that `take` would return it."""
+        """Whether `take` would return a replica."""
         return bool(self._ready)
 
     def take(self) -> list[WorkerGroup]:
@@ -47,14 +47,13 @@ class Replacements:
         return ready
 
     async def close(self) -> None:
-        """Cancel the restarts in progress, and close the restarted replicas not taken."""
+        """Cancel restarts in progress, and close the restarted replicas that `take` did not return."""
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in self.take()))
 
     async def _replace(self, lost: WorkerGroup) -> None:
-        """Close a lost replica's group and start a new one, in several attempts."""
         began = time.monotonic()
         # The old processes must be gone before new ones use their GPUs.
         await lost.close()
@@ -74,5 +73,4 @@ class Replacements:
         self._notify(f"{self._name(lost)} stays lost: there are no more attempts to restart it")
 
     def _name(self, group: WorkerGroup) -> str:
-        """Return the name of a group's engine replica, for messages."""
         return name_engine(group.part.ranks(group.world_size))

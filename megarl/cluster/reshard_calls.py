@@ -1,8 +1,7 @@
-"""Reshards from the trainers to the engines of a run, as calls to the ranks.
+"""Reshards, as calls to the ranks: the trainers send their weights to the engines.
 
-Separate engines have torch worlds of their own, so they receive weights over a process group across worlds. The group
-is created again whenever a replica was lost or restarted. The state machine in `cluster.reshard_states` decides what
-happens next.
+Separate engines have torch worlds of their own, so they receive weights over a cross-world process group. A lost or
+restarted replica makes a new one necessary. `cluster.reshard_states` decides what happens next.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0
-"""Seconds after a cancellation within which every waiting rank leaves the cross-world process group."""
+"""Seconds for every waiting rank to leave the cross-world process group after its cancellation."""
 _SLACK_SECONDS = 30.0
-"""Maximum seconds, with short time limits, to find a stopped rank and to end its group. A debugger takes 10 of them."""
+"""Minimum seconds to find a stopped rank and end its group, of which a debugger takes 10."""
 _LOOK_SECONDS = 2.0
-"""Seconds between looks for groups that hold up the others beyond the time limit."""
+"""Seconds between searches for groups that exceed the time limit."""
 _BLAME_SECONDS = 60.0
-"""Seconds from the time limit until a group is ended although its ranks wait in a collective. Until then the group at
-fault ends: 2 s until the look, 10 s for all stacks, 5 s for its agents, 26 s for the report, 10 s for the end, 5 s
-until the others have left.
+"""Seconds after the time limit until a group ends although its ranks wait in a collective. The group at fault ends
+earlier: 2 s until the search, 10 s for all stacks, 5 s for its agents, 26 s for the report, 10 s for the end, 5 s until
+the others have left.
 """
 _MEET_SECONDS = 60.0
-"""Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
+"""Seconds for the last ranks to join a new process group after the first. Then they count as missing."""
 
 Reports = list[ReshardReport]
-"""Reports of a reshard, one for each rank."""
+"""Reports of a reshard, one per rank."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
-"""Calls of one attempt at a reshard: the trainers' first, then one for each replica."""
+"""Calls of one attempt at a reshard: the trainers' call, then one per replica."""
 
 
 class ReshardCalls:
@@ -50,24 +49,22 @@ class ReshardCalls:
         self._ranks = ranks
         self._states = ReshardStates()
         self._num_groups = 0
-        """Number of cross-world process groups created so far."""
+        """Number of cross-world process groups created so far, for their names."""
         self._cancelled = asyncio.Event()
         """Set when the newest cross-world process group is cancelled."""
         self._first_to_leave: WorkerGroup | None = None
-        """First replica in this attempt with a rank that left the cross-world process group."""
+        """First replica in this attempt to leave the cross-world process group."""
         self._report_error: TransitionError | None = None
-        """Error raised while a report was handled, raised again at the end: the event loop only logs errors of
-        callbacks.
-        """
+        """Error in the callback for a rank's report. The event loop only logs it, so `_await_calls` raises it."""
         ranks.on_removed = self._handle_loss
 
     @property
     def is_connected(self) -> bool:
-        """Whether the next reshard can use the existing cross-world process group, as overlapping reshards must."""
+        """Whether a cross-world process group is ready, as overlapping reshards need."""
         return self._states.state is State.IDLE
 
     def add(self, replicas: Sequence[WorkerGroup]) -> None:
-        """Include restarted replicas, beginning with the next reshard."""
+        """Include restarted replicas from the next reshard on."""
         if replicas:
             self._ranks.add(replicas)
             self._states.handle(Event.REPLICA_ADDED)
@@ -75,8 +72,8 @@ class ReshardCalls:
     async def run(self, verify: bool, version: int) -> Reports:
         """Send the trainers' weights, of this version, to all engines. Returns the ranks' reports.
 
-        If replicas were lost or restarted, the ranks first create a new cross-world process group. Creating it sends
-        and verifies all weights. Raises PeerLostError if no replica is left, or if every attempt is cancelled.
+        If replicas were lost or restarted, the ranks first create a new cross-world process group, then send and verify
+        all weights. Raises PeerLostError if no replica is left, or every attempt is cancelled.
         """
         if not self._ranks.is_separate:
             return await self._ranks.trainers.call("reshard", verify, version)
@@ -86,12 +83,12 @@ class ReshardCalls:
     async def run_overlapping(
         self, verify: bool, version: int, engines_paused: Awaitable[object], on_copied: Callable[[], object]
     ) -> Reports:
-        """Send copies of the weights over the existing process group, while the trainers execute other calls.
+        """Send copies of the weights to all engines while the trainers execute other calls.
 
-        The engines take part once `engines_paused` is done. The trainers begin to send when all engines take part.
-        `on_copied` is called when the trainers have made their copies. Returns the engines' reports once they have the
-        weights; `collect_reports` returns the trainers'. If a replica is lost meanwhile, the same copies are sent to
-        the others between two other calls of the trainers.
+        The engines join when `engines_paused` is done. The trainers send once all engines have joined. `on_copied` is
+        called when the trainers have made their copies. Returns the engines' reports; `collect_reports` returns the
+        trainers'. If a replica is lost meanwhile, the remaining ones get the same copies between two other calls of the
+        trainers.
         """
         if not self.is_connected:
             # A replica was lost since the caller looked.
@@ -166,7 +163,7 @@ class ReshardCalls:
     async def _await_calls(
         self, method: str, limit: float, groups: Sequence[WorkerGroup], calls: Calls
     ) -> list[list[Any]]:
-        """Await an attempt's calls to these groups and return their answers; empty for a lost replica."""
+        """Await one attempt's calls and return each group's answers; empty for a lost replica."""
         engines = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
         async with self._watch(method, limit):
             answers = await together([calls[0], *engines])
@@ -177,8 +174,7 @@ class ReshardCalls:
 
     @contextmanager
     def _failure_noted(self) -> Iterator[None]:
-        """Context that marks the reshard as failed if its body raises an error. The process group is then never used
-        again."""
+        """Context that marks the reshard as failed on an error. Its process group is then never used again."""
         try:
             yield
         except BaseException:
@@ -186,17 +182,15 @@ class ReshardCalls:
             raise
 
     def _has_suspect(self, groups: Sequence[WorkerGroup]) -> bool:
-        """Return whether ending the replica that left first may help: all groups of the attempt are alive, and the run
-        can continue without it.
+        """Return whether ending the first replica that left may help.
+
+        It may if all groups of the attempt are alive and the run can continue without that replica.
         """
         can_lose = self._ranks.on_lost is not None and len(self._ranks.replicas) > 1
         return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
 
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """Await the trainers' call and return its answers. Ends each replica that did not join their process group.
-
-        The trainers continue without such a replica.
-        """
+        """Await the trainers' call and return its answers. Ends each replica that did not join their process group."""
         reports = await call
         missing = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
         first, ending = 0, []
@@ -210,17 +204,17 @@ class ReshardCalls:
         return reports
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
-        """End a replica because of a fault of the given ranks. `what` describes the fault."""
+        """End a replica for a fault of these ranks, described by `what`."""
         error = await group.diagnosis.end_faulty(ranks, what)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Context that ends the groups at fault: late ones, and stopped ones after the process group was cancelled.
+        """Context that ends the groups at fault for a call that takes too long.
 
-        A working rank leaves the process group within 5 s of the cancellation, a stopped one does not. If nothing is
-        cancelled, each call looks for stopped ranks on its own. A rank that hangs otherwise makes the calls of all
-        groups late. Its group has ranks outside of a collective; the others only wait for it.
+        A running rank leaves the process group within 5 s of its cancellation. A rank still in it is stopped, so its
+        group ends. Without a cancellation, a hanging rank makes the calls of all groups late. Its group has ranks
+        outside of a collective, while the others wait in one.
         """
 
         field = self._ranks.trainers.deadlines.limit_for(method).field
@@ -247,16 +241,14 @@ class ReshardCalls:
             await asyncio.wait(watches)
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
-        """End each of these groups with a stopped rank, if the run can continue without it."""
         if self._ranks.on_lost is not None:
             await asyncio.gather(*(group.diagnosis.end_if_stopped(what, patience_seconds) for group in groups))
 
     def _limit(self, method: str) -> float:
-        """Return the time limit of the next call of a method, in seconds."""
         return self._ranks.trainers.deadlines.limit_for(method).seconds
 
     def _join_calls(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
-        """Return the calls creating a new cross-world process group of these groups and send all weights."""
+        """Return the calls with which these groups join a new cross-world process group and get all weights."""
         self._num_groups += 1
         self._cancelled.clear()
         topology = [place for group in groups for place in group.topology]
@@ -276,20 +268,18 @@ class ReshardCalls:
     def _call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
-        """Return a group's call in a reshard, with a time limit of `limit` seconds."""
         slack = self._slack(limit) + _BLAME_SECONDS
         return group.scatter(
             method, per_rank, *args, slack_seconds=slack, on_answer=partial(self._handle_report, group)
         )
 
     def _slack(self, limit: float) -> float:
-        """Return the seconds, after a limit, until a group with ranks outside of a collective is ended."""
+        """Return the seconds after a limit until a group with ranks outside of a collective ends."""
         # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
         return max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
 
     def _handle_report(self, group: WorkerGroup, report: ReshardReport | LostPeer) -> None:
-        """Callback for a rank's answer: handle a report of a lost peer at once, while other ranks still wait for that
-        peer."""
+        """Handle a rank's report of a lost peer at once, because other ranks still wait for that peer."""
         if not isinstance(report, LostPeer):
             return
         if self._first_to_leave is None and group in self._ranks.replicas:
@@ -311,15 +301,15 @@ class ReshardCalls:
 
     @property
     def _group_name(self) -> str:
-        """Name of the newest cross-world process group, which joins ranks of trainer and engines."""
+        """Name of the newest cross-world process group."""
         meeting = self._ranks.trainers.meeting
         assert meeting is not None
-        # With the world's name, which is new in each attempt: separate engines may outlive the group of the trainers.
+        # The world's name is new in each attempt, because separate engines may outlive the trainers' group.
         return f"cross_world_{meeting.world}_{self._num_groups}"
 
 
 def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
-    """Return the losses of peers that ranks reported in an attempt, as texts naming the reporting rank."""
+    """Return the losses of peers that ranks reported in an attempt, one text per reporting rank."""
     return [
         f"rank {rank}: {report.reason}"
         for group, reports in zip(groups, answers, strict=True)

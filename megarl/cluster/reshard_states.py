@@ -1,8 +1,4 @@
-"""State machine of reshards from the trainers to separate engines: states, events, commands and their table.
-
-The machine knows neither processes nor tensors. `cluster.reshard_calls.ReshardCalls` reports events to it and
-carries its commands out.
-"""
+"""State machine of reshards to separate engines. `cluster.reshard_calls` reports events and executes its commands."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ class Event(Enum):
 
 
 class Command(Enum):
-    """Actions that the driver must take after a change of the reshard's state."""
+    """An action of the driver after a change of state."""
 
     NOTHING = "nothing"
     JOIN = "let all ranks create a cross-world group and send the weights"
@@ -103,22 +99,19 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, Command]] = {
 
 
 class TransitionError(RuntimeError):
-    """Raised for an event not allowed in the present state."""
+    """Raised for an event that the present state does not allow."""
 
 
 class ReshardStates:
-    """The state of the run's reshards, and the number of attempts at the current one."""
+    """State of the run's reshards, and number of attempts at the current one."""
 
     def __init__(self) -> None:
         self.state = State.DISCONNECTED
         self.attempt = 0
-        """Number of attempts at the current reshard. An overlapping reshard is counted only once it is repeated."""
+        """Attempts at the current reshard. An overlapping reshard counts only when it is repeated."""
 
     def handle(self, event: Event) -> Command:
-        """Change the state for an event and return the command for the caller.
-
-        Raises TransitionError for an event not allowed in the present state.
-        """
+        """Change the state for an event, and return the caller's command. Raises TransitionError."""
         if (self.state, event) not in TRANSITIONS:
             raise TransitionError(f"a reshard in state {self.state.name} cannot handle {event.name}")
         self.state, command = TRANSITIONS[self.state, event]
@@ -129,10 +122,10 @@ class ReshardStates:
         return command
 
     def end_attempt(self, *, has_suspect: bool = False) -> Command:
-        """Handle the end of an attempt, after all remaining ranks have answered. Returns the next command.
+        """Handle the answers of all remaining ranks to an attempt, and return the next command.
 
-        `has_suspect`: all replicas are alive, and one that the run can lose left the group first. It is most likely at
-        fault and is ended before the last attempt.
+        `has_suspect`: all replicas are alive, and the run can lose the one that left first. It is most likely at fault,
+        so it ends before the last attempt.
         """
         event = Event.ANSWERED
         if self.state is State.LOST_PEER and self.attempt == MOST_ATTEMPTS:

@@ -1,4 +1,4 @@
-"""How the driver packs the sequences of a batch into rows."""
+"""The rule that packs the sequences of a batch into rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RowPacking:
         return pack(batch.lengths, **settings)
 
     def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, costs: Costs) -> Savings | None:
-        """Choose how a row is stored, and return what that saves; None if this packing never saves.
+        """Choose how a row is stored, and return the savings; None if this packing never saves.
 
-        Each sequence is padded to `sequence_multiple` tokens, and `capacity` limits the tokens of the row.
-        `costs` gives the cost of a sequence for its length.
+        Each sequence is padded to `sequence_multiple` tokens. A row has at most `capacity` tokens. `costs` gives a
+        sequence's cost for its length.
         """
         return None

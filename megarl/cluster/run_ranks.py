@@ -1,6 +1,6 @@
 """All ranks of a run: the trainers' group and, if engines are separate, one group per engine replica.
 
-A group fails as a whole, and has a `torch.distributed` world of its own. `reshard_calls` connects the groups.
+Each group has a `torch.distributed` world of its own, and ends as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.types import PeerLostError
 
 _WATCH_SECONDS = 1.0
-"""Interval of looks for lost ranks while the driver calls none."""
+"""Seconds between searches for lost ranks while no call is in progress."""
 _NO_CALL = "sampling and scoring"
 """Text in place of a method's name in the error of a rank that was lost while no call was in progress."""
 _CAUSE_SECONDS = 2.0
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class RanksNodes(Protocol):
-    """Protocol of a run's nodes: they reserve places and fork ranks. Implemented by `launchers.run_nodes.RunNodes`."""
+    """Protocol of a run's nodes, which reserve places and fork ranks (`launchers.run_nodes.RunNodes`)."""
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
 
@@ -42,20 +42,18 @@ class RanksNodes(Protocol):
 
 
 class RunRanks:
-    """The ranks of all groups, numbered through the run: the trainers' first, then replica by replica."""
+    """The ranks of all groups, numbered through the run: the trainers first, then replica by replica."""
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
         self.nodes: RanksNodes | None = None
-        """Nodes of the ranks; None: others know them."""
+        """Nodes of the ranks. None: the caller manages them."""
         self.is_separate = bool(replicas)
         """Whether the engines have ranks of their own (rollout.placement = separate)."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
-        """Callback (group, error), called when an engine replica is lost while others live. None: losing one ends the
-        run.
-        """
+        """Callback (group, error) for an engine replica lost while others live. None: losing one ends the run."""
         self.on_removed: Callable[[str], object] = lambda reason: None
-        """Callback (reason), called for each removed replica before `on_lost`."""
+        """Callback (reason) for each removed replica, called before `on_lost`."""
         self._hang_report: HangReport | None = None
         self._notify: Callable[[str], object] = lambda report: None
 
@@ -66,12 +64,11 @@ class RunRanks:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of all groups."""
         return sum(group.world_size for group in self.groups)
 
     @property
     def agents(self) -> list[AgentLink]:
-        """The agents of the nodes with ranks. Some may be lost."""
+        """The agents of the nodes that run ranks. Some may be lost."""
         return list(dict.fromkeys(place.agent for group in self.groups for place in group.places))
 
     @property
@@ -95,9 +92,9 @@ class RunRanks:
             group.deadlines = make()
 
     def report_hangs(self, folder: Path, notify: Callable[[str], object]) -> None:
-        """Write the places of all ranks to a file in this folder whenever a rank falls silent.
+        """Write where all ranks stand to a file in this folder whenever a rank falls silent.
 
-        `notify` is called with a report of ranks that are slow, and with the names of silent ranks at once.
+        `notify` gets the names of silent ranks at once, and reports of slow ranks.
         """
         self._hang_report = HangReport(folder, lambda: [group.diagnosis for group in self.groups])
         self._notify = notify
@@ -109,37 +106,32 @@ class RunRanks:
                 group.report_hangs(self._hang_report, self._notify)
 
     def on_stop_signal(self, callback: Callable[[str], object]) -> None:
-        """Set the callback(signal name) called when any rank or agent receives a stop signal."""
+        """Set the callback (signal name) for a stop signal to any rank or agent."""
         for group in self.groups:
             group.on_stop_signal = callback
         if self.nodes is not None:
             self.nodes.on_signal(callback)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks of all groups concurrently, and return the answers. A lost replica gives no
-        answers.
-        """
+        """Call a method on all ranks of all groups, and return the answers. A lost replica has none."""
         engines = [self.unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
         answers = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return list(chain.from_iterable(answers))
 
     async def begin_step(self, number: int) -> None:
-        """Set the number of the step in progress in driver and ranks, so tests can inject faults (`megarl.faults`)."""
+        """Set the number of the step in driver and ranks, so tests can inject faults (`megarl.faults`)."""
         if faults.text():
             faults.begin_step(number)
             await self.call("__step__", number)
 
     async def call_with_first_rank(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks like `call`, with an additional last argument.
-
-        It is the run-wide number of the first rank in the receiving rank's group.
-        """
+        """Call a method on all ranks like `call`, with the run-wide first rank of each group as last argument."""
         engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
         answers = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
         return list(chain.from_iterable(answers))
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks that have engines, and return the answers."""
+        """Call a method on all ranks with engines, and return the answers."""
         if not self.is_separate:
             return await self.trainers.call(method, *args)
         answers = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
@@ -150,7 +142,7 @@ class RunRanks:
     ) -> list[Any]:
         """Call a method on some ranks of one group, and return their answers.
 
-        `per_rank` holds the first argument of each rank. `budget_seconds` is planned working time, added to the call's
+        `per_rank` holds each rank's first argument. `budget_seconds` is planned working time, which extends the call's
         limit. Raises PeerLostError if the group is lost.
         """
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
@@ -164,16 +156,15 @@ class RunRanks:
             raise
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
-        """Include these restarted replicas in later calls. They need a reshard before they can sample."""
+        """Include these restarted replicas in later calls. They can sample after a reshard."""
         self._watch(groups)
         self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
     async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await work of the driver that may call no ranks for long, such as scoring, and return its result.
+        """Await driver work that may call no ranks for long, such as scoring, and return its result.
 
-        Raises PeerLostError, and cancels the work, soon after a rank is lost without which the run cannot continue. A
-        lost replica that can be replaced is removed at once.
+        Removes a lost replica at once if others remain. Otherwise a lost rank cancels the work: raises PeerLostError.
         """
         working, watch = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
         try:
@@ -190,7 +181,7 @@ class RunRanks:
                 _ = task.cancelled() or task.exception()
 
     async def _await_loss(self) -> NoReturn:
-        """Remove lost replicas until a rank is lost without which the run cannot continue. Raises PeerLostError."""
+        """Remove lost replicas until the run cannot continue without a lost rank: raises PeerLostError then."""
         while True:
             for group in self.groups:
                 lost = [handle for handle in group.ranks.handles if handle.died.done()]
@@ -201,7 +192,7 @@ class RunRanks:
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """Await a call to a replica and return its answers; none if the replica is lost and others remain."""
+        """Await a call to a replica and return its answers; none if it is lost and others remain."""
         try:
             return await call
         except PeerLostError as error:
@@ -209,7 +200,7 @@ class RunRanks:
             return []
 
     def remove(self, group: WorkerGroup, error: PeerLostError) -> None:
-        """Remove the group of a lost replica. Raises the error if the run cannot continue without the replica."""
+        """Remove the group of a lost replica. Raises `error` if the run cannot continue without it."""
         if group is self.trainers or self.on_lost is None or self.replicas == [group]:
             raise error
         if group in self.replicas:
@@ -218,22 +209,22 @@ class RunRanks:
             self.on_lost(group, error)
 
     def show_stacks(self) -> None:
-        """Make the ranks of all groups write the stacks of their threads to their logs."""
+        """Make all ranks write their threads' stacks to their logs."""
         for group in self.groups:
             group.diagnosis.show_stacks()
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
-        """Check that the run's nodes have room for these numbers of ranks, or can get it. Raises ConfigError if not."""
+        """Check that the run's nodes have places for these ranks, or can get them. Raises ConfigError if not."""
         if self.nodes is not None:
             await self.nodes.reserve(num_trainers, replica_sizes)
 
     async def close_groups(self) -> None:
-        """Close all groups: their ranks exit. The agents of the nodes go on."""
+        """Close all groups, so their ranks exit. The agents continue."""
         self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
 
     async def close(self) -> None:
-        """Close all groups: their ranks exit. Then end the agents of the nodes."""
+        """Close all groups, then end the agents."""
         await self.close_groups()
         if self.nodes is not None:
             await self.nodes.close()
@@ -242,8 +233,8 @@ class RunRanks:
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """Await calls to different groups concurrently, and return their answers.
 
-    Raises the first error. If that error only reflects that another group left a collective, the other group's error is
-    raised. Calls of the other groups continue, and end with their groups.
+    Raises the first error, unless it only reflects that another group left a collective: then that group's error. Calls
+    of the other groups continue, and end with their groups.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -265,5 +256,5 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Return whether an error is a mere consequence of another rank leaving a collective."""
+    """Return whether the error only reflects that another rank left a collective."""
     return isinstance(error, RankFailedError) and error.is_echo

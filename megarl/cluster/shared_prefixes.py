@@ -1,4 +1,4 @@
-"""Rows whose sequences share prefixes are stored as trees, if that saves enough."""
+"""Rows whose sequences share prefixes, stored as trees if this saves enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SharedPrefixes(RowPacking):
     """Packs sequences with common prefixes together, and computes each distinct prefix of a row once."""
 
     problem: str | None = None
-    """Why rows of this model are computed without sharing. None: they are shared."""
+    """Why this model's rows compute shared prefixes several times. None: each is computed once."""
 
     def assign(self, batch: TokenBatch, **settings: Any) -> list[list[list[int]]]:
         if self.problem is not None:
@@ -27,7 +27,7 @@ class SharedPrefixes(RowPacking):
         return pack_trees(batch.prefix_keys, batch.cu_seqlens, **settings)
 
     def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, costs: Costs) -> Savings:
-        """Store the row as a tree if this saves enough, or if it exceeds the capacity otherwise."""
+        """Store the row as a tree if this saves enough, or if the row exceeds the capacity otherwise."""
         shared = shared_lengths(row.prefix_keys, row.cu_seqlens)
         is_worth = bool(saved_share(row.lengths, shared, costs) > WORTH_SHARING)
         apart = int((-(-row.lengths // sequence_multiple) * sequence_multiple).sum())

@@ -1,7 +1,7 @@
-"""Copies of the training state in the agents' memory: a list of them, and the choice of those that a rank reads.
+"""Copies of the training state in the agents' memory: listing, dropping, and choosing those that a rank reads.
 
-A copy is several files of one agent, with names STEP/ORIGIN/NUM_RANKS/PART: the step, the rank that had the state, the
-number of ranks then, and a part of the copy.
+A copy is several files of one agent, named STEP/ORIGIN/NUM_RANKS/PART. ORIGIN is the rank that had the state, of
+NUM_RANKS at that time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class HeldCopy:
 
 
 async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
-    """Let the agents open files that their ranks have filled, so the files outlive the ranks.
-
-    Raises PeerLostError if an agent is lost, or OSError.
-    """
+    """Let the agents open files filled by their ranks, so the files outlive the ranks. Raises PeerLostError or OSError."""
     of_agent: defaultdict[AgentLink, dict[str, Any]] = defaultdict(dict)
     for place, files in zip(group.places, files_of_ranks, strict=True):
         of_agent[place.agent] |= files
@@ -76,20 +73,18 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
 
 
 def _living(agents: Sequence[AgentLink]) -> list[AgentLink]:
-    """Return the agents that are not lost, each once."""
     return [agent for agent in dict.fromkeys(agents) if not agent.is_lost]
 
 
 def is_complete(copies: Sequence[HeldCopy], step: int) -> bool:
-    """Return whether there is a copy of each rank's state after a step."""
+    """Return whether every rank's state after a step has a copy."""
     of_step = [copy for copy in copies if copy.step == step]
     return bool(of_step) and {copy.origin for copy in of_step} == set(range(of_step[0].num_ranks))
 
 
 async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
-    """Drop the copies of all steps but one; None: of all steps. Later steps are trained again.
-
-    Raises PeerLostError if an agent is lost meanwhile.
+    """Drop the copies of all steps except `step` (None: of all steps). Raises PeerLostError if an agent is lost
+    meanwhile.
     """
     # No name of a file begins with a slash.
     prefix = "/" if step is None else f"{step}/"
@@ -99,8 +94,7 @@ async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
 async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
     """Return, for each rank at `places`, the files that it reads in a restore: all copies of a step on its node.
 
-    A copy that is on none of the ranks' nodes is first sent to one of them. Raises PeerLostError if an agent is lost
-    meanwhile.
+    A copy held on none of these nodes is first sent to one of them. Raises PeerLostError if an agent is lost meanwhile.
     """
     copies = [copy for copy in (await list_copies(agents))[0] if copy.step == step]
     holders: defaultdict[int, dict[AgentLink, HeldCopy]] = defaultdict(dict)
@@ -116,7 +110,7 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
 
 
 async def _send(copy: HeldCopy, receiver: AgentLink) -> HeldCopy:
-    """Send a copy to the agent of another node. Returns the copy there."""
+    """Send a copy to another node's agent, and return the new copy."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
     await receiver.request("fetch", **offered)

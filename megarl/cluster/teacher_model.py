@@ -13,9 +13,8 @@ class TeacherRankModel(RankModel):
     """A teacher that scores sampled tokens, or stores its whole distributions on the ranks."""
 
     async def teach(self, batch: TokenBatch) -> None:
-        """Let the teacher compute its distillation targets for the trained tokens of a batch.
-
-        The teacher's ranks store the targets. The policy's next update reads them.
+        """Let the teacher's ranks compute and store distillation targets for a batch. The policy's next update reads
+        them.
         """
         sent = batch.with_arrays({})
         sent.target_keys = batch.target_keys

@@ -1,8 +1,8 @@
-"""Agent: the one process that a launcher starts on a node. It forks the node's ranks, and serves them and the driver.
+"""The one process that a launcher starts on a node. It forks the node's ranks, and serves them and the driver.
 
-It imports the ranks' libraries once (`processes.fork_server`). It relays calls to the ranks, kills them, reports their
-ends, and reads their stacks on the spot. It holds copies of the training state, so they outlive the ranks. It unpickles
-nothing. The driver's end ends the agent, and the agent's end ends its ranks.
+It imports the ranks' libraries once (`processes.fork_server`), relays calls, and kills ranks. It reports their ends and
+reads their stacks. It holds copies of the training state that outlive the ranks. It unpickles nothing. The driver's end
+ends the agent, and the agent's end ends its ranks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megarl.sandbox.containers.host import ContainerHost
 from megarl.types import MegarlError
 
 _GATHER_SECONDS = 0.05
-"""Seconds from the first answer to a call until the answers present are sent, even if others are missing."""
+"""Seconds from the first answer to a call until the agent sends the answers present, even if others are missing."""
 _LOOK_SECONDS = 0.1
-"""Seconds between two looks for stacks in the logs."""
+"""Seconds between two readings of logs for stacks."""
 _EXIT_SECONDS = 1.0
-"""Seconds from the end of a rank's connection until its process must have ended."""
+"""Seconds for a rank's process to end after its connection."""
 
 RANK_VARIABLES = {"PYTHONUNBUFFERED": "1"}
-"""Variables of all ranks: what they print reaches their logs at once."""
+"""Variables of all ranks. Unbuffered output reaches their logs at once."""
 
 _RANK_MODULE = "megarl.cluster.ranks.rank"
-"""Main program of a rank. Fork servers import it, even without further modules: else each rank has a copy of it and of
-what it imports, 2.4 MB. It initialises no device.
+"""Main program of a rank. Every fork server imports it, because otherwise each rank has a copy of 2.4 MB. It
+initialises no device.
 """
 
 Environment = Mapping[str, str]
@@ -54,7 +54,7 @@ Environment = Mapping[str, str]
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One call: the number of its ranks still to answer, and the answers not yet sent to the driver."""
+    """One call: the ranks still to answer, and the answers not yet sent to the driver."""
 
     num_awaited: int = 0
     gathered: list[bytes] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Rank:
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why the process stands still, as text; empty if it is itself stopped; None: it does not."""
+        """Why the process cannot run, as text: empty if it is itself stopped, None if it can run."""
         if (server := self.forked.stopped_server) is not None:
             return f"its fork server (process {server}) is stopped"
         pid = self.forked.pid
@@ -81,13 +81,13 @@ class _Rank:
 
 
 class Agent:
-    """Serves the driver's messages, which arrive on one connection, until that ends."""
+    """Serves the messages of the driver until their connection ends."""
 
     def __init__(self, upward: asyncio.StreamWriter) -> None:
         """Create an agent that writes to the driver through `upward`."""
         self._upward = upward
         self._ranks: dict[int, _Rank] = {}
-        """Living ranks by the number of their process. The driver never reuses a number."""
+        """Living ranks by process number, which the driver never reuses."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = PrivateFolder()
         self._memory = MemoryFiles()
@@ -107,7 +107,7 @@ class Agent:
         }
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Serve until the driver closes its connection. Then kill all ranks, and free what the agent holds."""
+        """Serve until the driver closes its connection. Then kill all ranks and release everything."""
         loop = asyncio.get_running_loop()
         for number in ENDING_SIGNALS:
             # A launcher signals the agents only. The driver then saves and ends the run.
@@ -124,7 +124,7 @@ class Agent:
             self._folder.remove()
 
     async def _take_message(self, reader: asyncio.StreamReader) -> None:
-        """Read one message of the driver, and carry it out or pass it on."""
+        """Read one message of the driver, and execute it or pass it to ranks."""
         (num_parts,) = BATCH.unpack(await reader.readexactly(BATCH.size))
         if num_parts == CONTROL:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -143,7 +143,7 @@ class Agent:
                     batch.num_awaited += 1
 
     async def _take_control(self, message: dict[str, Any]) -> None:
-        """Carry out a control message. Requests have an `id`, and are answered with the same one."""
+        """Execute a control message. The answer to a request has the request's `id`."""
         do, request = message.pop("do"), message.pop("id", None)
         if do == "kill":
             for rank in self._living(message["processes"]).values():
@@ -155,11 +155,11 @@ class Agent:
         else:
             answering = self._start_task(self._answer(request, self._requests[do](**message)))
             if do == "fork":
-                # The next message may be a call of these processes.
+                # The next message may be a call to these processes.
                 await answering
 
     async def _answer(self, request: int, work: Awaitable[Any]) -> None:
-        """Send the result of a request, or its error."""
+        """Send a request's result, or its error, to the driver."""
         try:
             self._tell({"id": request, "result": await work})
         except OSError as error:
@@ -174,20 +174,20 @@ class Agent:
         self._upward.write(pack_event(message))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in the background. The agent holds the task, because asyncio does not: it could be collected."""
+        """Run work in the background. asyncio does not hold the task, which could be collected, so the agent does."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def _living(self, processes: Collection[int]) -> dict[int, _Rank]:
-        """Return the ranks that still run of these processes, by process."""
+        """Return those of these processes that still run, with their ranks."""
         return {number: self._ranks[number] for number in processes if number in self._ranks}
 
     async def _fork(self, ranks: Sequence[Mapping[str, Any]], environment: Environment, imports: Sequence[str]) -> None:
-        """Fork rank processes with `environment`. Each of `ranks` has `process`, `name`, `log` and further variables.
+        """Fork rank processes, each with `process`, `name`, `log` and `environment` (its own variables).
 
-        Their fork server has imported the modules `imports`. Raises OSError or ConfigError.
+        Their fork server has the variables `environment` and has imported `imports`. Raises OSError or ConfigError.
         """
         provide_open_files(4 * (len(self._ranks) + len(ranks)), f"{len(ranks)} ranks on this node")
         batch = _Batch()
@@ -206,7 +206,7 @@ class Agent:
             self._start_task(self._listen(number, rank, reader))
 
     async def _listen(self, number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
-        """Collect the answers of a rank until its connection ends. Then report the end of its process."""
+        """Collect a rank's answers until its connection ends, then report the end of its process."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -235,7 +235,7 @@ class Agent:
         await asyncio.to_thread(shutil.rmtree, rank.folder, ignore_errors=True)
 
     def _take_answer(self, batch: _Batch, *answer: bytes) -> None:
-        """Add an answer to its call. Send the answers when all are present, or a short time after the first."""
+        """Add an answer to its call. Send answers when all are present, or a short time after the first."""
         batch.num_awaited -= 1
         if not batch.gathered and batch.num_awaited > 0:
             asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send, batch)
@@ -244,14 +244,13 @@ class Agent:
             self._send(batch)
 
     def _send(self, batch: _Batch) -> None:
-        """Send the answers to a call that are present."""
         self._upward.write(b"".join(batch.gathered))
         batch.gathered.clear()
 
     async def _read_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
-        """Return the stacks written by ranks to their logs on request, by process.
+        """Return the stacks that ranks write to their logs on a signal, by process.
 
-        The text of a rank that writes none within `seconds` is empty. A rank reacts even while Python waits in C code.
+        A rank has `seconds`, else its text is empty. It reacts even while Python waits in C code.
         """
         ranks = self._living(processes)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
@@ -279,17 +278,17 @@ class Agent:
                 return stacks
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
-        """Return the processes stopped by the kernel, on SIGSTOP for example, each with its obstacle."""
+        """Return the processes that the kernel has stopped, for example on SIGSTOP, each with its obstacle."""
         obstacles = {number: rank.obstacle for number, rank in self._living(processes).items()}
         return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
 
     async def _read_thread_states(self, processes: Collection[int]) -> dict[int, str]:
-        """Return where the threads of ranks are in the kernel, by process."""
+        """Return the kernel states of the ranks' threads, by process."""
         pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
         return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
 
     async def _read_native_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
-        """Return where the threads of ranks are in native code, by process. A debugger has up to `seconds` for each."""
+        """Return the native stacks of the ranks' threads, by process. A debugger has `seconds` for each."""
         pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
         readings = [asyncio.to_thread(_native_stacks, pid, seconds) for pid in pids.values()]
         return dict(zip(pids, await asyncio.gather(*readings), strict=True))
@@ -300,18 +299,17 @@ def _native_stacks(pid: int | None, seconds: float) -> str:
 
 
 def _cut(connection: socket.socket) -> None:
-    """End a connection. What has arrived can still be read."""
+    """End a connection. Data that has arrived can still be read."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _size(log: Path) -> int:
-    """Return the size of a log in bytes; 0 if it does not exist."""
     return log.stat().st_size if log.exists() else 0
 
 
 def _text_since(log: Path, start: int) -> str:
-    """Return the text of a log from byte `start` on."""
+    """Return a log's text from byte `start` on; empty if it cannot be read."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
@@ -319,9 +317,9 @@ def _text_since(log: Path, start: int) -> str:
 
 
 def connect(address: tuple[str, int], key: bytes, introduction: Introduction) -> NoReturn:
-    """Run the agent of any node: connect to the driver, prove the key, introduce the node, and serve.
+    """Run the agent: connect to the driver, prove the key, introduce the node, and serve.
 
-    The driver answers with its folder, its search path for modules, and the arguments of `serve`.
+    The driver answers with its folder, its module search path, and the arguments of `serve`.
     """
     driver = socket.create_connection(address)
     driver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -338,7 +336,7 @@ def connect(address: tuple[str, int], key: bytes, introduction: Introduction) ->
 
 
 def serve(driver: socket.socket, environment: Environment, imports: Sequence[str]) -> NoReturn:
-    """Run the agent on its connection to the driver, and exit when that ends.
+    """Run the agent on its connection to the driver, and exit when it ends.
 
     A fork server for `environment` imports the modules `imports` meanwhile.
     """
@@ -357,9 +355,10 @@ async def _serve(driver: socket.socket, environment: Environment, imports: Seque
 
 
 def main(descriptor: str, parent: str, settings: str) -> NoReturn:
-    """Run the agent of the driver's own machine. `descriptor` is its end of a socket pair, `parent` the driver's id.
+    """Run the agent of the driver's own machine.
 
-    `settings` has, in JSON, the `environment` and `imports` of `serve`.
+    `descriptor` is the agent's end of a socket pair, `parent` the driver's process id. `settings` has, in JSON, the
+    `environment` and `imports` of `serve`.
     """
     die_with(int(parent))
     # The host name may resolve to another interface.

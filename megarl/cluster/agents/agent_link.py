@@ -23,18 +23,16 @@ from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.types import MegarlError, PeerLostError
 
 _SHORT_BYTES = 1 << 16
-"""Message parts below this size in bytes are joined, to save system calls.
-
-Joining longer ones would cost a copy. asyncio still copies what the socket does not accept at once.
-"""
+"""Message parts below this size in bytes are joined, to save system calls. Joining longer ones would cost a copy."""
 _PATIENCE_SECONDS = 600.0
-"""Seconds for an agent's longest work: it checks or receives the copies of a large model's state."""
+"""Seconds for an agent's longest work: checking or receiving the copies of a large model's state."""
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Answers that one call still expects from one node. `whole` completes with the last one, or fails with the first
-    error.
+    """One call's answers from one node.
+
+    `whole` completes with the last answer, or fails with the first error.
     """
 
     answers: Answers
@@ -42,7 +40,7 @@ class _Batch:
     whole: asyncio.Future[None]
 
     def take(self, handle: RankHandle, message: memoryview) -> None:
-        """Decode a rank's answer and complete its future. If decoding raises an error, the future fails with it."""
+        """Decode a rank's answer and complete its future. A decoding error fails the future."""
         answer = self.answers[handle]
         if answer.done():  # cancelled, because the group is ending
             return
@@ -55,7 +53,7 @@ class _Batch:
             self.whole.set_result(None)
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
-        """Fail the future of a rank's answer, and with it the whole call on this node."""
+        """Fail the future of a rank's answer, and the whole call on this node."""
         # Each error is marked as retrieved: the waiting call may have left already, at another node's error.
         if not self.answers[handle].done():
             self.answers[handle].set_exception(error)
@@ -68,9 +66,8 @@ class _Batch:
 class AgentLink(asyncio.Protocol):
     """Connection to the agent of one node. Call `open` first.
 
-    `introduction` is the agent's first message, about its node. `addresses` are the IP addresses of agent and driver on
-    the connection; None: the agent is a child of the driver. `on_signal` is called with the name of a stop signal that
-    the agent received.
+    `introduction` is the agent's first message, about its node. `addresses` are the IP addresses of agent and driver;
+    None: the agent is a child of the driver. `on_signal` gets the name of a stop signal to the agent.
     """
 
     def __init__(self, connected: socket.socket, introduction: Introduction) -> None:
@@ -81,10 +78,10 @@ class AgentLink(asyncio.Protocol):
             notice_silence(connected)
             self.addresses = connected.getpeername()[0], connected.getsockname()[0]
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Completes when the connection ends, and with it the agent's ranks."""
+        """Completes when the connection ends. The agent's ranks end with it."""
         self.on_signal: Callable[[str], object] = lambda signal_name: None
         self._handles: dict[int, RankHandle] = {}
-        """Living ranks of this node by the numbers of their processes."""
+        """Living ranks of this node by process number."""
         self._batches: dict[RankHandle, _Batch] = {}
         """Call in progress by rank, until the rank's answer arrives."""
         self._requests: dict[int, asyncio.Future[Any]] = {}
@@ -105,9 +102,11 @@ class AgentLink(asyncio.Protocol):
         await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
 
     async def request(self, do: str, *, patience_seconds: float | None = None, **fields: Any) -> Any:
-        """Let the agent do something on its node, and return the result. Waits `patience_seconds`; None: no limit.
+        """Let the agent execute request `do` with these fields, and return the result. Waits `patience_seconds` (None:
+        no limit).
 
-        Raises OSError or MegarlError of the agent, PeerLostError if the connection ended, or TimeoutError.
+        Raises the agent's OSError or MegarlError. Raises PeerLostError if the connection ended, or the agent does not
+        answer.
         """
         if self.is_lost:
             raise PeerLostError(f"the agent of node {self.node} has ended or lost its connection")
@@ -135,7 +134,7 @@ class AgentLink(asyncio.Protocol):
         """Fork the processes of ranks, with `variables` of each and the `environment` of all.
 
         Their fork server imports the modules `imports` once. Raises OSError or MegarlError, or PeerLostError after
-        `patience_seconds` without an answer; then none of them runs.
+        `patience_seconds` without an answer. None of the processes runs then.
         """
         self._handles |= {handle.process: handle for handle in handles}
         ranks = [
@@ -164,10 +163,10 @@ class AgentLink(asyncio.Protocol):
             raise
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
-        """Send a command to each of these ranks. Returns a future for all answers together.
+        """Send a command to each of these ranks, and return one future for all their answers.
 
-        The future completes after the last answer, and fails with the first failure: the method raised, or the rank is
-        lost. A call to a thousand ranks thus waits for one future per node. The single answers complete in `answers`.
+        It completes after the last answer, and fails with the first error or lost rank. A call to a thousand ranks thus
+        waits for one future per node. Single answers complete in `answers`.
         """
         batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
         living = {handle: message for handle, message in messages.items() if not handle.died.done()}
@@ -179,7 +178,7 @@ class AgentLink(asyncio.Protocol):
         return batch.whole
 
     def send_notice(self, handles: Sequence[RankHandle], notice: bytes) -> None:
-        """Send a notice to ranks. They read it even while they execute a call."""
+        """Send a notice to ranks. They read it even during a call."""
         numbers = [handle.process for handle in handles]
         head = PART.pack(len(numbers), len(notice)) + struct.pack(f"<{len(numbers)}I", *numbers)
         self.send(BATCH.pack(NOTICE), head, notice)
@@ -189,14 +188,14 @@ class AgentLink(asyncio.Protocol):
         self._control("kill", handles)
 
     def dismiss(self, handles: Sequence[RankHandle]) -> None:
-        """Ask ranks to exit, by closing their streams of commands."""
+        """Let ranks exit, by closing their streams of commands."""
         self._control("dismiss", handles)
 
     def _control(self, do: str, handles: Sequence[RankHandle]) -> None:
         self.send(pack_control({"do": do, "processes": [handle.process for handle in handles]}))
 
     def send(self, *parts: bytes) -> None:
-        """Send a message after all earlier ones. Does nothing if the connection has ended."""
+        """Send a message after all earlier ones. Does nothing on an ended connection."""
         if self._transport is None:
             return
         if sum(map(len, parts)) < _SHORT_BYTES:
@@ -205,7 +204,7 @@ class AgentLink(asyncio.Protocol):
             self._transport.write(memoryview(part))
 
     def cut(self) -> None:
-        """End the connection at once. The agent and its ranks end too, if they still run."""
+        """End the connection at once. The agent and its ranks then end too."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -232,9 +231,9 @@ class AgentLink(asyncio.Protocol):
         self._requests.clear()
 
     def _read_rest(self) -> None:
-        """Read what arrived before a write to an ended agent failed.
+        """Read the data that arrived before a write to an ended agent failed.
 
-        asyncio does not read it, and it closes the socket only after `connection_lost`.
+        asyncio does not read it, and closes the socket only after `connection_lost`.
         """
         with suppress(OSError):
             while data := self._socket.recv(_SHORT_BYTES):
@@ -242,7 +241,7 @@ class AgentLink(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
-        """Pass each complete answer received so far to the call expecting it."""
+        """Pass each complete answer received so far to its call."""
         # Local variables: this loop is most of the driver's work in a short call of a thousand ranks.
         handles, batches = self._handles, self._batches
         unpack, head_bytes = ANSWER.unpack_from, ANSWER.size
@@ -263,7 +262,7 @@ class AgentLink(asyncio.Protocol):
             self._unread = bytearray(view[start:])
 
     def _take_event(self, event: dict[str, Any]) -> None:
-        """Handle a message of the agent itself: an answer to a request, a stop signal, or the end of a rank."""
+        """Handle a message of the agent itself: a result, a stop signal, or the end of a rank."""
         if "id" in event:
             self._take_result(event)
         elif event["event"] == "signal":
@@ -294,7 +293,7 @@ class AgentLink(asyncio.Protocol):
 
 
 class RankPlace(NamedTuple):
-    """Place of one rank: its node's agent, the number of the node in the run, and its GPU's index on the node."""
+    """Place of a rank: its node's agent, its node's number in the run, and its GPU's index on the node."""
 
     agent: AgentLink
     node_number: int
@@ -302,7 +301,7 @@ class RankPlace(NamedTuple):
 
 
 def _end_text(code: int | None, *, ended_with_server: bool) -> str:
-    """Return how a process ended, as words following its name. `code` None: it lost its connection and was killed."""
+    """Return how a process ended, as a verb phrase. `code` None: it lost its connection and was killed."""
     if code is None:
         return "lost its connection"
     how = f"exited with code {code}"
@@ -314,7 +313,7 @@ def _end_text(code: int | None, *, ended_with_server: bool) -> str:
 
 
 def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
-    """Return the message parts of a batch of commands. A command for several ranks is stored once, with their list."""
+    """Return the message parts of a batch of commands. A command for several ranks is stored once."""
     # Keyed by identity, because comparing long messages would be slow.
     receivers_of: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():

@@ -1,8 +1,7 @@
-"""Authentication of connections between the processes of a run, by a secret key of the nodes' start.
+"""Authentication of connections between the processes of a run, by a secret key.
 
-Each end sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each. Nothing is
-unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
-between the nodes.
+Each end sends a random number and an HMAC of both numbers, then one JSON message. Nothing is unpickled before. Later
+messages are neither encrypted nor signed: they are as safe as the network between the nodes.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ _MOST_BYTES = 1 << 20
 
 
 STRANGERS = 64
-"""Number of connections without proof of the key that may wait at a time, in addition to the expected ones. A further
-connection replaces the oldest.
+"""Maximum number of connections without proof of the key, in addition to the expected ones. A further one replaces the
+oldest.
 """
 _INTRODUCTION_SECONDS = 10
-"""Time limit in seconds for the handshake of a connection."""
+"""Seconds for a connection's handshake."""
 
 _SILENT_SECONDS = 30
-"""Seconds without an answer to keepalive probes after which a connection ends, for example after a power loss."""
+"""Seconds until a connection ends without an answer to keepalive probes, for example after a power loss."""
 _UNREAD_SECONDS = 120
-"""Seconds after which a connection ends because sent data was not received."""
+"""Seconds until a connection ends because its peer does not receive the data sent."""
 
 Peer = TypeVar("Peer")
 
@@ -52,11 +51,11 @@ async def meet(
     count: int,
     parse: Callable[[dict[str, Any]], Peer],
 ) -> None:
-    """Accept connections until `count` processes have proved the key; they are stored in `met`.
+    """Accept connections until `count` processes have proved the key, and store them in `met`.
 
-    Handshakes run concurrently, so a peer without the key causes no delay. `parse` turns a process's first message into
-    its key in `met`. It raises TypeError or ValueError for an unexpected message. `server` must be non-blocking, and
-    the accepted sockets are as well. Raises OSError if connections cannot be accepted.
+    `parse` turns a process's first message into its key in `met`, or raises TypeError or ValueError. Handshakes run
+    concurrently, so a peer without the key causes no delay. `server` and the accepted sockets are non-blocking. Raises
+    OSError if connections cannot be accepted.
     """
     loop = asyncio.get_running_loop()
     complete: asyncio.Future[None] = loop.create_future()
@@ -105,8 +104,8 @@ async def meet(
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     """Authenticate a connecting process on the driver's side, and return its first message.
 
-    The socket must be non-blocking. Raises StrangerError, OSError or ValueError if the peer is not a process of the
-    run.
+    The socket must be non-blocking. Raises StrangerError, OSError or ValueError for a process of no run or of another
+    one.
     """
     loop = asyncio.get_running_loop()
 
@@ -133,8 +132,7 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
 
 
 def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> None:
-    """Authenticate on the side of a connecting process: prove the key, check the driver's proof, and send the first
-    message.
+    """Authenticate to the driver: prove the key, check the driver's proof, then send `message`.
 
     Raises StrangerError or OSError if the other end is not the driver.
     """
@@ -148,9 +146,9 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
 
 
 def notice_silence(connected: socket.socket) -> None:
-    """Turn on TCP keepalive: the kernel closes the connection after 30 s of silence, for example after a power loss.
+    """Turn on TCP keepalive, so the kernel closes the connection after 30 s of silence.
 
-    The other node's kernel answers the keepalive probes, so a busy process does not count as silent.
+    The peer's kernel answers the probes, so a busy process does not count as silent.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -165,7 +163,7 @@ def notice_silence(connected: socket.socket) -> None:
 
 
 def pack_json(message: dict[str, Any]) -> bytes:
-    """Return a JSON message as bytes: a header with its length, then its text."""
+    """Encode a JSON message: a header with its length in bytes, then its text."""
     data = json.dumps(message).encode()
     return _LENGTH.pack(len(data)) + data
 
@@ -176,7 +174,7 @@ def receive_json(connected: socket.socket) -> dict[str, Any]:
 
 
 def receive_exactly(connected: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes from a blocking socket. Raises StrangerError if the connection ends before."""
+    """Receive `count` bytes from a blocking socket. Raises StrangerError if the connection ends earlier."""
     data = b""
     while len(data) < count:
         more = connected.recv(count - len(data))
@@ -187,7 +185,7 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
 
 
 def _length(head: bytes) -> int:
-    """Return the length in a JSON message's header. Raises ValueError if the message is too long."""
+    """Return the length of a JSON message from its header. Raises ValueError if it is too long."""
     (count,) = _LENGTH.unpack(head)
     if count > _MOST_BYTES:
         raise ValueError(f"a handshake message of {count} bytes exceeds the limit of {_MOST_BYTES} bytes")
@@ -195,6 +193,6 @@ def _length(head: bytes) -> int:
 
 
 def _proof(key: bytes, who: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Return the proof of the key: an HMAC-SHA256 of both random numbers, and of the side that proves (`who`)."""
+    """Return an HMAC-SHA256 of both random numbers and of the proving side (`who`)."""
     # The role `who` differs by direction, so that a stranger cannot return an end's own proof to it.
     return hmac.digest(key, who + challenge + number, hashlib.sha256)

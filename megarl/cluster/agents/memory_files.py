@@ -1,7 +1,7 @@
 """Files in an agent's memory: copies of the training state that outlive the ranks of its node.
 
-A rank makes a file without a name (memfd_create) and fills it. The agent opens it too, so the kernel frees it only when
-both have ended. Nothing is left behind by a kill. Agents send each other files when nodes leave a run.
+A rank creates a file without a name (memfd_create) and fills it. The agent opens it too, so the kernel frees it only
+when both have ended, even on a kill. Agents send each other files when nodes leave a run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megarl.types import PeerLostError
 _PART_BYTES = 1 << 24
 """Bytes sent, received or checked at a time."""
 _OFFER_SECONDS = 600.0
-"""Seconds until an offer not fetched by anybody ends."""
+"""Seconds until an offer ends that no agent fetches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryFile:
-    """An open file in memory, its size in bytes, and the CRC-32 of its contents when it was filled."""
+    """An open file in memory, its size in bytes, and its CRC-32 when it was filled."""
 
     descriptor: int
     size: int
@@ -36,11 +36,11 @@ class _MemoryFile:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """JSON values by which a process of this node opens the file."""
+        """JSON values with which a process of this node opens the file."""
         return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}", "size": self.size, "checksum": self.checksum}
 
     def is_intact(self) -> bool:
-        """Return whether the contents still have their checksum. Reads the whole file."""
+        """Return whether the contents still match the checksum. Reads the whole file."""
         checksum = 0
         if self.size:
             with mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
@@ -50,21 +50,21 @@ class _MemoryFile:
 
 
 class MemoryFiles:
-    """Files of one agent by name. Most methods are requests of the driver (see `agent.Agent`)."""
+    """Files of one agent by name. Most methods serve requests of the driver."""
 
     def __init__(self) -> None:
         self._files: dict[str, _MemoryFile] = {}
 
     async def hold(self, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Open files of ranks of this node, given by name. Each has `path`, `size` and `checksum`. Raises OSError."""
+        """Open files of this node's ranks, by name, with `path`, `size` and `checksum`. Raises OSError."""
         for name, fields in files.items():
             descriptor = os.open(fields["path"], os.O_RDWR | os.O_CLOEXEC)
             self._add(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
 
     async def list_files(self, checks: bool) -> dict[str, Any]:
-        """Return the files by name, each in the form that `hold` takes, and the names of damaged files.
+        """Return the `files` in the form that `hold` takes, and the names of `damaged` ones.
 
-        With `checks`, checksums are compared and damaged files are deleted. Without, none counts as damaged.
+        With `checks`, files whose checksum differs are deleted as damaged. Without, no file counts as damaged.
         """
         damaged: list[str] = []
         if checks:
@@ -76,7 +76,7 @@ class MemoryFiles:
         return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged}
 
     async def drop(self, names: Collection[str]) -> None:
-        """Close files. Ranks that use one may go on. Unknown names are ignored."""
+        """Close files. Ranks can still use them. Unknown names are ignored."""
         for name in names:
             if (file := self._files.pop(name, None)) is not None:
                 os.close(file.descriptor)
@@ -86,7 +86,7 @@ class MemoryFiles:
         await self.drop([name for name in self._files if not name.startswith(prefix)])
 
     async def offer(self, names: Sequence[str], address: str) -> dict[str, Any]:
-        """Offer files to one agent of another node, at this node's `address`. Returns the values of `fetch`."""
+        """Offer files to one other agent, at this node's `address`. Returns the arguments of its `fetch`."""
         key = secrets.token_bytes(32)
         server = socket.create_server((address, 0))
         files = {name: self._files[name] for name in names}
@@ -96,7 +96,7 @@ class MemoryFiles:
         return {"address": list(server.getsockname()[:2]), "key": key.hex(), "files": described}
 
     async def fetch(self, address: Sequence[Any], key: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Receive files that another agent offers. Raises OSError or PeerLostError if that fails."""
+        """Receive files offered by another agent. Raises OSError or PeerLostError."""
         received = await asyncio.to_thread(_receive_files, (address[0], address[1]), bytes.fromhex(key), files)
         for name, file in received.items():
             self._add(name, file)
@@ -108,7 +108,7 @@ class MemoryFiles:
 
 
 async def _send_files(server: socket.socket, key: bytes, files: Sequence[_MemoryFile]) -> None:
-    """Send the contents of files to the first process that proves the key."""
+    """Send files to the first process that proves the key."""
     receivers: dict[str, socket.socket] = {}
     with closing(server):
         server.setblocking(False)
@@ -129,7 +129,7 @@ def _send_file(connected: socket.socket, file: _MemoryFile) -> None:
 def _receive_files(
     address: tuple[str, int], key: bytes, files: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, _MemoryFile]:
-    """Receive the contents of files into memory, in the order of `files`."""
+    """Receive files into memory, in the order of `files`."""
     received: dict[str, _MemoryFile] = {}
     try:
         with socket.create_connection(address) as connected:
@@ -141,7 +141,7 @@ def _receive_files(
                 if size:
                     _receive_file(connected, descriptor, size)
     except BaseException:
-        # They would take memory as long as the agent runs.
+        # Open files would take memory as long as the agent runs.
         for file in received.values():
             os.close(file.descriptor)
         raise

@@ -1,4 +1,4 @@
-"""The nodes of a run, each with an agent. A launcher starts the agents: on this machine, with srun, or with Ray."""
+"""The nodes of a run, each with an agent that a launcher starts: on this machine, with srun, or with Ray."""
 
 from __future__ import annotations
 
@@ -21,78 +21,77 @@ from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.types import ConfigError, PeerLostError
 
 _SPARE_SECONDS = 20.0
-"""Seconds to wait for the agents of further nodes, once as many as the run needs have connected."""
+"""Seconds to wait for the agents of spare nodes, after as many as the run needs have connected."""
 _END_SECONDS = 60.0
-"""Seconds to wait for the launcher (srun or Ray) to end all agents."""
+"""Seconds for the launcher (srun or Ray) to end all agents."""
 
 
 class Nodes(ABC):
     """Nodes of one kind, numbered from 0. A node that replaces a lost one gets its number.
 
-    `environment` and `imports` are those of the ranks' fork servers. They start to import once an agent runs.
+    The fork servers of the agents have the variables `environment` and import `imports` when the agent starts.
     """
 
     def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        """Create an object without agents."""
         self.kind, self.environment, self.imports = kind, dict(environment), tuple(imports)
         self.agents: list[AgentLink] = []
-        """Agents by the number of their node. Some may be lost."""
+        """Agents by node number. Some may be lost."""
         self.on_signal: Callable[[str], object] = lambda signal_name: None
-        """Callback for a stop signal received by an agent."""
+        """Callback (signal name) for a stop signal to an agent."""
 
     @abstractmethod
     async def start(self, log_folder: Path, timeout_seconds: float) -> None:
-        """Start the agents. Logs of the launcher go to `log_folder`. Raises ConfigError or PeerLostError."""
+        """Start the agents. The launcher logs to `log_folder`. Raises ConfigError or PeerLostError."""
 
     @abstractmethod
     async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
-        """Start agents on further nodes, until at least `num_nodes` have one.
+        """Start agents on further nodes, until at least `num_nodes` nodes have one.
 
-        Raises ConfigError if there are no such nodes, or PeerLostError if their agents do not connect in time.
+        Raises ConfigError if there are too few nodes, or PeerLostError if an agent does not connect in time.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """End all agents, and with them their ranks."""
+        """End all agents and their ranks."""
 
     async def _open_link(self, connected: socket.socket, introduction: Introduction) -> AgentLink:
-        """Open the connection to an agent. Its stop signals go to `on_signal`, whatever that is then."""
+        """Open the connection to an agent. Its stop signals go to the present `on_signal`, even if it is set later."""
         link = AgentLink(connected, introduction)
         await link.open()
         link.on_signal = lambda name: self.on_signal(name)
         return link
 
     async def replace_lost(self, timeout_seconds: float) -> None:
-        """Start agents in place of lost ones, and give them the numbers of these. Raises as `replenish`."""
+        """Start agents on further nodes and give them the numbers of lost ones. Raises as `replenish`."""
         await self.replenish(self.kind.nodes, timeout_seconds)
         self.fill_gaps()
 
     @property
     def num_living(self) -> int:
-        """Number of nodes whose agents are connected."""
+        """Number of nodes with a connected agent."""
         return sum(not agent.is_lost for agent in self.agents)
 
     def fill_gaps(self) -> None:
-        """Give the numbers of lost nodes to the last living ones beyond the run's, its spare nodes."""
+        """Give the numbers of lost nodes to spare nodes, which are the living ones numbered from `kind.nodes` on."""
         for number in range(min(self.kind.nodes, len(self.agents))):
             spares = [n for n in range(self.kind.nodes, len(self.agents)) if not self.agents[n].is_lost]
             if self.agents[number].is_lost and spares:
                 self.agents[number], self.agents[spares[0]] = self.agents[spares[0]], self.agents[number]
 
     def free_places(self, taken: Collection[tuple[int, int]]) -> Iterator[RankPlace]:
-        """Yield the places of living nodes, node by node, without those `taken` (node number, local rank)."""
+        """Yield the places of living nodes, node by node, except `taken` (node number, local rank)."""
         for number, agent in enumerate(self.agents):
             if not agent.is_lost:
                 local_ranks = count() if self.is_unlimited else range(self.kind.ranks_per_node)
                 yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in taken)
 
     is_unlimited = False
-    """Whether a node has any number of places. This machine has, because its ranks may share a CPU."""
+    """Whether a node has any number of places, as this machine has: its ranks may share a CPU."""
 
     def choose_places(
         self, num_ranks: int, taken: Collection[tuple[int, int]], *, on_one_node: bool
     ) -> list[RankPlace]:
-        """Return free places for a group of ranks: the first ones, or if they fit, the first ones of one node.
+        """Return the first free places for a group of ranks. `on_one_node` prefers places of one node.
 
         Raises PeerLostError if there are too few.
         """
@@ -110,42 +109,42 @@ class Nodes(ABC):
 
 
 class ConnectedNodes(Nodes):
-    """Nodes whose agents connect to the driver over TCP, after a launcher started them.
+    """Nodes with agents that a launcher starts and that connect to the driver over TCP.
 
-    Both ends of a connection prove that they know a secret key (`handshake`). Nodes under one switch get consecutive
-    numbers.
+    Both ends of a connection prove a secret key (`handshake`). Nodes under one switch get consecutive numbers.
     """
 
     start_log = "agents.log"
-    """Name of the log file of the agents themselves."""
+    """Name of the agents' log file."""
 
     def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         super().__init__(kind, environment, imports)
         self._key = secrets.token_bytes(32)
-        """Secret key of the agents. It keeps out late agents of an earlier start."""
+        """Secret key of this start's agents. An agent of an earlier start has another one."""
         self._log_folder, self._timeout_seconds = Path(), 0.0
 
     @abstractmethod
     def host(self) -> str:
-        """Return the host name or address at which other nodes reach the driver's machine."""
+        """Return the address or host name at which other nodes reach the driver."""
 
     @abstractmethod
     async def launch(self, address: tuple[str, int], key: bytes) -> int:
-        """Start an agent on each node. Each must call `agent.connect`. Returns their number."""
+        """Start an agent on each node, which calls `agent.connect`. Returns the number started."""
 
     @abstractmethod
     async def launch_further(self, num_nodes: int, address: tuple[str, int], key: bytes) -> int:
-        """Start agents on `num_nodes` nodes without one. Returns the number started. Raises ConfigError if there are
-        too few such nodes.
+        """Start agents on `num_nodes` nodes without one, and return the number started.
+
+        Raises ConfigError if there are too few such nodes.
         """
 
     @abstractmethod
     async def await_end(self) -> str:
-        """Wait until a launched agent has ended early. Returns how, as text."""
+        """Wait until a launched agent ends early. Returns how it ended, as text."""
 
     @abstractmethod
     async def end_agents(self) -> None:
-        """Let the launcher end all agents, and wait until they have ended."""
+        """End all agents with the launcher, and wait for their ends."""
 
     async def start(self, log_folder: Path, timeout_seconds: float) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -170,10 +169,10 @@ class ConnectedNodes(Nodes):
     async def _launch_and_welcome(
         self, launch: Callable[[tuple[str, int], bytes], Awaitable[int]], num_needed: int, timeout_seconds: float
     ) -> None:
-        """Launch agents and accept their connections. Nodes under one switch get numbers one after the other.
+        """Launch agents and accept their connections. Nodes under one switch get consecutive numbers.
 
-        `launch` starts the agents, with an address and a key, and returns their number. For the other arguments and
-        the errors see `_meet`.
+        `launch` (address, key) starts the agents and returns their number. At least `num_needed` must connect in time.
+        Raises PeerLostError.
         """
         # Closed afterwards: an agent that comes too late, or of another start, ends and does not wait for an answer.
         with socket.create_server(("", 0), backlog=4096) as server:
@@ -184,7 +183,7 @@ class ConnectedNodes(Nodes):
             await self._add(connected[introduction], introduction)
 
     async def _add(self, connected: socket.socket, introduction: Introduction) -> None:
-        """Welcome an agent, and give its node a number: that of a lost one, else the next one."""
+        """Welcome an agent. Its node gets the number of a lost one, else the next."""
         welcome = {
             "folder": os.getcwd(),
             "path": sys.path,
@@ -202,9 +201,9 @@ class ConnectedNodes(Nodes):
     async def _meet(
         self, server: socket.socket, num_needed: int, num_launched: int, timeout_seconds: float
     ) -> dict[Introduction, socket.socket]:
-        """Accept the connections of launched agents. Returns them by their introductions.
+        """Accept the connections of launched agents, and return them by introduction.
 
-        At least `num_needed` must connect in time. The others have a few seconds more. Raises PeerLostError.
+        `num_needed` agents have `timeout_seconds`, the others a few seconds more. Raises PeerLostError.
         """
         connected: dict[Introduction, socket.socket] = {}
         for required, seconds in ((num_needed, timeout_seconds), (num_launched, _SPARE_SECONDS)):
@@ -224,7 +223,9 @@ class ConnectedNodes(Nodes):
         return connected
 
     async def _first_of(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
-        """Wait for a meeting, but at most `seconds`, or until a launched agent ends. Returns what happened, as text."""
+        """Wait for a meeting, until `seconds` have passed or a launched agent ends. Returns the reason it stopped, as
+        text.
+        """
         accepting, ending = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
         try:
             await asyncio.wait([accepting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -242,7 +243,7 @@ class ConnectedNodes(Nodes):
 
 
 def refuse_too_few(num_nodes: int, num_possible: int) -> ConfigError:
-    """Return the error of a run that needs more nodes than it can have."""
+    """Return the error for a run that needs more nodes than it can have."""
     return ConfigError(
         f"cluster.nodes: {num_nodes} nodes are wanted, and {num_possible} start agents; ask for fewer ranks, or start "
         "a larger job"

@@ -29,7 +29,7 @@ class Call:
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
     def on_answers(self, use: Callable[[Any], object]) -> None:
-        """Call `use` with each rank's answer as it arrives. Failed and cancelled answers are left out."""
+        """Call `use` with each rank's answer as it arrives, except failed and cancelled ones."""
 
         def arrived(answer: asyncio.Future[Any]) -> None:
             if not answer.cancelled() and answer.exception() is None:
@@ -43,13 +43,13 @@ class Call:
         return [handle for handle, answer in self.answers.items() if not answer.done()]
 
     def errors(self) -> list[Exception]:
-        """Return the errors of failed answers. Cancelled answers are not included."""
+        """Return the errors of failed answers, without cancelled answers."""
         ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
 
 def pack_commands(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
-    """Return the encoded command for each rank. Ranks with the same first argument, like None, share one."""
+    """Encode the command for each rank. Ranks with the same first argument share one message."""
     # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}
     for first in per_rank:

@@ -1,7 +1,4 @@
-"""Time limits of the driver's calls to the ranks, by method.
-
-A method is called verb in the recipe field `cluster.verb_timeout_seconds`.
-"""
+"""Time limits of the driver's calls to the ranks, by method (recipe field `cluster.verb_timeout_seconds`)."""
 
 from __future__ import annotations
 
@@ -12,29 +9,29 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
-"""Number of first calls of a method that do not count for its limit, because they compile, allocate and connect."""
+"""First calls of a method that compile, allocate and connect, so they do not determine its limit."""
 _TIMES_SLOWEST = 10.0
-"""Limit of a later call, as a multiple of the method's slowest call so far."""
+"""Limit of a later call, as a multiple of the method's slowest call."""
 
 
 _TIMES_LATE = 3.0
-"""A call that takes longer than this multiple of its method's slowest call is late. Its deadline is still ahead."""
+"""A call is late, and reported, after this multiple of its method's slowest call. Its limit is longer."""
 _LEAST_LATE_SECONDS = 5.0
-"""No call is late before this many seconds: short calls vary with the load of the machine."""
+"""Minimum seconds until a call is late: short calls vary with the machine's load."""
 
 
 class Limit(NamedTuple):
-    """A time limit in seconds, and the recipe field raising it (empty: none)."""
+    """A time limit in seconds, and the recipe field that raises it (empty: none)."""
 
     seconds: float
     field: str = ""
 
 
 class Deadlines:
-    """Time limits of calls by method: set in the recipe, or derived from the method's earlier calls.
+    """Time limits of calls by method: set in the recipe, or derived from earlier calls.
 
-    A method without a set limit has `longest` seconds for its first `_NUM_FIRST` calls. From then on it has
-    `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
+    A method without a set limit has `longest` seconds for its first `_NUM_FIRST` calls. Later calls have
+    `_TIMES_SLOWEST` times the slowest call, at least `shortest` and at most `longest`.
     """
 
     def __init__(self, shortest: Limit, longest: Limit, limit_by_method: Mapping[str, Limit] | None = None) -> None:
@@ -63,7 +60,7 @@ class Deadlines:
         return min(max(self._shortest, fitting), self._longest)
 
     def late_after(self, method: str) -> float:
-        """Return the seconds after which the next call of a method is late; infinite: it is not known yet."""
+        """Return the seconds until the next call of a method is late; infinity while that is unknown."""
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return math.inf
         return max(_LEAST_LATE_SECONDS, _TIMES_LATE * self._slowest[method])
@@ -75,7 +72,7 @@ class Deadlines:
 
 
 def run_deadlines(cluster: ClusterConfig) -> Deadlines:
-    """Return the time limits of a run's calls, from its recipe's section cluster."""
+    """Return the time limits from a recipe's section cluster."""
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
     checkpoint_limits = dict.fromkeys(

@@ -1,7 +1,4 @@
-"""Why a call to a group of ranks does not end as it should: the rank at fault, and where all ranks stood.
-
-The agents of the nodes signal their ranks for stacks, read the logs, and send the text (`agents.agent`).
-"""
+"""Finds why a call to a group of ranks fails or hangs: the rank at fault, and where all ranks stand."""
 
 from __future__ import annotations
 
@@ -24,19 +21,19 @@ from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, name_ranks,
 from megarl.files.atomic import append_whole
 
 _REPORT_GRACE_SECONDS = 1.5
-"""Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Other ranks may
-notice that a rank died before the driver does.
+"""Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Ranks may notice a
+dead rank before the driver does.
 """
 _MOST_PATIENCE_SECONDS = 60.0
-"""Maximum seconds to wait for an agent's answer about stopped ranks."""
+"""Maximum seconds for an agent's answer about stopped ranks."""
 _NATIVE_SECONDS = 10.0
-"""Seconds for the native stacks of all ranks. A run must end within 30 s of a missed deadline."""
+"""Seconds for the native stacks of all ranks, because a run must end within 30 s of a missed deadline."""
 _MOST_NATIVE = 8
-"""Maximum number of ranks with native stacks in a report, silent ranks first. A debugger takes seconds for each."""
+"""Maximum number of ranks with native stacks in a report. A debugger takes seconds for each."""
 
 
 class Diagnosis:
-    """Finds the ranks at fault when a call fails or takes too long, and ends their group with an error naming them.
+    """Finds the ranks at fault when a call fails or takes too long. Ends their group with an error naming them.
 
     | event | method | error | `lost` ranks |
     |---|---|---|---|
@@ -51,20 +48,20 @@ class Diagnosis:
     """
 
     def __init__(self, ranks: GroupRanks, end: GroupEnd, calls: Collection[Call]) -> None:
-        """Create an object for these ranks. `calls` are always the calls in progress on them."""
         self._ranks, self._end, self._calls = ranks, end, calls
         self.report: HangReport | None = None
-        """Writer of a file with the places of all ranks when one falls silent; None: the error alone shows them."""
+        """Writer of a file with the places of all ranks when one falls silent. None: only the error shows them."""
         self.on_slow: Callable[[str], object] = lambda report: None
-        """Callback (report) called when ranks hold up a call much longer than earlier calls took, or fall silent."""
+        """Callback (report) for ranks that fall silent, or that delay a call much longer than earlier calls took."""
 
     async def explain(self, call: Call) -> Exception:
-        """End the group because a rank failed in this call or missed its deadline. Returns the error to be raised."""
+        """End the group because a rank failed in this call or missed its deadline. Returns the error to raise."""
         return await self._end.run_once(partial(self._end_call, call))
 
     async def end_faulty(self, ranks: Sequence[int], what: str) -> Exception:
-        """End the group because of a fault of these ranks of the group, described by `what`. Returns the error of all
-        later calls.
+        """End the group because of a fault of these ranks. `what` describes the fault.
+
+        Returns the error of all later calls.
         """
 
         async def end() -> Exception:
@@ -74,9 +71,9 @@ class Diagnosis:
         return await self._end.run_once(end)
 
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
-        """End the group if a living rank is stopped. `what` describes the fault in the error.
+        """End the group if a living rank is stopped. `what` describes the fault.
 
-        Agents have `patience_seconds` to answer, from a few seconds to a minute.
+        Agents have `patience_seconds` to answer, limited to a few seconds up to a minute.
         """
         if self._end.has_begun:
             return
@@ -84,9 +81,9 @@ class Diagnosis:
             await self._end.run_once(partial(self._end_silent, what, stopped, await self.read_stacks()))
 
     async def end_if_absent(self, method: str, limit: Limit) -> None:
-        """End the group if ranks have not answered a call of `method` within the limit, and wait in no collective.
+        """End the group if ranks exceed the limit of a call of `method`, and do not wait in a collective.
 
-        Does nothing if all silent ranks wait in a collective, perhaps for another group's ranks.
+        Silent ranks that all wait in a collective may wait for another group's ranks.
         """
         began = time.monotonic() - limit.seconds
         late = [call for call in self._calls if call.method == method and call.started < began]
@@ -99,11 +96,11 @@ class Diagnosis:
             await self._end.run_once(partial(self._end_silent, what, silent, stacks, _remedy(limit)))
 
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
-        """Report the ranks delaying a call, once. End the group if one of them is stopped.
+        """Report the ranks that delay a call, once. End the group if one of them is stopped.
 
-        The first calls of a method have a long deadline, and a stopped process would hold up the run that long. So
-        the search for stopped processes repeats at intervals of the shortest deadline. `budget_seconds` is the working
-        time planned for this call. `extra_seconds` is everything that extends its deadline, `budget_seconds` included.
+        A method's first calls have a long deadline, so stopped processes are searched for at intervals of the shortest
+        one. `budget_seconds` is the working time planned for the call. `extra_seconds` is all time added to its
+        deadline, `budget_seconds` included.
         """
         pause, deadline = deadlines.shortest.seconds, call.started + call.limit.seconds
         late_at = call.started + deadlines.late_after(call.method) + extra_seconds
@@ -131,20 +128,20 @@ class Diagnosis:
                 asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
     async def read_stacks(self) -> dict[int, str]:
-        """Return the present stacks of each rank, as text by rank. It is empty for a stopped or unreachable rank."""
+        """Return the present Python stacks as text by rank; empty for a stopped or unreachable rank."""
         handles = list(self._ranks.handles)
         answers = await self._ranks.request("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
         return {handle.rank: answers.get(handle) or "" for handle in handles}
 
     def show_stacks(self) -> None:
-        """Make the ranks write the stacks of all threads to their logs and continue."""
+        """Make the ranks write their threads' stacks to their logs and continue."""
         reading = asyncio.ensure_future(self.read_stacks())
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _end_call(self, call: Call) -> Exception:
-        """End the group because a rank failed or missed its deadline. Returns the error naming the first cause.
+        """End the group because of a failed or late rank. Returns the error naming the first cause.
 
-        After a failure, other ranks (of other calls too) have a moment to report an earlier failure.
+        After a failure, ranks in this and other calls have a moment to report an earlier one.
         """
         calls = list(self._calls)
         if not call.errors():
@@ -181,9 +178,9 @@ class Diagnosis:
     async def _end_silent(
         self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
     ) -> Exception:
-        """End the group because of silent ranks. Returns an error naming them and shows the stacks of all ranks.
+        """End the group because of silent ranks. Returns an error with their names and the stacks of all ranks.
 
-        `silent` ranks that only wait for a stopped one in a collective are listed as waiting.
+        Silent ranks that only wait for a stopped one in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         cause = f"{name_handles(stopped)} of {self._ranks.part.num_ranks} {what}"
@@ -203,7 +200,7 @@ class Diagnosis:
     async def _write_report(
         self, cause: str, what: str, stopped: Sequence[RankHandle], stacks: Mapping[int, str]
     ) -> Path | None:
-        """Write the hang report and return its path; None: there is none. The group must end whatever happens here."""
+        """Write the hang report and return its path; None without one. Raises nothing, because the group must end."""
         if self.report is None:
             return None
         # Before the report: a debugger takes seconds, and an operator may act meanwhile.
@@ -215,7 +212,6 @@ class Diagnosis:
             return None
 
     async def _report_slow(self, call: Call, seconds: float) -> None:
-        """Report the ranks delaying a call, `seconds` after its start."""
         stacks = await self.read_stacks()
         silent = call.silent()
         slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
@@ -228,9 +224,10 @@ class Diagnosis:
             )
 
     async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
-        """Return the ranks of `handles` that cannot run, each with what stops it: a text, empty for a stopped process.
+        """Return the ranks that cannot run, each with its obstacle as text: empty for a stopped process.
 
-        An agent that does not answer within `patience_seconds` (from a few seconds to a minute) stops all its ranks.
+        An agent without an answer within `patience_seconds` (limited to a few seconds up to a minute) counts for all
+        its ranks.
         """
         patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
         answers = await self._ranks.request("stopped", handles, patience)
@@ -239,7 +236,7 @@ class Diagnosis:
         return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
 
     async def _find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return the stopped ranks of a call, and the stacks of all ranks. Agents have `patience_seconds` to answer."""
+        """Return the stopped ranks of a call, and the stacks of all ranks if there are any."""
         stopped = await self._find_obstacles(call.silent(), patience_seconds)
         if not stopped:
             return [], {}
@@ -249,7 +246,7 @@ class Diagnosis:
         return list(still_stopped), stacks
 
     async def describe_places(self, stacks: Mapping[int, str]) -> dict[int, list[str]]:
-        """Return, for each rank, lines with its threads' kernel states and its Python stacks, which are in `stacks`."""
+        """Return, for each rank, lines with its threads' kernel states and its Python `stacks`."""
         handles = list(self._ranks.handles)
         states = await self._ranks.request("thread_states", handles, STACKS_SECONDS)
         return {
@@ -276,25 +273,24 @@ def _remedy(limit: Limit) -> str:
 
 
 class HangReport:
-    """Writes `hang_1.txt`, `hang_2.txt` and so on into an attempt's log folder.
+    """Writes `hang_1.txt`, `hang_2.txt` and so on into the log folder of a start.
 
-    Each file has the Python stacks and the threads' kernel states of every rank of the run. It also has native stacks
-    of up to 8 ranks of the group that the hang ends, silent ranks first, made by py-spy or gdb. `groups()` returns
-    the diagnoses of the run's groups of ranks.
+    A file has Python stacks and kernel states of every rank of the run. It also has native stacks, by py-spy or gdb, of
+    up to `most_native` ranks in the ending group, silent ones first. `groups()` returns the diagnoses of the run's
+    groups.
     """
 
     def __init__(
         self, folder: Path, groups: Callable[[], Sequence[Diagnosis]], *, most_native: int = _MOST_NATIVE
     ) -> None:
-        """Create a writer into `folder`. It reads native stacks of `most_native` ranks."""
         self._folder, self._groups, self._most_native = folder, groups, most_native
 
     async def write(
         self, group: Diagnosis, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
     ) -> Path | None:
-        """Write a report about the silent ranks of a group, and return its path; None if it cannot be written.
+        """Write a report about a group's silent ranks, and return its path; None if it cannot be written.
 
-        `what` says what they missed. `stacks` are the Python stacks of the group's ranks, by rank.
+        `what` says what the ranks missed. `stacks` are the group's Python stacks by rank.
         """
 
         async def describe(other: Diagnosis) -> dict[int, list[str]]:

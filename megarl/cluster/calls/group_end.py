@@ -1,4 +1,4 @@
-"""Shuts a group of ranks down, once. All calls in progress and all later calls then raise the error that ended it."""
+"""Shuts a group of ranks down, once. All present and later calls then raise the error that ended it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from megarl.types import PeerLostError
 _LEAVE_SECONDS = 10.0
 """Seconds for ranks to exit by themselves when the group closes."""
 _KILL_SECONDS = 10.0
-"""Maximum seconds to wait for the end of killed processes."""
+"""Seconds for killed processes to end."""
 
 
 class GroupEnd:
-    """Ends a group of ranks once, at the first event: `close`, `interrupt`, or a fault (`diagnosis.Diagnosis`).
+    """Ends a group of ranks once, at the first of `close`, `interrupt` or a fault (`diagnosis.Diagnosis`).
 
-    Survivors are the agents of the nodes with the copies of the training state, and the run's other groups. No rank of
-    this group survives: a rank that waits in a collective for a lost one cannot leave it in a known state.
+    No rank of the group survives: a rank that waits in a collective for a lost one cannot leave it in a known state.
+    Agents, with their copies of the training state, and other groups survive.
     """
 
     def __init__(self, ranks: GroupRanks, calls: Collection[Call]) -> None:
-        """Create the end of these ranks, before it begins. `calls` are always the calls in progress on them."""
         self._ranks, self._calls = ranks, calls
         self.lost: list[RankHandle] = []
         """Ranks whose loss ended the group."""
@@ -43,7 +42,7 @@ class GroupEnd:
             raise await asyncio.shield(self._ending)
 
     async def close(self) -> None:
-        """End the group in peace: its ranks exit by themselves. A busy or slow one is killed."""
+        """End the group without an error: its ranks exit by themselves. A busy or slow one is killed."""
 
         async def leave() -> Exception:
             if not self._calls:
@@ -54,7 +53,7 @@ class GroupEnd:
         await self.run_once(leave)
 
     async def interrupt(self, method: str, error: BaseException) -> None:
-        """End the group because a call of `method`, or its `start`, was interrupted half-way by this error."""
+        """End the group because `error` interrupted a call of `method`, or the group's start."""
 
         async def end() -> Exception:
             await self.kill()
@@ -73,7 +72,7 @@ class GroupEnd:
         return await asyncio.shield(self._ending)
 
     async def kill(self, lost: Sequence[RankHandle] = ()) -> None:
-        """Kill all remaining rank processes, and free all resources of the group. The loss of `lost` ends it."""
+        """Kill all remaining ranks and free the group's resources. The loss of `lost` is the cause."""
         self.lost = list(dict.fromkeys(lost))
         for call in self._calls:
             for future in (*call.answers.values(), *call.awaited):

@@ -17,12 +17,10 @@ from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 
 @dataclass(frozen=True, slots=True)
 class PartOfRun:
-    """Position of a group in a run of several groups: its ranks are `first_rank` and the following, of `num_ranks` in
-    total.
+    """Position of a group in a run: its ranks start at `first_rank`, and the run has `num_ranks` in total.
 
     Logs and messages use the run's rank numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks
-    of all groups sign messages to each other with `key`. To connect to the driver they use another key, drawn for each
-    start of the group.
+    of all groups sign their messages to each other with `key`.
     """
 
     first_rank: int
@@ -30,27 +28,26 @@ class PartOfRun:
     key: bytes
 
     def ranks(self, world_size: int) -> range:
-        """Return the rank numbers, within the run, of this group of `world_size` ranks."""
+        """Return the run's rank numbers of this group of `world_size` ranks."""
         return range(self.first_rank, self.first_rank + world_size)
 
 
 class GroupRanks:
     """Rank processes of one group. Call `fork` first.
 
-    `handles` are the group's ranks; empty after its end. `places` are their nodes and numbers there.
+    `handles` are the ranks, empty after the group's end. `places` are their nodes and numbers there.
     """
 
     def __init__(self, part: PartOfRun, places: Sequence[RankPlace]) -> None:
-        """Create the group. Its processes start in `fork`."""
         self.part, self.places = part, list(places)
         self.handles: list[RankHandle] = []
 
     async def fork(
         self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str], timeout_seconds: float
     ) -> None:
-        """Let the agents fork the rank processes. Each agent imports the modules `imports` once for all of its ranks.
+        """Let the agents fork the rank processes, within `timeout_seconds`. Each imports the modules `imports` once.
 
-        Raises OSError or MegarlError. An agent has `timeout_seconds`.
+        Raises OSError or MegarlError.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
         for rank in range(len(self.places)):
@@ -73,9 +70,9 @@ class GroupRanks:
         await asyncio.gather(*forks)
 
     def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
-        """Send a command to each rank. Returns a future for each rank's answer, keyed by rank, and a list of futures to
-        wait for. All futures of the list are done when all ranks have answered. One of them fails as soon as any rank
-        fails.
+        """Send a command to each rank. Returns a future of each rank's answer, and a list of futures to wait for.
+
+        The list is done when all ranks have answered. One of its futures fails as soon as any rank fails.
         """
         loop = asyncio.get_running_loop()
         answers: Answers = {handle: loop.create_future() for handle in messages}
@@ -85,13 +82,13 @@ class GroupRanks:
         ]
 
     def cancel_process_group(self, name: str, reason: str) -> None:
-        """Cancel a cross-world process group on all ranks, even on ranks executing a call."""
+        """Cancel a cross-world process group on all ranks, even during a call."""
         notice = pack_cancel(name, reason)
         for agent, handles in self._by_agent(self.handles).items():
             agent.send_notice(handles, notice)
 
     async def dismiss(self, timeout_seconds: float) -> None:
-        """Let the ranks exit by closing their streams of commands. Waits for their ends."""
+        """Let the ranks exit by closing their streams of commands, and wait for their ends."""
         if not self.handles:
             return
         for agent, handles in self._by_agent(self.handles).items():
@@ -99,7 +96,7 @@ class GroupRanks:
         await asyncio.wait([handle.died for handle in self.handles], timeout=timeout_seconds)
 
     async def kill(self, timeout_seconds: float) -> None:
-        """Kill all ranks that still run. Agents whose ranks have not ended after the timeout are cut off."""
+        """Kill all ranks that still run. Agents with ranks left after the timeout are cut off."""
         handles, self.handles = self.handles, []
         for agent, handles_of_node in self._by_agent(handles).items():
             agent.kill(handles_of_node)
@@ -112,10 +109,10 @@ class GroupRanks:
     async def request(
         self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
     ) -> dict[RankHandle, Any]:
-        """Let each agent do something for the ranks of its node. Returns its answers by rank.
+        """Let the agents execute request `do` for these ranks, and return the answers by rank.
 
-        The answer of an agent lost, or silent for `patience_seconds`, is None for each of its ranks. A rank omitted by
-        an agent's answer is left out.
+        A rank's answer is None if its agent is lost, or silent for `patience_seconds`. A rank that its agent's answer
+        omits is left out.
         """
         of_agent = self._by_agent(handles)
         answers = await asyncio.gather(
@@ -136,7 +133,7 @@ class GroupRanks:
         return results
 
     def _by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
-        """Return ranks of this group by the agent of their node."""
+        """Return ranks by their node's agent."""
         of_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
         for handle in handles:
             of_agent[self._place_of(handle).agent].append(handle)

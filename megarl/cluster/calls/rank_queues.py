@@ -1,4 +1,4 @@
-"""First-in, first-out queues of calls, one per rank, for calls to overlapping sets of ranks."""
+"""First-in, first-out queues of calls, one per rank. Calls may need overlapping sets of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class _Turn:
-    """A call waiting in the queues of its ranks. It is not yet first in `num_behind` of them."""
+    """A call in the queues of its ranks. In `num_behind` of them it is not yet first."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -17,7 +17,7 @@ class _Turn:
         self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def be_first(self) -> None:
-        """Record that the call became first in one more queue. When it is first in all, it may run."""
+        """Record that the call became first in one more queue. It may run once it is first in all."""
         self.num_behind -= 1
         # `has_come` is done already if the waiting call was cancelled.
         if not self.num_behind and not self.has_come.done():
@@ -25,17 +25,15 @@ class _Turn:
 
 
 class RankQueues:
-    """One queue of calls per rank. A call runs while it is at the head of the queues of all its ranks.
+    """One queue of calls per rank. A call runs while it is first in the queues of all its ranks.
 
-    A call joins all its queues at once, without an `await` in between. So every queue holds the calls in the order in
-    which they were made. This gives:
+    A call joins all its queues at once, without an `await` in between. So every queue has the calls in the order in
+    which they were made, which ensures:
 
-    - Order: of two calls with a common rank, the earlier one runs first, on every common rank. One lock per rank, taken
-      in turn, would not ensure this. A call waiting for rank 0 has not yet asked for rank 1. A later call for rank 1
-      alone would overtake it.
-    - No deadlock: the earliest of all unfinished calls is at the head of all its queues, so it runs.
-    - No starvation: only earlier calls, a finite number, precede a call, and none joins them later. So a call to all
-      ranks waits for the calls in progress, and later calls wait for it.
+    - Order: of two calls with a common rank, the earlier one runs first. One lock per rank would not ensure this: while
+      a call waits for rank 0, a later call could lock rank 1 first.
+    - No deadlock: the earliest unfinished call is first in all its queues, so it runs.
+    - No starvation: only earlier calls, a finite number, precede a call.
     - Independence: calls to disjoint ranks do not wait for each other, unless a call to ranks of both waits between
       them.
     """
@@ -45,10 +43,8 @@ class RankQueues:
 
     @asynccontextmanager
     async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
-        """Context in which a call runs: wait until it is first in the queues of all these ranks, and leave them at the
-        end.
-
-        A call cancelled while it waits leaves the queues.
+        """Context in which a call runs: it waits to be first on all these ranks, and leaves the queues at the end or on
+        cancellation.
         """
         turn = _Turn(ranks)
         for rank in ranks:
@@ -63,7 +59,6 @@ class RankQueues:
                 self._leave(rank, turn)
 
     def _leave(self, rank: int, turn: _Turn) -> None:
-        """Remove a call from a rank's queue. If it was first, the next call becomes first."""
         queue = self._queues[rank]
         if queue[0] is not turn:
             queue.remove(turn)

@@ -1,7 +1,4 @@
-"""Remote calls from the driver to a fixed set of rank processes. Any failure ends the whole group.
-
-The agents of the ranks' nodes fork the processes, relay the calls, and watch the ranks (`agents.agent`).
-"""
+"""Remote calls from the driver to a fixed set of rank processes. Any failure ends the whole group."""
 
 from __future__ import annotations
 
@@ -28,28 +25,24 @@ from megarl.groups.rendezvous import Rendezvous
 
 
 class WorkerGroup:
-    """Group of ranks executing the driver's calls. Create an object, then call `start`.
+    """Group of ranks that execute the driver's calls. Create an object, then call `start`.
 
-    A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run at the
-    same time. The event loop stays free meanwhile.
+    A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run
+    concurrently. The first failure kills the group (`diagnosis.Diagnosis` lists failures and errors). A call that is
+    cancelled before it runs does no harm.
 
-    The first failure kills the group: `diagnosis` has the table of failures and their errors. A call cancelled while it
-    waits for its ranks does no harm.
-
-    `ranks` are the processes. `deadlines` limit how long a call waits for its slowest rank, by method. A rank that
-    receives a stop signal leads to a call of `on_stop_signal`. `hosts` holds, for each rank, the address at which other
-    nodes reach it. `topology` holds its node and the network switches above, nearest first.
+    `deadlines` limit calls by method. `on_stop_signal` is called when a rank receives a stop signal.
     """
 
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, places: Sequence[RankPlace] = ()) -> None:
-        """Create a group without processes. `part` is its position in the run; None: the group is the whole run.
+        """Create a group without processes. `part` is its position in the run; None: it is the whole run.
 
-        `places` are those of its ranks. They must be known when `start` is called.
+        `places` are those of its ranks, needed by `start`.
         """
         self.world_size = world_size
         self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         self.meeting: Rendezvous | None = None
-        """Address at which the ranks meet to create their torch process group, once they have started."""
+        """Address at which the started ranks create their torch process group."""
         self.start_timeout_seconds = 300.0
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
         self.on_stop_signal: Callable[[str], object] = lambda signal_name: None
@@ -72,10 +65,10 @@ class WorkerGroup:
     ) -> Self:
         """Start the ranks, construct `Class(rank=..., world_size=..., **kwargs)` in each, and return the group.
 
-        `worker` is "package.module:Class". The ranks have their agent's environment, `environment`, `RANK`,
-        `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, removed when they end. Output goes to
-        `log_folder/rank_NNNN.log`. The modules `imports` are imported once a node. `start_timeout_seconds` limits the
-        interpreters' start, then the worker's construction, and then every call until the group has other `deadlines`.
+        `worker` is "package.module:Class". Ranks have their agent's variables, `environment`, `RANK`, `WORLD_SIZE`,
+        `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`. Their output goes to `log_folder/rank_NNNN.log`. Each
+        node imports the modules `imports` once. `start_timeout_seconds` limits the interpreters' start, then the
+        construction, then each call until `deadlines` are set.
         """
         self.start_timeout_seconds = start_timeout_seconds
         self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
@@ -91,7 +84,7 @@ class WorkerGroup:
         return self
 
     async def _introduce(self) -> None:
-        """Wait until the ranks serve, and let them know where they meet."""
+        """Wait until the ranks serve, and send them the address at which they meet."""
         key, world = self.part.key, secrets.token_hex(16)
         is_on_this_machine = all(place.agent.addresses is None for place in self.places)
         address = "" if is_on_this_machine else self.hosts[0]
@@ -121,7 +114,7 @@ class WorkerGroup:
     def topology(self) -> list[tuple[str, ...]]:
         """For each rank, its node and the network switches above the node, nearest first.
 
-        Without any switches if their number differs between ranks.
+        Switches are left out if their number differs between nodes.
         """
         introductions = [place.agent.introduction for place in self.places]
         has_switches = len({len(node.switches) for node in introductions}) == 1
@@ -129,14 +122,11 @@ class WorkerGroup:
 
     @property
     def local_ranks(self) -> list[int]:
-        """LOCAL_RANK of each rank: its number on its node, the index of its GPU."""
+        """Each rank's number on its node (LOCAL_RANK), which is the index of its GPU."""
         return [place.local_rank for place in self.places]
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
-        """Construct another worker on every rank, from "package.module:Class" (`worker`) with the arguments `kwargs`.
-
-        The garbage collector frees the previous worker.
-        """
+        """Construct a worker on every rank, from "package.module:Class" and its arguments. It replaces an earlier one."""
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -159,7 +149,7 @@ class WorkerGroup:
         """Call the worker's method on every rank, with `per_rank[rank]` as first argument. Returns the answers by rank.
 
         `budget_seconds` is planned working time and `slack_seconds` other time; both extend the deadline. `on_answer`
-        is called with each answer as it arrives. Raises ValueError if `per_rank` has a wrong length.
+        gets each answer as it arrives. Raises ValueError if `per_rank` has a wrong length.
         """
         if len(per_rank) != self.world_size:
             raise ValueError(
@@ -173,9 +163,9 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
 
-        Returns the answers in the order of `ranks`. The other ranks are free for other calls meanwhile.
-        `budget_seconds` is planned working time, like sampling for a while; it extends the deadline. Raises
-        ValueError for wrong ranks or a wrong number of arguments.
+        Returns the answers in the order of `ranks`. Other ranks are free meanwhile. `budget_seconds` is planned working
+        time, such as sampling, and extends the deadline. Raises ValueError for wrong ranks or a wrong number of
+        arguments.
         """
         if len(per_rank) != len(ranks):
             raise ValueError(
@@ -190,22 +180,18 @@ class WorkerGroup:
 
     @property
     def seconds_in_calls(self) -> float:
-        """Total seconds so far in which at least one rank executed a call."""
+        """Total seconds in which at least one rank executed a call."""
         return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
 
     def report_hangs(self, report: HangReport, on_slow: Callable[[str], object] = lambda report: None) -> None:
-        """Write a file with the places of all ranks when one falls silent. The groups of a run share the `report`.
+        """Write a file with the places of all ranks when one falls silent. The groups of a run share `report`.
 
-        `on_slow` is called with a text about ranks that hold up a call much longer than earlier calls took, or that
-        fall silent.
+        `on_slow` gets a text about ranks that fall silent, or delay a call much longer than earlier calls took.
         """
         self.diagnosis.report, self.diagnosis.on_slow = report, on_slow
 
     async def close(self) -> None:
-        """Close the group: the ranks exit after the driver closes their streams of commands.
-
-        A rank that is busy, or that has not exited after a few seconds, is killed.
-        """
+        """Close the group: its ranks exit. A rank that is busy, or slow to exit, is killed."""
         await self.end.close()
 
     async def _exchange(

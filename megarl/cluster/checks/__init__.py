@@ -1,1 +1,1 @@
-"""Checks of nodes before anything heavy starts on them, and the report on a machine."""
+"""Checks of nodes before a run starts on them, and the report on a machine."""

@@ -1,6 +1,6 @@
-"""Bandwidth test of the links between ranks. Pairs of ranks exchange data, many disjoint pairs at a time.
+"""Bandwidth test of the links between ranks. Disjoint pairs of ranks exchange data at the same time.
 
-In rings of three or more ranks, each rank is in two pairs. So a slow rank can be distinguished from its partners.
+In rings of three or more, each rank is in two pairs, which distinguishes a slow rank from its partners.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ WITHIN, ACROSS = "within nodes", "across nodes"
 """Kinds of links: between ranks of one node, and between ranks of different nodes."""
 
 _TRIALS = 5
-"""Repetitions of each exchange. The fastest one counts, because interference only slows an exchange down."""
+"""Repetitions of each exchange. The fastest counts, because interference only slows an exchange."""
 _BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Bytes per exchange, by type of device."""
 
 
 class Bandwidth:
-    """Worker class of a rank for bandwidth tests.
+    """Worker class of a rank in a bandwidth test.
 
-    The rank's partners are its neighbours on the node, and the ranks with the same local rank on neighbouring nodes.
+    A rank's partners are its neighbours on the node, and the ranks with its local rank on neighbouring nodes.
     """
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
@@ -41,7 +41,7 @@ class Bandwidth:
     def measure(self) -> dict[str, float]:
         """Return this rank's bandwidths in bytes per second, by kind of link.
 
-        The values for `WITHIN` and `ACROSS` are those of the best partner. `all-reduce` is a collective of all ranks.
+        `WITHIN` and `ACROSS` have the best partner's value. `all-reduce` is a collective of all ranks.
         """
         found: dict[str, float] = {}
         world, size = dist.get_world_size(), self._mine.nbytes
@@ -61,7 +61,7 @@ class Bandwidth:
         return found
 
     def close(self) -> None:
-        """Leave the torch world, for a process that ends or lost a peer. The next worker of a start uses the world."""
+        """Leave the torch world, because the process ends or lost a peer."""
         world.leave()
 
     def _exchange(self, partner: int | None) -> None:
@@ -86,8 +86,7 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
     """Return the rounds of the test: the kind of link, and each participating rank's partner.
 
     `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are neighbours on a node. Pairs `ACROSS` nodes have the same
-    local rank on neighbouring nodes. In a ring of three or more, each member has two partners. This separates a slow
-    link from its neighbours.
+    local rank on neighbouring nodes.
     """
     on_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     within, across = [], []
@@ -104,7 +103,7 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a ring of `size` members, grouped into rounds of disjoint pairs."""
+    """Return the neighbours in a ring of `size` members as rounds of disjoint pairs."""
     line = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
     # A ring of two has only one pair, so the pair closing the ring would repeat it.
     return [pairs for pairs in (*line, [(0, size - 1)] if size > 2 else []) if pairs]
@@ -113,7 +112,7 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 def slow_links(
     topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[Finding]:
-    """Yield a fault for each rank whose bandwidth is below `least_share` of the median rank's, for a kind of link."""
+    """Yield a fault for each rank with less than `least_share` of the median bandwidth, per kind of link."""
     for kind in (WITHIN, ACROSS):
         if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
             continue
@@ -126,7 +125,7 @@ def slow_links(
 
 
 def summary(measured: Sequence[Mapping[str, float]]) -> str:
-    """Return a line with the median and the slowest rank's bandwidth for each kind of link."""
+    """Return one line with the median and the lowest bandwidth for each kind of link."""
     lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
         if known := [speeds[kind] for speeds in measured if kind in speeds]:

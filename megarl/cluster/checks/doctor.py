@@ -1,6 +1,4 @@
-"""Command `megarl doctor`: reports a machine's packages and devices, their compatibility, and the implementations in
-use.
-"""
+"""Command `megarl doctor`: reports a machine's packages, their compatibility, devices, and implementations in use."""
 
 from __future__ import annotations
 
@@ -38,29 +36,29 @@ STACK = (
 """Packages checked for compatible versions."""
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
-"""vLLM versions supported by megarl."""
+"""vLLM versions that megarl supports."""
 
 _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
-"""Modules of NVIDIA's apex used by Megatron-Core, for Adam and for the accumulation of gradients."""
+"""Modules of NVIDIA's apex that Megatron-Core uses for Adam and for accumulating gradients."""
 
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
-"""Modules imported by the report, to show whether they work."""
+"""Modules that the report imports, to show whether they work."""
 _LEAST_OPEN_FILES = 1024
-"""Number of open files (`ulimit -n`) below which the report shows a fault."""
+"""Minimum number of open files (`ulimit -n`) without a fault in the report."""
 _LEAST_SHARED_BYTES = 256 << 20
-"""Bytes of free shared memory needed by NCCL and vLLM."""
+"""Bytes of free shared memory that NCCL and vLLM need."""
 _SETUP = "run launch/setup.sh"
 
 
 class Doctor(NodeReport):
-    """Worker class of a rank reporting on its node. Only the first rank of a node reports."""
+    """Worker class of a rank that reports on its node."""
 
     def examine(self) -> list[Finding] | None:
-        """Return the findings about this rank's node; None on all ranks of the node except the first."""
+        """Return the findings about this rank's node; None on all its ranks except the first."""
         return examine_machine() if os.environ["LOCAL_RANK"] == "0" else None
 
     def place(self) -> list[Finding]:
-        """Return a finding on the NUMA node of this rank's GPU, if the rank is to be bound to it."""
+        """Return a finding about the NUMA node of this rank's GPU; none on a CPU."""
         if device.current().type == "cpu":
             return []
         local_rank = int(os.environ["LOCAL_RANK"])
@@ -69,7 +67,7 @@ class Doctor(NodeReport):
 
 
 def examine() -> list[Finding]:
-    """Return all findings about this machine and environment, with the places of one rank for each GPU."""
+    """Return all findings about this machine, with the places of one rank per GPU."""
     gpus_of_ranks = numa.gpu_addresses() if torch.cuda.is_available() else []
     return [*examine_machine(), *numa_map(numa.places(gpus_of_ranks, numa.allowed_cores()))]
 
@@ -77,7 +75,7 @@ def examine() -> list[Finding]:
 def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
     """Return a finding for each rank of a machine: GPU, NUMA node, cores, network adapters.
 
-    `places` are ordered by local rank. A rank without a binding is slower, not broken, so its finding is not bad.
+    `places` are in the order of local ranks. A rank without a binding is slow, not broken, so its finding is not bad.
     """
     return [
         Finding("absent" if place.fault else "good", "NUMA", f"local rank {local_rank}: {place.description}")
@@ -86,7 +84,7 @@ def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
 
 
 def examine_machine() -> list[Finding]:
-    """Return the findings independent of ranks."""
+    """Return the findings that do not depend on ranks."""
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
@@ -108,10 +106,10 @@ def examine_machine() -> list[Finding]:
 async def examine_nodes(
     recipe: Recipe, planned: RankHostBytes | None = None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
-    """Examine the nodes provided by the recipe's launcher. Returns findings by node, and notices, such as bandwidths.
+    """Examine the nodes of the recipe's launcher, with the checks of a run's start.
 
-    The findings include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes.
-    With None, host memory is not checked.
+    Returns findings by node, and notices such as bandwidths. `planned` is each rank's host memory in bytes; None: it is
+    not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # The run folder's storage is checked, so the folder must lie where all nodes would write.
@@ -140,11 +138,10 @@ async def examine_nodes(
 
 
 def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
-    """Yield a finding for each package: its version, and whether it meets the requirements of the other packages.
+    """Yield a finding for each package: its version, and whether it meets the other packages' requirements.
 
-    `requires` are the requirements in the packages' metadata. megarl's own requirements are exact versions; a different
-    version is untested, not a fault. `extra` is the group of optional dependencies that megarl was installed with, such
-    as `cpu`.
+    `requires` are the requirements by package. megarl's own are exact versions; another version is untested, not a
+    fault. `extra` is the group of optional dependencies installed with megarl, such as `cpu`.
     """
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)
@@ -166,9 +163,9 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 
 
 def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
-    """Return megarl's extra with the most pinned versions installed: `kind` or `kind-next`.
+    """Return megarl's extra with the most pinned versions installed: `kind` (cpu or gpu), or `kind-next`.
 
-    `kind` is cpu or gpu; the other arguments are as in `versions`. If both have as many, the result is `kind`.
+    The other arguments are as in `versions`. If both have as many, the result is `kind`.
     """
 
     def num_met(extra: str) -> int:
@@ -179,10 +176,7 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
 
 
 def apex(version: str | None) -> Finding:
-    """Return a finding on whether the installed package apex is NVIDIA's or another project of this name on PyPI.
-
-    `version` is the installed version; None: apex is not installed.
-    """
+    """Return a finding on whether the package apex, of this version (None: not installed), is NVIDIA's or PyPI's."""
     spec = find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     if not folders:
@@ -196,7 +190,7 @@ def apex(version: str | None) -> Finding:
 
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
-    """Return the packages requiring the package `name`, each with the versions it accepts."""
+    """Return the packages that require `name`, each with the versions it accepts."""
     requirements = []
     for who, texts in requires.items():
         markers = {"extra": extra if who == "megarl" else ""}
@@ -206,7 +200,6 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
 
 
 def _imports() -> Iterator[Finding]:
-    """Yield findings about installed packages that cannot be imported."""
     for module, fault in cuda_extensions.import_faults().items():
         is_engine = module == "transformer_engine.pytorch"
         topic = "transformer-engine" if is_engine else module
@@ -220,10 +213,7 @@ def _imports() -> Iterator[Finding]:
 
 
 def _devices(shown: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about GPUs and collectives.
-
-    `shown` are the GPUs reported by the NVIDIA driver; torch may see fewer.
-    """
+    """Yield findings about GPUs and collectives. The NVIDIA driver reports the GPUs `shown`; torch may see fewer."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
@@ -239,9 +229,7 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
-    """Yield findings about the compilers needed by vLLM engines at their start in a CUDA environment; none on a CPU
-    build.
-    """
+    """Yield findings about compilers that vLLM needs at its start with CUDA; none on a CPU build."""
     if torch.version.cuda is None:
         return
     fault = compilers.extension_fault()
@@ -259,10 +247,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield, for each recipe field selecting a number format like FP8, whether GPUs and libraries support it.
-
-    Yields nothing without GPUs.
-    """
+    """Yield, for each recipe field with a number format like FP8, whether GPUs and libraries support it."""
     if not shown:
         return
     for field, need in field_needs().items():
@@ -273,9 +258,7 @@ def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterat
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the implementations for trainer and engine, with reasons, or why the trainer cannot be
-    imported.
-    """
+    """Yield the implementations of trainer and engine, or why the trainer cannot be imported."""
     try:
         yield from _trainer_choices(installed)
     except Exception as error:
@@ -288,7 +271,7 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the implementations used by the trainer for layers, attention and optimizer."""
+    """Yield the trainer's implementations of layers, attention and optimizer."""
     # Imported here, because an import of Megatron-Core that fails must become a finding.
     from megarl.models.configuration import transformer_engine_problem
     from megarl.training.optimizer import adam_module
@@ -310,7 +293,6 @@ def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    """Yield findings about the machine: cores, memory, limits, InfiniBand and Slurm."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("good", "machine", f"{len(numa.allowed_cores())} cores, {memory / 2**30:.0f} GiB")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -332,9 +314,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
-    """Merge the findings of several nodes. Returns each distinct finding with the names of its nodes (`all`, or a
-    list).
-    """
+    """Merge the findings of several nodes. Returns each distinct finding with its nodes' names (`all`, or a list)."""
     nodes: dict[Finding, list[str]] = {}
     for node, findings in found.items():
         for finding in map(Finding._make, findings):

@@ -1,4 +1,4 @@
-"""Checks of a run's nodes before anything heavy starts on them."""
+"""Checks of a run's nodes before models are loaded there."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from megarl.platform.gpu_needs import Need, needs, unmet_needs
 from megarl.types import ConfigError, DiskFullError, MegarlError
 
 _CLOCK_SECONDS = 60.0
-"""Maximum difference in seconds of a node's clock from the median of all clocks."""
+"""Maximum difference in seconds of a node's clock from the median clock."""
 
 
 async def inspect(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
 ) -> tuple[list[Finding], list[str]]:
-    """Check the nodes of all ranks. Returns faults and notices.
+    """Check the nodes of all ranks, and the bandwidths within each group. Returns faults and notices.
 
-    `planned` is the host memory that each rank will take, in bytes; None: it is not checked. The ranks' worker must be
-    a `NodeReport`; it may be replaced afterwards. Bandwidths are measured within each group.
+    `planned` is each rank's host memory in bytes; None: it is not checked. The ranks' worker must be a `NodeReport`.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
@@ -59,9 +58,9 @@ async def inspect(
 
 
 def joined_reports(nodes: Sequence[str], looked: Sequence[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
-    """Return the report of each node. `nodes` and `looked` have the node and the report of each rank.
+    """Return the report of each node, from the node and the report of each rank.
 
-    Under Ray each group on a node has a report, and sees only its own GPUs. Reports of one node are joined.
+    Under Ray each group on a node has a report of its own GPUs. These reports are joined.
     """
     reports: dict[str, dict[str, Any]] = {}
     for node, report in zip(nodes, looked, strict=True):
@@ -71,7 +70,7 @@ def joined_reports(nodes: Sequence[str], looked: Sequence[dict[str, Any] | None]
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return one report of two groups on a node: the usable GPUs of both, and what either group found wrong."""
+    """Return one report of two groups on a node: the usable GPUs of both, and the faults of either."""
     return {
         **second,
         "usable_gpus": (*first["usable_gpus"], *second["usable_gpus"]),
@@ -94,7 +93,7 @@ def all_faults(
 ) -> list[Finding]:
     """Return the faults in the nodes' reports.
 
-    `nodes` is the node of each rank, `planned` the host memory of each rank in bytes; None: memory is not checked.
+    `nodes` is each rank's node, `planned` each rank's host memory in bytes; None: it is not checked.
     """
     faults_by_node = [
         fault
@@ -109,9 +108,9 @@ def all_faults(
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
-    """Yield, for each kind of nodes (trainers', engines'), the number of ranks per node and what these ranks require.
+    """Yield, for the nodes of trainers and of engines, the ranks per node and the needs of these ranks.
 
-    `nodes` is the node of each rank.
+    `nodes` is each rank's node.
     """
     asked = needs(recipe)
     if recipe.cluster.groups.engines is None:
@@ -124,7 +123,7 @@ def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Count
 
 
 async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
-    """Return each rank's bandwidths to other ranks of its group in bytes per second, by kind of link."""
+    """Return each rank's bandwidths within its group in bytes per second, by kind of link."""
     settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
     await group.construct("megarl.cluster.checks.bandwidth:Bandwidth", settings)
     return await group.call("measure")
@@ -133,10 +132,10 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, num_ranks: Mapping[str, int], asked: Mapping[str, Need]
 ) -> Iterator[Finding]:
-    """Yield the faults of the trainer's nodes, or of the engines': those in their reports, and unmet requirements.
+    """Yield the faults of one kind of nodes: those in their reports, and unmet needs.
 
-    `reports` are results of `NodeReport.look` by node, and `num_ranks` the numbers of ranks by node. `asked` are the
-    ranks' requirements by recipe field.
+    `reports` are results of `NodeReport.look` by node, `num_ranks` the ranks per node. `asked` are the ranks' needs by
+    recipe field.
     """
     ranks_per_node = max(num_ranks.values())
     num_gpus = max(len(report["gpus"]) for report in reports.values())
@@ -194,13 +193,13 @@ def _bad_node(node: str, text: str, remedy: str = "", *, exit_code: int = Config
 
 
 def unfit_nodes_error(title: str, unfit: Sequence[Finding]) -> MegarlError:
-    """Return the error for a start with these faults of nodes: DiskFullError if nodes lack nothing but room."""
+    """Return the error for these faults: DiskFullError if nodes lack only space, else ConfigError."""
     kind = DiskFullError if all(fault.exit_code == DiskFullError.exit_code for fault in unfit) else ConfigError
     return kind(error_page(title, list(map(str, unfit))))
 
 
 def unreachable_nodes(tried: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Yield a fault for each node out of reach of others, from the results of `NodeReport.reach`."""
+    """Yield a fault for each node that others cannot reach, from the results of `NodeReport.reach`."""
     for node in dict.fromkeys(node for errors in tried.values() for node in errors):
         others = {other: errors[node] for other, errors in tried.items() if node in errors}
         yield _bad_node(
@@ -215,8 +214,8 @@ def memory_shortages(
 ) -> Iterator[Finding]:
     """Yield a fault for each node with less host memory than its ranks will take.
 
-    `reports` are results of `NodeReport.look` by node. `nodes` are the nodes of all ranks; the first `num_trainers`
-    ranks train.
+    `reports` are results of `NodeReport.look` by node. `nodes` is each rank's node; the first `num_trainers` ranks
+    train.
     """
     for node, report in reports.items():
         trainers, num_engines = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)

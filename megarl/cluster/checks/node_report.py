@@ -1,6 +1,6 @@
-"""Report of a rank about its node, made before anything heavy starts there. `node_checks` evaluates the reports.
+"""A rank's report on its node, before models are loaded there. `node_checks` finds faults in the reports.
 
-Every rank imports this module, so it imports no recipe: the models of pydantic take 0.1 s of CPU time in each rank.
+Every rank imports this module, so it imports no recipe: pydantic's models take 0.1 s of CPU time per rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import DiskFullError, MegarlError
 
 _REACH_SECONDS = 10.0
-"""Time limit in seconds for a connection from one node to another."""
+"""Seconds for a connection from one node to another."""
 
 
 class NodeReport:
-    """Worker class of a rank inspecting its node. Only one rank of each node works; the others return None."""
+    """Worker class of a rank that inspects its node. One rank per node works; the others return None."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -36,14 +36,10 @@ class NodeReport:
     def look(
         self, models: Sequence[str], run_folder: str, chosen: Collection[int] = (), first_rank: int = 0
     ) -> dict[str, Any] | None:
-        """Inspect this rank's node and return the findings as plain data; `node_checks.faults` evaluates them.
+        """Inspect this rank's node, and return the report as plain data, or None from other ranks.
 
-        Ranks with LOCAL_RANK 0 do so, and the `chosen` ones of nodes without such a rank, by their number in the run.
-        `first_rank` is the number of the group's rank 0.
-
-        They cover model folders, free space for the run folder, host memory, shared memory, device, GPUs and clock.
-        They include usable GPUs with compute capabilities, versions of libraries for GPUs, and why CUDA libraries
-        cannot be imported or compiled. `port` is a TCP port staying open until `close`, for connection tests of
+        Ranks with LOCAL_RANK 0 inspect, and the `chosen` run-wide ranks on nodes without such a rank. `first_rank` is
+        the run-wide number of the group's rank 0. The TCP port `port` stays open until `close`, for connection tests of
         other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in chosen:
@@ -69,9 +65,9 @@ class NodeReport:
         }
 
     def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
-        """Try to connect from this rank's node to other nodes. Return the reasons of failures by node.
+        """Connect from this rank's node to these addresses, and return the reasons of failures by node.
 
-        Return None if another rank of this node makes the check.
+        Returns None if another rank of this node makes the check.
         """
         if self._server is None:
             return None
@@ -80,14 +76,14 @@ class NodeReport:
             return {node: why for node, why in zip(addresses, problems, strict=True) if why}
 
     def close(self) -> None:
-        """Close the port for connection tests. Repeated calls are allowed."""
+        """Close the port for connection tests, once or repeatedly."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
 def _shared_memory_faults() -> dict[str, str | None]:
-    """Return why shared memory cannot be used, by key of the report; None: this is not the reason."""
+    """Return why shared memory cannot be used, by the report's key; None for a key without a fault."""
     faults: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
     try:
         check_shared_memory()
@@ -99,7 +95,7 @@ def _shared_memory_faults() -> dict[str, str | None]:
 
 
 def _connection_problem(address: tuple[str, int]) -> str | None:
-    """Return why a connection to an address fails; None: it succeeds."""
+    """Return why a connection to an address fails, or None."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except OSError as error:
@@ -107,7 +103,7 @@ def _connection_problem(address: tuple[str, int]) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Return name and driver version of each GPU reported by the NVIDIA driver; empty without the driver."""
+    """Return name and driver version of each GPU; empty without the NVIDIA driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         # nvidia-smi hangs on some broken GPUs, hence the timeout.

@@ -1,1 +1,1 @@
-"""Launchers: they start the nodes' agents on this machine, with Slurm or with Ray. `run_nodes` chooses one."""
+"""Launchers, which start the nodes' agents: on this machine, with Slurm or with Ray. `run_nodes` chooses one."""

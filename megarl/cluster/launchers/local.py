@@ -19,10 +19,9 @@ _EXIT_SECONDS = 10.0
 
 
 class LocalAgent:
-    """The agent's process. It can start before an event loop runs, and then imports meanwhile."""
+    """The agent's process. It can start, and import libraries, before an event loop runs."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        """Start the agent. Its fork server imports `imports` under `environment`."""
         self.connected, theirs = socket.socketpair()
         settings = json.dumps({"environment": dict(environment), "imports": list(imports)})
         with theirs:
@@ -42,7 +41,7 @@ class LocalAgent:
         self._program.kill()
 
     async def end(self) -> None:
-        """Wait until the agent, whose connection has ended, has ended its ranks and itself. Kill it if it does not."""
+        """Wait for the end of an agent without a connection, and of its ranks. Kills it after a time limit."""
         try:
             async with asyncio.timeout(_EXIT_SECONDS):
                 await self._program.wait_for_end()
@@ -51,7 +50,7 @@ class LocalAgent:
 
 
 class LocalNodes(Nodes):
-    """This machine as a node of any number of ranks."""
+    """This machine as a node with any number of ranks."""
 
     is_unlimited = True
 
@@ -63,9 +62,9 @@ class LocalNodes(Nodes):
         *,
         ranks_per_node: int = 1,
     ) -> None:
-        """Create an object that uses an agent started earlier, if there is one, with the same arguments.
+        """Create a node with an agent started earlier with the same arguments, or None.
 
-        `ranks_per_node` is the number of ranks planned here. They share the cores; more ranks may start.
+        `ranks_per_node` is the planned number of ranks, which share the cores. More may start.
         """
         super().__init__(NodeKind(0, 1, ranks_per_node), environment, imports)
         self._agent = agent

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster. Ray places and starts one agent on each, which then connects to the driver.
+"""Nodes of a Ray cluster. Ray starts one agent on each, which then connects to the driver.
 
 Ray transports neither commands nor tensors, so a run is the same with every launcher.
 """
@@ -31,27 +31,25 @@ from megarl.processes.process_tree import die_with
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
-"""Label of Ray nodes (ray start --labels) listing the network switches above the node, from the root, joined by
-dots.
-"""
+"""Label of Ray nodes (ray start --labels) with the network switches above the node: root first, joined by dots."""
 _PLACING_SECONDS = 60.0
 """Seconds for Ray to reserve resources that the cluster has."""
 _RESERVE_SECONDS = 10.0
-"""Seconds for Ray to reserve resources on further nodes while a run goes on."""
+"""Seconds for Ray to reserve resources on further nodes during a run."""
 
 
 class _Process:
-    """Ray actor. Its process starts the agent of one node."""
+    """Ray actor that starts the agent of one node."""
 
     def serve(self, path: Sequence[str], address: tuple[str, int], key: bytes, turn: int) -> None:
-        """Run an agent until it ends. `turn` is the actor's index, `path` the driver's search path for modules."""
+        """Run an agent until it ends. `turn` is the actor's index, `path` the driver's module search path."""
         here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
         gpus = tuple(int(number) for number in ray.get_gpu_ids())
         # Several Ray nodes may run on one host. The ID distinguishes them.
         node = _node_name(host, here.get_node_id())
         node_fields = [turn, node, host, list(filter(None, switches)), gpus]
-        # A process of its own: an agent forks from its main thread, and Ray runs this method in another one.
+        # The agent is a separate process: it forks from its main thread, and Ray runs this method in another one.
         agent = LaunchedProgram(
             python_call(
                 "megarl.cluster.launchers.ray:main", json.dumps([*address]), json.dumps(node_fields), path=path
@@ -67,19 +65,18 @@ def _node_name(host: str, node_id: str) -> str:
 
 
 def _living() -> dict[str, str]:
-    """Return the host of each living node, by the node's ID."""
+    """Return the host of each living node by ID."""
     return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 
 def _id_of(name: str) -> str | None:
-    """Return the ID of the living node with this name; None if there is none."""
     return next((node_id for node_id, host in _living().items() if _node_name(host, node_id) == name), None)
 
 
 def _ids_of(names: Sequence[str]) -> list[str]:
-    """Return the IDs of the living nodes with these names. A name whose ID has gone stands for all nodes of its host.
+    """Return the IDs of the living nodes with these names. An unknown name stands for all nodes of its host.
 
-    A host gets a new ID whenever Ray is started on it again.
+    A host gets a new ID whenever Ray starts on it again.
     """
     living = _living()
     by_name = {_node_name(host, node_id): node_id for node_id, host in living.items()}
@@ -91,7 +88,7 @@ def _ids_of(names: Sequence[str]) -> list[str]:
 
 
 def join(address: str) -> None:
-    """Connect this process to the Ray cluster at an address. Raises ConfigError if no cluster answers."""
+    """Connect this process to the Ray cluster at an address. Raises ConfigError if none answers."""
     if ray.is_initialized():
         return
     # Ray would otherwise send usage statistics over the internet.
@@ -110,20 +107,18 @@ def join(address: str) -> None:
 
 
 def _runtime_environment() -> dict[str, str] | None:
-    """Return the runtime environment of Ray's workers if the path of Python needs quotes, with a quoted path; else
-    None.
+    """Return a runtime environment of Ray's workers with the quoted path of Python; None if it needs no quotes.
 
-    Ray 2.60 passes the path of Python to a shell as it is, so a path with a blank starts no worker.
+    Ray 2.60 passes the path to a shell unquoted, so a path with a blank starts no worker.
     """
     quoted = shlex.quote(sys.executable)
     return None if quoted == sys.executable else {"py_executable": quoted}
 
 
 class RayNodes(ConnectedNodes):
-    """Nodes of the Ray cluster at an address, each with an actor that has the resources of all its ranks.
+    """Nodes of a Ray cluster, each with an actor that holds the resources of all its ranks.
 
-    Waits for nodes that the cluster lacks. Raises ConfigError, listing the present nodes, if they do not join. A lost
-    node is replaced by one with free resources.
+    Waits for missing nodes, and raises ConfigError if they do not join. A node with free resources replaces a lost one.
     """
 
     def __init__(
@@ -135,14 +130,14 @@ class RayNodes(ConnectedNodes):
         *,
         avoided_nodes: Sequence[str] = (),
     ) -> None:
-        """Create an object without agents. None is placed on `avoided_nodes`, named as in `topology`."""
+        """Create the nodes without agents. None will be placed on `avoided_nodes`, named as in `topology`."""
         super().__init__(kind, environment, imports)
         self._address, self._avoided = address, avoided_nodes
         self._actors: list[Any] = []
         self._served: list[asyncio.Future[Any]] = []
         self._placement_groups: list[Any] = []
         self._device = "CPU"
-        """Ray resource that each rank needs one of: GPU or CPU."""
+        """Ray resource of which each rank needs one: GPU or CPU."""
 
     def host(self) -> str:
         join(self._address)
@@ -165,7 +160,7 @@ class RayNodes(ConnectedNodes):
         return num_nodes
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
-        """Reserve resources on further nodes, and start an actor on each. Returns whether that succeeded in time."""
+        """Reserve resources on further nodes, and start an actor on each. Returns False after `seconds` without them."""
         per_node = self.kind.ranks_per_node
         used = [node for node in map(_id_of, {agent.node for agent in self.agents if not agent.is_lost}) if node]
         avoided = [*_ids_of(self._avoided), *used]
@@ -202,15 +197,16 @@ class RayNodes(ConnectedNodes):
         return True
 
     async def _release_dead_nodes(self) -> None:
-        """Kill the actors of lost agents, so their resources are free, if their nodes still live."""
+        """Kill the actors of lost agents, to free their resources on living nodes."""
         living = {agent.introduction.turn for agent in self.agents if not agent.is_lost}
         for turn, actor in enumerate(self._actors):
             if turn not in living:
                 ray.kill(actor)
 
     def _needs_gpus(self) -> bool:
-        """Return whether each rank needs a GPU of the cluster: always with a GPU build of torch, even while only nodes
-        without GPUs have joined.
+        """Return whether each rank needs one of the cluster's GPUs.
+
+        With a GPU build of torch it does, even while only nodes without GPUs have joined.
         """
         if self.environment.get(chosen_device.VARIABLE) == "cpu":
             return False
@@ -223,7 +219,7 @@ class RayNodes(ConnectedNodes):
         return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in resources.items())]
 
     async def _await_nodes(self) -> None:
-        """Wait until the cluster has enough nodes. Raises ConfigError."""
+        """Wait until the cluster has enough nodes. Raises ConfigError after the start's time limit."""
         per_node, nodes, resources = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
         deadline, reported = time.monotonic() + self._timeout_seconds, ""
         while True:
@@ -259,7 +255,7 @@ class RayNodes(ConnectedNodes):
 
 
 def main(address: str, node_fields: str) -> None:
-    """Run the agent of a Ray node, as a child of the actor. The key is on standard input."""
+    """Run the agent of a Ray node as a child of the actor. The key is on standard input."""
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())
     turn, node, host, switches, gpus = json.loads(node_fields)

@@ -1,4 +1,4 @@
-"""Nodes of a run by the recipe's launcher (this machine, srun, Ray), and the start of rank processes on them."""
+"""Nodes of a run from the recipe's launcher (this machine, srun, Ray), and the start of ranks on them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from megarl.types import MegarlError
 
 @contextmanager
 def importing_early(cluster: ClusterConfig) -> Iterator[None]:
-    """Context in which the ranks' libraries are imported in the background, if this machine runs ranks on its CPU.
+    """Context in which this machine's ranks import their libraries in the background, if they run on its CPU.
 
-    On other machines it does nothing. `start_ranks`, called in the context, uses the importing agent and waits only for
-    the rest of the imports. An unused agent is ended with the context.
+    `start_ranks`, called in the context, uses the importing agent and waits only for the rest of the imports. The
+    context ends an unused agent.
     """
     # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
     if cluster.launcher == "local" and not chosen_device.has_cuda_build():
@@ -46,12 +46,12 @@ def importing_early(cluster: ClusterConfig) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _EarlyAgent:
-    """Agent of this machine that imports before a run starts; None: there is none, or a run uses it."""
+    """Agent of this machine that imports before a run starts; None: there is none, or a run has taken it."""
 
     agent: LocalAgent | None = None
 
     def take(self) -> LocalAgent | None:
-        """Return the agent, once."""
+        """Return the agent once, then None."""
         agent, self.agent = self.agent, None
         return agent
 
@@ -60,7 +60,7 @@ _early = _EarlyAgent()
 
 
 def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
-    """Return the variables of ranks. On Ray their cores follow their GPUs: other agents may use the machine's rest."""
+    """Return the variables of ranks. On Ray, cores follow the GPUs: other agents may use the machine's rest."""
     variables = device.rank_environment(
         ranks_per_node, cluster.device, cluster.bind_to_numa, orders_kernels=orders_kernels
     )
@@ -70,18 +70,17 @@ def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels:
 
 
 def _imports() -> tuple[str, ...]:
-    """Return the modules imported once for all ranks of this machine."""
     return device.forkable_imports("megarl.worker.colocated")
 
 
 class RunNodes:
-    """All nodes of a run, and the start of rank processes on them.
+    """All nodes of a run, and the start of ranks on them.
 
-    The trainers have nodes of one kind. Engines may have another kind (`cluster.groups.engines`).
+    The trainers have nodes of one kind. Engines may have another (`cluster.groups.engines`).
     """
 
     def __init__(self, cluster: ClusterConfig, avoided_nodes: Sequence[str] = ()) -> None:
-        """Create the nodes without agents. Ray starts no agent on `avoided_nodes`; other launchers cannot choose."""
+        """Create the nodes without agents. Ray avoids `avoided_nodes`; other launchers cannot choose."""
         self._cluster = cluster
         num_ranks, engines = cluster.nodes * cluster.ranks_per_node, cluster.groups.engines
         # With engines on nodes of another kind, a Slurm job is heterogeneous: component 0 has the trainers' nodes,
@@ -98,11 +97,10 @@ class RunNodes:
 
     @property
     def all_nodes(self) -> list[Nodes]:
-        """The nodes of each kind."""
         return list(dict.fromkeys((self.trainer_nodes, self.engine_nodes)))
 
     async def start(self, log_folder: Path) -> None:
-        """Start the agents of all nodes. Raises ConfigError or PeerLostError; then none is left."""
+        """Start the agents of all nodes. Raises ConfigError or PeerLostError, and leaves no agent then."""
         try:
             # Engines with nodes of their own kind come first: Ray gives trainers any node, also these.
             for nodes in reversed(self.all_nodes):
@@ -121,11 +119,11 @@ class RunNodes:
         trainer_places: Sequence[RankPlace] = (),
         on_missing_engine: Callable[[str], object] | None = None,
     ) -> RunRanks:
-        """Start the ranks of an attempt: the trainers' group, and one group per separate engine replica.
+        """Start the trainers' group, and one group per separate engine replica, with the worker class `NodeReport`.
 
-        Their first worker class is `NodeReport`, which checks the nodes. `trainer` has the trainers' parallel sizes;
-        None: nothing is trained. `trainer_places` are their places; empty: the first ones. `on_missing_engine` is
-        called with the reason why a replica did not start, if others did; None: the error is raised.
+        `trainer` has the trainers' parallel sizes; None: nothing is trained. `trainer_places` are their places; empty:
+        the first ones. `on_missing_engine` gets the reason why a replica did not start while others did; None: it is
+        raised.
         """
         num_ranks = num_trainers + sum(replica_sizes)
         places = list(trainer_places) or self.trainer_nodes.choose_places(num_trainers, (), on_one_node=False)
@@ -162,14 +160,14 @@ class RunNodes:
     async def fork_replica(self, lost: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path) -> WorkerGroup:
         """Start the ranks of a lost engine replica again, next to the living `groups`.
 
-        Raises ConfigError or PeerLostError if there is no room for them.
+        Raises ConfigError or PeerLostError without places for them.
         """
         await self.engine_nodes.replace_lost(self._cluster.start_timeout_seconds)
         places = self._replica_places(lost.world_size, [place for group in groups for place in group.places])
         return await self._fork_group(log_folder, lost.part, places, self.engine_nodes)
 
     def _replica_places(self, size: int, used_places: Collection[RankPlace]) -> list[RankPlace]:
-        """Return free places for an engine replica. `used_places` may be on nodes of another kind too."""
+        """Return free places for an engine replica. `used_places` may include nodes of another kind."""
         nodes = self.engine_nodes
         used_here = {(place.node_number, place.local_rank) for place in used_places if place.agent in nodes.agents}
         return nodes.choose_places(size, used_here, on_one_node=True)
@@ -183,7 +181,7 @@ class RunNodes:
         *,
         orders_kernels: bool = False,
     ) -> WorkerGroup:
-        """Start one group of ranks. With `orders_kernels`, a GPU starts kernels in the order of their launches."""
+        """Start one group of ranks. `orders_kernels`: a GPU starts kernels in the order of their launches."""
         cluster = self._cluster
         environment = _environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
         return await WorkerGroup(len(places), part, places=places).start(
@@ -196,7 +194,7 @@ class RunNodes:
         )
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
-        """Start agents until there is room for these numbers of ranks. Raises ConfigError if there is none."""
+        """Start agents until there are places for these ranks. Raises ConfigError if there are too few."""
         num_engine_ranks = sum(replica_sizes)
         needs = {self.trainer_nodes: num_trainers}
         needs[self.engine_nodes] = needs.get(self.engine_nodes, 0) + num_engine_ranks
@@ -206,7 +204,7 @@ class RunNodes:
                 await nodes.replenish(num_nodes, self._cluster.start_timeout_seconds)
 
     async def replace_lost_nodes(self) -> None:
-        """Replace the nodes whose agents are lost. Raises ConfigError or PeerLostError if there are no others."""
+        """Replace the nodes of lost agents. Raises ConfigError or PeerLostError if there are no others."""
         for nodes in self.all_nodes:
             await nodes.replace_lost(self._cluster.start_timeout_seconds)
 
@@ -216,12 +214,11 @@ class RunNodes:
         return [agent for nodes in self.all_nodes for agent in nodes.agents]
 
     def on_signal(self, callback: Callable[[str], object]) -> None:
-        """Set the callback (signal name) called when an agent receives a stop signal."""
+        """Set the callback (signal name) for a stop signal to an agent."""
         for nodes in self.all_nodes:
             nodes.on_signal = callback
 
     async def close(self) -> None:
-        """End all agents, and with them all ranks."""
         await asyncio.gather(*(nodes.close() for nodes in self.all_nodes))
 
 
@@ -233,9 +230,10 @@ async def start_ranks(
     avoided_nodes: Sequence[str] = (),
     trainer: ParallelConfig | None = None,
 ) -> RunRanks:
-    """Start the nodes and the ranks of a cluster. For the arguments see `RunNodes.fork_ranks`. `close` ends both.
+    """Start the nodes and ranks of a cluster. `close` of the result ends both.
 
-    `replica_sizes` are the numbers of ranks of separate engine replicas. The trainers have the other ranks.
+    `replica_sizes` are the numbers of ranks of separate engine replicas. The trainers have the other ranks, with the
+    parallel sizes `trainer` (None: nothing is trained). Ray avoids `avoided_nodes`.
     """
     nodes = await start_nodes(cluster, log_folder, avoided_nodes)
     try:
@@ -249,10 +247,9 @@ async def start_ranks(
 
 
 async def start_nodes(cluster: ClusterConfig, log_folder: Path, avoided_nodes: Sequence[str] = ()) -> RunNodes:
-    """Start the agents of a cluster's nodes. Ray uses none of `avoided_nodes`.
+    """Start the agents of a cluster's nodes. Ray avoids `avoided_nodes`.
 
-    If this machine runs the ranks, it must have the device (`cluster.device`) and writable shared memory. Otherwise
-    raises ConfigError or DiskFullError.
+    Raises ConfigError or DiskFullError if this machine runs the ranks and lacks the device or writable shared memory.
     """
     if cluster.launcher == "local":
         device.require(cluster.device)
@@ -263,11 +260,10 @@ async def start_nodes(cluster: ClusterConfig, log_folder: Path, avoided_nodes: S
 
 
 _Started = WorkerGroup | MegarlError
-"""A group that has started, or the reason why it did not."""
+"""A started group, or the reason why it did not start."""
 
 
 async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
-    """Start a group of ranks. Returns the reason if it does not start."""
     try:
         return await start
     except MegarlError as error:
@@ -275,7 +271,7 @@ async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
 
 
 async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> list[_Started]:
-    """Start several groups of ranks concurrently. If one fails, close all others and raise its error."""
+    """Start groups of ranks concurrently. If one fails, close the others and raise its error."""
     starting = [asyncio.ensure_future(start) for start in starts]
     try:
         return await asyncio.gather(*starting)
@@ -288,10 +284,10 @@ async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> li
 
 
 def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:
-    """Return the variables with which NCCL's flight recorder writes a file when a collective times out.
+    """Return variables that make NCCL's flight recorder write a file when a collective times out.
 
-    Rank N of the group whose first rank is `first_rank` writes `flight_FIRST_N` to the log folder.
-    Variables of the user come first. Empty for ranks on the CPU, which have no NCCL.
+    Rank N of a group writes `flight_FIRST_N` to the log folder, where FIRST is `first_rank`. Variables of the user win.
+    Empty for ranks on the CPU, which have no NCCL.
     """
     if cluster.device == "cpu" or not chosen_device.has_cuda_build():
         return {}
@@ -307,14 +303,14 @@ def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) 
 def _splits_layers(trainer: ParallelConfig) -> bool:
     """Return whether Megatron splits layers over ranks, and overlaps transfers inside a layer with its products.
 
-    Megatron-Core 0.16 launches such a transfer first and relies on kernels starting in this order.
+    Megatron-Core 0.16 launches such a transfer first, and relies on kernels starting in this order.
     """
     # For other trainers, and for engines alone, one queue of kernels would only make independent streams wait.
     return max(trainer.tp, trainer.cp, trainer.etp) > 1
 
 
 def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[str]) -> Nodes:
-    """Return the nodes of the recipe's launcher, without starting their agents."""
+    """Create the nodes of the recipe's launcher, without agents."""
     environment = _environment(cluster, kind.ranks_per_node)
     if cluster.launcher == "slurm":
         return SrunNodes(kind, environment, _imports(), cluster.srun_options)
@@ -327,7 +323,7 @@ def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[
 
 
 def server_processes(cluster: ClusterConfig) -> MakeServer:
-    """Return a function creating reward and environment processes: on this machine, or on the run's Ray cluster."""
+    """Return a function that creates reward and environment processes: here, or on the run's Ray cluster."""
     if cluster.launcher != "ray":
         return ServerProcess
     # Imported here, because Ray is optional.

@@ -1,4 +1,4 @@
-"""Slurm jobs of recipes: a batch script from `launch/slurm/`, filled with the recipe's sizes, printed or submitted."""
+"""Slurm jobs of recipes: a batch script from `launch/slurm/` with the recipe's sizes, printed or submitted."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError, DataError, FaultyNodeError
 
 _OPTIONS = ("cluster", "sbatch_options")
-"""Place of sbatch's options in a recipe: those of the command line are checked like them."""
+"""Place of sbatch's options in a recipe. Options of the command line are checked by the same rules."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
-"""Name or address of one host. It excludes lists (a,b), ranges (n[1-9]), options (--x) and characters that a shell
-interprets.
+"""Name or address of one host, without lists (a,b), ranges (n[1-9]), options (--x) and characters of a shell.
 
-Whoever can write a run folder must not be able to write a line of a script that its owner starts.
+A person who can write a run folder must not be able to write a line of a script that its owner starts.
 """
 
 
 def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
     """Return the batch script for a recipe and its launcher.
 
-    `arguments` are those of `megarl train`. `options` are further options of sbatch, such as `--partition=gpu`; they
-    count more than the recipe's and hold for the trainer's nodes.
+    `arguments` are those of `megarl train`. `options` are further options of sbatch for the trainers' nodes, such as
+    `--partition=gpu`. They override the recipe's.
 
-    Jobs of one name wait for each other, so that two never write to one run folder. Nodes recorded as faulty in the
-    run's status.json are excluded. Raises ConfigError for Ray together with `cluster.groups.engines`, and DataError if
-    status.json names something other than nodes.
+    Jobs of one name wait for each other, so two never write to one run folder. Faulty nodes in the run's status.json
+    are excluded. Raises ConfigError for Ray with `cluster.groups.engines`, and DataError for a status.json with other
+    values than nodes.
     """
     check_options(options)
     script = home() / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
@@ -83,7 +82,7 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise ConfigError for an option of sbatch given on the command line that has a secret, or several lines."""
+    """Raise ConfigError for an sbatch option of the command line with a secret or several lines."""
     secrets = secret_items(_OPTIONS, options)
     for index, option in enumerate(options):
         if index in secrets or holds_secret((*_OPTIONS, index), option):
@@ -97,9 +96,9 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def _excluded_nodes(recipe: Recipe) -> list[str]:
-    """Return the nodes that the job must not get, from the run's status.json. Raises DataError for other values.
+    """Return the faulty nodes in the run's status.json. Raises DataError for other values.
 
-    None under Ray: the run itself avoids them, by Ray's names, which Slurm does not know.
+    Empty under Ray, where the run itself avoids them by Ray's names, unknown to Slurm.
     """
     if recipe.cluster.launcher == "ray":
         return []
@@ -108,14 +107,13 @@ def _excluded_nodes(recipe: Recipe) -> list[str]:
 
 
 def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
-    """Return the sbatch options that request nodes of one kind."""
+    """Return the sbatch options requesting nodes of one kind."""
     per_node = nodes.ranks_per_node
     sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
 
 
 def _header(recipe: Recipe) -> str:
-    """Return the comments at the top of a filled script. They replace the template's."""
     return (
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
         f"# The site's settings are in {home()}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
@@ -124,10 +122,10 @@ def _header(recipe: Recipe) -> str:
 
 @contextmanager
 def reporting_bad_nodes() -> Iterator[None]:
-    """Context that writes the nodes of a FaultyNodeError, a line each, to the file in MEGARL_BAD_NODES_FILE.
+    """Context that writes the nodes of a FaultyNodeError to the file in MEGARL_BAD_NODES_FILE, one per line.
 
     `launch/slurm/job.sh` sets the variable, and excludes these nodes when it queues the job again. Nodes of Ray are
-    left out: Slurm does not know their names, and the run avoids them itself.
+    left out: Slurm does not know their names.
     """
     try:
         yield
@@ -142,7 +140,7 @@ def reporting_bad_nodes() -> Iterator[None]:
 
 
 def require_sbatch() -> None:
-    """Raise ConfigError if this machine has no program `sbatch`."""
+    """Raise ConfigError if this machine has no `sbatch`."""
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
 
@@ -150,7 +148,7 @@ def require_sbatch() -> None:
 def submit(script: str, options: Sequence[str]) -> str:
     """Submit a batch script with further sbatch `options`, after a trial with --test-only. Returns sbatch's output.
 
-    Raises ConfigError with sbatch's message if Slurm refuses the job.
+    Raises ConfigError if Slurm refuses the job.
     """
     require_sbatch()
     for trial in (["--test-only"], []):
@@ -166,7 +164,7 @@ def is_host_name(value: object) -> bool:
 
 
 def host_name(value: object, place: str) -> str:
-    """Return the value if it is the name of one host. Raises DataError with its `place` for any other."""
+    """Return the value if it names one host. Raises DataError with its `place` otherwise."""
     if not isinstance(value, str) or not is_host_name(value):
         raise DataError(
             f"{place} = {value!r:.80}: is not the name of a host (letters, digits and . _ : -); write the name that "

@@ -1,4 +1,4 @@
-"""Nodes of a Slurm job. `srun` starts one agent on each; the driver runs on the job's first node."""
+"""Nodes of a Slurm job. `srun` starts one agent on each; the driver runs on the first node."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megarl.processes.process_tree import die_with
 from megarl.types import PeerLostError
 
 _ANSWER_SECONDS = 20.0
-"""Seconds for a node to start a process. A node that needs more is taken for dead."""
+"""Seconds for a node to start a process. A slower node counts as dead."""
 
 
 class SrunNodes(ConnectedNodes):
-    """Nodes of one kind in this job: of its component, if the job is heterogeneous. Spare nodes get agents too.
+    """Nodes of one kind in this job, spare nodes included. A heterogeneous job has a component for each kind.
 
-    `options` are further options of srun. The secret key is sent over standard input; srun forwards it to every task.
-    No other user can read it, and no file holds it.
+    `options` are further options of srun. srun forwards the secret key to every task over standard input: no other user
+    can read it, and no file holds it.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class SrunNodes(ConnectedNodes):
 
     @property
     def _component(self) -> list[str]:
-        """Option of srun for nodes of one component of a heterogeneous job."""
+        """srun's option for one component of a heterogeneous job."""
         return [] if self.kind.component is None else [f"--het-group={self.kind.component}"]
 
     async def _job_nodes(self) -> list[str]:
-        """Return the nodes of this job, or of its component. Raises PeerLostError."""
+        """Return the nodes of this job or component. Raises PeerLostError."""
         component = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
         command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
         listing = await asyncio.to_thread(run_command, command)
@@ -91,7 +91,7 @@ class SrunNodes(ConnectedNodes):
         return listing.stdout.split()
 
     async def _answers(self, node: str) -> bool:
-        """Return whether a node of this job starts a process that can import megarl."""
+        """Return whether a node of this job can start a process that imports megarl."""
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
         program = [sys.executable, "-P", "-c", "import megarl"]
         trial = LaunchedProgram(["srun", "--overlap", *place, *self._options, *program], stderr=DEVNULL)
@@ -118,13 +118,13 @@ _SIZES_OF_JOB = frozenset(
         *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
     }
 )
-"""Variables of a job that srun reads as options for numbers of tasks, or for the share of a task. An agent needs all
-CPUs and GPUs of its node.
+"""Variables that srun reads as options for numbers of tasks, or for a task's share of a node. An agent needs all CPUs
+and GPUs of its node.
 """
 
 
 def main() -> None:
-    """Run the agent of a task. The arguments are the driver's host and port."""
+    """Run the agent of a task. The program's arguments are the driver's host and port."""
     host, port = sys.argv[1:]
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())

@@ -1,1 +1,1 @@
-"""A rank process, its messages and stacks, and the driver's view of it."""
+"""A rank process, its messages and stacks, and its handle in the driver."""

@@ -1,4 +1,4 @@
-"""Statistics of the calls executed by a rank: busy time and peak memory."""
+"""Busy time and peak memory of the calls that a rank executed."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _PHASES = {
     "save_checkpoint": "checkpoint",
     "export": "export",
 }
-"""Phase of a step that a call to the ranks belongs to, by method name."""
+"""Phase of a step by method of a call."""
 
 
 def phase_of_method(method: str) -> str | None:
-    """Return the phase of a step that a call belongs to; None: no phase. `policy.update` counts as `update`."""
+    """Return the phase of a step that a call belongs to, or None. `policy.update` counts as `update`."""
     return _PHASES.get(method.rpartition(".")[2])
 
 
 @dataclass(slots=True)
 class Activity:
-    """Statistics of a rank's calls since they were last fetched with `take`."""
+    """Busy time and peak memory of a rank's calls since `take` last returned them."""
 
     busy_seconds: float = 0.0
-    """Seconds spent by the rank in calls."""
+    """Seconds in calls."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes in use, by method: the maximum from the end of the previous call to the end of a call of the method.
-    A reshard counts neither the memory of the update before it nor the KV cache of the rollout after it.
+    """Peak bytes by method, from the end of the previous call to the end of a call of the method. A reshard includes
+    neither the memory of the update before nor the KV cache of the rollout after.
     """
 
     @contextmanager
     def during(self, method: str) -> Iterator[None]:
-        """Context of a call: record its duration and peak memory, if it succeeds."""
+        """Context of a call. Records its duration and peak memory if it succeeds."""
         # No try/finally: after a fault the device must not be queried, so a failed call is not recorded.
         began = time.monotonic()
         yield

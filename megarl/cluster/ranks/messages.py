@@ -1,11 +1,11 @@
-"""Messages between the driver, the agents of its nodes and the ranks.
+"""Messages between the driver, its agents and the ranks.
 
-A rank gets commands, executed in order, and notices, handled at once. A rank waiting in a collective reads no command.
-So a thread reads all messages: it handles notices immediately, and queues commands for the main thread.
+A rank executes commands in order and handles notices at once. A rank that waits in a collective reads no command, so a
+thread reads all messages and queues the commands for the main thread.
 
-The driver sends batches to agents. A batch is one call on one node: parts, each a message with the processes that get
-it. The agent returns the answers together once all have arrived, or a short time after the first one. So a rank that
-fails or hangs does not hold up its neighbours' answers. Control messages to and from the agent itself are JSON.
+The driver sends batches to agents. A batch is one call on one node: parts, each a message with its receiving processes.
+The agent returns all answers together, or those present a short time after the first. So a rank that hangs does not
+hold up its neighbours' answers. Control messages to and from the agent itself are JSON.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ HEAD = struct.Struct("<Q")
 """Header of a message: the length of its pickle in bytes."""
 
 _NOTICE = 1 << 63
-"""Bit of the header set in notices and clear in commands."""
+"""Bit of the header that marks a notice."""
 BATCH = struct.Struct("<I")
-"""Header of a batch: the number of its parts, or `CONTROL`, or `NOTICE`."""
+"""Header of a batch: the number of parts, or `CONTROL`, or `NOTICE`."""
 PART = struct.Struct("<IQ")
-"""Header of a batch's part: the number of its processes, and the bytes of its message.
+"""Header of a batch's part: the number of receiving processes, and the bytes of the message.
 
 The numbers of the processes follow as uint32, then the message.
 """
 ANSWER = struct.Struct("<IQ")
-"""Header of an answer: the number of its process, or `AGENT`, and the bytes of its message. The message follows."""
+"""Header of an answer: the process number, or `AGENT`, and the bytes of the message. The message follows."""
 LENGTH = struct.Struct("<Q")
 """Header of a control message to an agent: its length in bytes."""
 CONTROL = 0xFFFFFFFF
-"""Number of parts that announces a control message: `LENGTH`, then JSON for the agent itself."""
+"""In place of a batch's number of parts: a control message follows, `LENGTH` and then JSON."""
 NOTICE = 0xFFFFFFFE
-"""Number of parts that announces one part without an answer. A rank reads it even while it executes a call."""
+"""In place of a batch's number of parts: one part without an answer follows. A rank reads it even during a call."""
 AGENT = 0xFFFFFFFF
-"""Number of a process that announces a control message of the agent itself, in JSON."""
+"""In place of an answer's process number: a control message of the agent itself follows, in JSON."""
 
 
 def pack(content: Any) -> bytes:
-    """Return a command or an answer as bytes: a header, then a pickle."""
+    """Encode a command or an answer: a header, then a pickle."""
     body = pickle.dumps(content, protocol=5)
     return HEAD.pack(len(body)) + body
 
 
 def pack_cancel(name: str, reason: str) -> bytes:
-    """Return the notice cancelling the cross-world process group `name` on a rank."""
+    """Encode the notice that cancels the cross-world process group `name`."""
     body = pickle.dumps((name, reason), protocol=5)
     return HEAD.pack(_NOTICE | len(body)) + body
 
 
 def pack_control(message: dict[str, Any]) -> bytes:
-    """Return a control message to an agent as bytes."""
+    """Encode a control message to an agent."""
     text = json.dumps(message).encode()
     return BATCH.pack(CONTROL) + LENGTH.pack(len(text)) + text
 
 
 def pack_event(message: dict[str, Any]) -> bytes:
-    """Return a control message of an agent to the driver as bytes."""
+    """Encode a control message of an agent to the driver."""
     text = json.dumps(message).encode()
     return ANSWER.pack(AGENT, len(text)) + text
 
 
 class Inbox:
-    """Reader of the driver's messages to this rank. Iterating yields the commands in order.
+    """The driver's messages to this rank. Iterating yields the commands in order.
 
-    A notice cancels a process group. It needs no answer, so a thread handles it at once.
+    A thread handles notices at once. A notice cancels a process group and has no answer.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -82,9 +82,7 @@ class Inbox:
         Thread(target=self._read, args=(stream,), name="inbox", daemon=True).start()
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the commands in order, until the driver closes the connection. Raises OSError if the connection
-        breaks.
-        """
+        """Yield commands until the driver closes the connection. Raises OSError if the connection breaks."""
         while (command := self._commands.get()) is not None:
             if isinstance(command, Exception):
                 raise command

@@ -1,4 +1,4 @@
-"""Main program of a rank process: executes the driver's commands and sends the answers."""
+"""Main program of a rank process: it executes the driver's commands and sends the answers."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from megarl.platform.torch_profile import Kind, TorchProfile
 
 _stop_signal: str | None = None
-"""Name of the last stop signal received by this process. Every answer reports it to the driver."""
+"""Name of the last stop signal to this process. Every answer reports it to the driver."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
-"""Parts of error messages meaning a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
+"""Texts in error messages that mean a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
 
 
 _HOST_MEMORY_FAULTS = ("DefaultCPUAllocator: ", "std::bad_alloc")
-"""Parts of error messages of torch and other C++ libraries meaning that this machine has no host memory left."""
+"""Texts in error messages of torch and C++ libraries that mean exhausted host memory."""
 
 
 def _is_lost(error: Exception) -> bool:
-    """Return whether an error means that a device, memory or peers are lost, so a restart may help."""
+    """Return whether the error means a lost device, memory or peer, so a restart may help."""
     text = f"{type(error).__name__}: {error}"
     is_fault = any(word in text for word in _DEVICE_FAULTS)
     return is_peer_loss(error) or isinstance(error, TimeoutError) or is_fault or _is_out_of_memory(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether host memory ran out. On a machine that more processes share, a restart may find it free."""
+    """Return whether host memory ran out. A restart may find it free if other processes share it."""
     return isinstance(error, MemoryError) or any(word in str(error) for word in _HOST_MEMORY_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
-    """Return an exception as plain data, because the driver might be unable to unpickle its class."""
+    """Return an exception as plain data, because the driver may not be able to unpickle its class."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         # The log may be on a full disk; the driver must get the report all the same.
@@ -75,7 +75,7 @@ def _report(error: Exception) -> dict[str, Any]:
 
 
 class _Host:
-    """State of a rank process: its worker object, once constructed, and the statistics of its calls."""
+    """A rank process: its worker object, once constructed, and the records of its calls."""
 
     def __init__(self) -> None:
         self.worker: Any = None
@@ -83,10 +83,7 @@ class _Host:
         self.profile: TorchProfile | None = None
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
-        """Construct the worker, an object of the class "package.module:Class" (`worker`). `path` extends `sys.path`.
-
-        A fault of a test may be injected here.
-        """
+        """Construct the worker of class "package.module:Class" (`worker`). `path` becomes `sys.path`."""
         faults.reach("construct")
         # The worker must be importable as in the driver, whatever started this interpreter.
         sys.path[:] = path
@@ -100,14 +97,14 @@ class _Host:
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
-        """Decode a command. Returns the method's name, and a function executing the call.
+        """Decode a command. Returns the method's name, and a function that executes the call.
 
-        The method is one of the worker's, or `part.method` of one of its parts. The process itself has nine:
+        The method is one of the worker's, or `part.method` of one of its parts, or one of the process:
 
         - `__init__` constructs the worker.
         - `__listen__` lets rank 0 listen for the torch store, and returns its port.
         - `__settle__` sets the rendezvous of the ranks.
-        - `__activity__` fetches the statistics of earlier calls.
+        - `__activity__` fetches busy time and peak memory of earlier calls.
         - `__spans__` starts or stops the recording of spans (timed sections of a profile).
         - `__arm__` sets the faults of this process, `__step__` the training step (`megarl.faults`).
         - `__profile__` starts a profile by torch, `__profile_end__` stops it and writes its files.
@@ -129,7 +126,7 @@ class _Host:
 
     @contextlib.contextmanager
     def recorded(self, method: str) -> Iterator[None]:
-        """Context recording statistics and a profile span of a call. Calls that fetch these records are excluded."""
+        """Context that records a call's busy time, memory and span. Calls that fetch records are excluded."""
         if method in ("__activity__", "__spans__", "__profile__", "__profile_end__", "__arm__", "__step__"):
             yield
             return
@@ -139,7 +136,7 @@ class _Host:
             yield
 
     def begin_profile(self, kinds: Collection[Kind]) -> None:
-        """Start a profile of this process by torch. Raises ConfigError for `memory` on a CPU."""
+        """Start a torch profile of this process. Raises ConfigError for `memory` on a CPU."""
         # Imported here: only a profiled run needs it.
         from megarl.platform.torch_profile import TorchProfile
 
@@ -147,9 +144,10 @@ class _Host:
         self.profile.start()
 
     def end_profile(self, folder: Path, first_rank: int) -> list[str]:
-        """Write the profile to a folder. `first_rank` is the number of this group's first rank in the run.
+        """Write the profile to a folder, and return the files' names. Raises OSError.
 
-        Returns the names of the files; none if this process joined the run after the profile began. Raises OSError.
+        `first_rank` is the run-wide first rank of this group. Returns nothing if this process started after the profile
+        began.
         """
         if self.profile is None:
             return []
@@ -158,32 +156,29 @@ class _Host:
 
 
 def _close(worker: Any) -> None:
-    """Close a worker, if its class has something to close."""
     if hasattr(worker, "close"):
         worker.close()
 
 
 def _listen(address: str) -> int:
-    """Listen for the torch store on the interface with this address, and return the port. Empty: return 0."""
+    """Listen for the torch store on this address's interface, and return the port. An empty address returns 0."""
     return rendezvous.listen(address) if address else 0
 
 
 def _arm(text: str, first_rank: int) -> None:
-    """Set the faults of this process, as in `faults.VARIABLE`. `first_rank` is the first rank of its group."""
+    """Set the faults of this process, as in `faults.VARIABLE`. `first_rank` is the run-wide first rank of its group."""
     faults.arm(text, str(first_rank + int(os.environ["RANK"])))
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
-    """Start or stop recording profile spans. Returns this process's monotonic clock in seconds, and the earlier
-    spans.
-    """
+    """Start or stop recording spans. Returns this process's monotonic seconds, and the spans so far."""
     return time.monotonic(), record(is_on)
 
 
 def note_signals() -> None:
-    """Handle stop signals by remembering them. The next answer reports them, and the driver saves and ends the run.
+    """Record stop signals instead of exiting. The next answer reports them, so the driver saves and ends the run.
 
-    An operator or a scheduler may send a signal to a single rank. If it ended the rank, the run would end unsaved.
+    An operator or scheduler may signal a single rank. If that ended the rank, the run would end unsaved.
     """
 
     def note(number: int, _: Any) -> None:
@@ -215,12 +210,12 @@ def serve(sock: socket.socket) -> None:
             # Free a large batch or result now, not when the next command arrives.
             command = call = result = None
             sock.sendall(answer)
-        # Before the connection ends: the driver takes its end for the end of this process.
+        # Before the connection ends, which the agent reports as the end of this process.
         _close(host.worker)
 
 
 def leave() -> NoReturn:
-    """Exit this process at once, because Python's finalisation of torch, vLLM and Megatron would take seconds."""
+    """Exit at once, because Python's finalisation of torch, vLLM and Megatron would take seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -228,6 +223,6 @@ def leave() -> NoReturn:
 
 
 def main(connection: socket.socket) -> NoReturn:
-    """Run a rank process: serve the driver's commands, then exit at once. Its agent relays them."""
+    """Run a rank process: serve the commands relayed by its agent, then exit."""
     serve(connection)
     leave()

@@ -1,4 +1,4 @@
-"""The driver's view of one rank process: connections, log, and how the process ended."""
+"""The driver's handle of one rank process: its log, its answers, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.cluster.ranks.stacks import name_ranks
 from megarl.terminal import printable
 
 _LOG_TAIL_LINES = 60
-"""Number of log lines quoted in an error."""
+"""Log lines quoted in an error."""
 _NOISE = re.compile(
     r"^(?:"
     r"\S+\.py:\d+: \w*Warning: .*\n(?:  .*\n)?"  # Python's warnings, and the line of code below
@@ -25,17 +25,16 @@ _NOISE = re.compile(
     r")",
     re.MULTILINE,
 )
-"""Regular expression of log lines of other libraries that do not help to explain a failure."""
+"""Log lines of other libraries that do not explain a failure."""
 
 _process_numbers = itertools.count(1)
-"""Numbers of rank processes, unique in this driver: a late answer is never taken for that of a newer process."""
+"""Numbers of rank processes, unique in this driver, so a late answer never counts for a newer process."""
 
 
 class RankError(Exception):
-    """Raised for an error reported by a rank, or for a lost rank (`report` None).
+    """Raised for an error that a rank reported, or for a lost rank (`report` None).
 
-    `at` is the time in seconds since 1970. `echo` is True if the error is a mere consequence, because another rank left
-    a collective.
+    `at` is its time in seconds since 1970. `echo`: the error only reflects that another rank left a collective.
     """
 
     def __init__(
@@ -57,35 +56,35 @@ def log_tail(log: Path) -> str:
 
 
 class RankHandle:
-    """The driver's view of one rank process: its log, and how it ended.
+    """The driver's handle of one rank process.
 
-    `process` is the number by which its agent knows it. `died` completes with the time at which the process ended, in
-    seconds since 1970. `stop_signal` is the name of the stop signal received by the rank, if any.
+    `process` is the number by which its agent knows it. `died` completes at the end of the process with the time, in
+    seconds since 1970. `stop_signal` is the name of a stop signal to the rank.
     """
 
     stop_signal: str | None = None
 
     def __init__(self, rank: int, log: Path) -> None:
-        """Create the view of rank `rank` of the run. Its agent has not forked it yet."""
+        """Create the handle of rank `rank` of the run, before its agent forks it."""
         self.rank, self.log = rank, log
         self.process = next(_process_numbers)
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.end: str | None = None
-        """How the process ended, as words following its name; None: it runs."""
+        """How the process ended, as a verb phrase; None: it runs."""
         self.is_cut_off = False
-        """Whether only the connection to the rank's agent ended. The process dies with its agent."""
+        """Whether only the connection to the agent ended. The process dies with its agent."""
 
     def content(self, answer: memoryview) -> Any:
-        """Decode a rank's answer and return the method's result. Raises RankError if the method raised."""
+        """Decode a rank's answer and return the result. Raises RankError if the method raised."""
         answered, content, self.stop_signal = pickle.loads(answer)
         if not answered:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 
     def note_end(self, end: str, at: float, *, is_cut_off: bool = False) -> None:
-        """Record how and when the process ended. Does nothing if its end is known already.
+        """Record how and when the process ended, once.
 
-        `at`: seconds since 1970. `is_cut_off`: only the connection to the rank's agent ended.
+        `at` is in seconds since 1970. `is_cut_off`: only the connection to the agent ended.
         """
         if not self.died.done():
             self.end, self.is_cut_off = end, is_cut_off
@@ -105,4 +104,4 @@ def name_handles(handles: Sequence[RankHandle]) -> str:
 
 
 Answers = dict[RankHandle, asyncio.Future[Any]]
-"""A future per rank for its answer to one command."""
+"""A future per rank for its answer to a command."""

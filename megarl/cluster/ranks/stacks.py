@@ -1,4 +1,4 @@
-"""Stacks that ranks write with Python's `faulthandler`: where each rank is, and whether it waits in a collective."""
+"""Stacks that Python's `faulthandler` writes: where each rank is, and whether it waits in a collective."""
 
 from __future__ import annotations
 
@@ -14,37 +14,33 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
-"""Regular expression of calls waiting for other ranks."""
+"""Calls in source lines that wait for other ranks."""
 _WAITING_FILES = ("/torch/distributed/", "/megarl/groups/cross_world.py", "/megarl/platform/background.py")
-"""Parts of file paths. A main thread in one of these files waits for other ranks."""
+"""Parts of file paths. A main thread in such a file waits for other ranks."""
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
-"""Regular expression of the last line of a complete stack: the outermost frame, or the dots of a stack that
-faulthandler cut.
-"""
+"""Last line of a complete stack: the outermost frame, or the dots of a stack that faulthandler cut."""
 _MOST_FRAMES = 12
-"""Maximum number of frames shown of a stack."""
+"""Maximum frames shown of a stack."""
 _MOST_STACKS = 8
 """Maximum number of different stacks shown."""
 
 
 def is_complete(stacks: str) -> bool:
-    """Return whether the stacks in a log are completely written: the main thread's outermost frame is there."""
+    """Return whether a rank has written all its stacks: the main thread's outermost frame is there."""
     _, heading, main_thread = stacks.rpartition(_HEADING)
     return bool(heading) and _OUTERMOST.search(main_thread) is not None
 
 
 def has_begun(stacks: str) -> bool:
-    """Return whether a rank has begun to write its stacks: it is not stopped.
+    """Return whether a rank has begun to write its stacks, so it is not stopped.
 
-    The text may stay incomplete. faulthandler reads the frames of threads at work, and stops where they change.
+    The text may stay incomplete: faulthandler stops at frames that change while it reads them.
     """
     return _HEADING in stacks
 
 
 def summary(stacks: Mapping[int, str]) -> str:
-    """Return a text with the innermost frames of each rank's main thread. Ranks with the same stack are listed
-    together.
-    """
+    """Return a text with the innermost frames of each rank's main thread. Ranks with the same stack share an entry."""
     alike: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
@@ -62,7 +58,7 @@ def summary(stacks: Mapping[int, str]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks, given in ascending order, as words: `rank 3`, `ranks 0-2, 5`."""
+    """Return ascending ranks as words: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -74,14 +70,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_engine(ranks: Sequence[int]) -> str:
-    """Return the name of the separate engine replica with these ranks, for messages."""
+    """Return the name of an engine replica for messages, from its ranks."""
     return f"the engine of {name_ranks(ranks)}"
 
 
 def waits_in_collective(stacks: str) -> bool:
     """Return whether the main thread in these stacks waits for other ranks.
 
-    False if there is no stack: a process writing none is stopped.
+    False without a stack: a process that writes none is stopped.
     """
     _, heading, main_thread = stacks.rpartition(_HEADING)  # the main thread comes last
     innermost = _FRAME.search(main_thread)
