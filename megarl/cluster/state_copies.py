@@ -34,7 +34,10 @@ class HeldCopy:
 
 
 async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
-    """Let the agents open files filled by their ranks, so the files outlive the ranks. Raises PeerLostError or OSError."""
+    """Let the agents open files that their ranks filled, so the files outlive the ranks.
+
+    Raises PeerLostError or OSError.
+    """
     of_agent: defaultdict[AgentLink, dict[str, Any]] = defaultdict(dict)
     for place, files in zip(group.places, files_of_ranks, strict=True):
         of_agent[place.agent] |= files

@@ -13,9 +13,9 @@ from megarl.rollout.step.updates import PolicyUpdates
 
 
 async def train(run: Run) -> None:
-    """Run the loop: sample, score, update, save, reshard and evaluate.
+    """Repeat sample, score, update, save, reshard and evaluate.
 
-    Rewards are measured. They train the policy only with distillation.use_task_rewards.
+    Rewards are measured, and train the policy only with distillation.use_task_rewards.
     """
     recipe, models, phase = run.recipe, run.models, run.tracker.phase
     algorithm, policy, has_advantages = recipe.algorithm, models["policy"], recipe.has_advantages
@@ -65,7 +65,7 @@ async def train(run: Run) -> None:
 
 
 def _prompts_of(run: Run) -> dict[str, TeacherPrompts]:
-    """Return the writers of the teachers' own prompts, by source."""
+    """Return the writers of the teachers' prompts by source. A source without distillation.teacher_prompt has none."""
     prompts = {}
     for source in run.data.sources:
         config = source.recipe.distillation

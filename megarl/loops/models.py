@@ -1,4 +1,4 @@
-"""Models of a run on its ranks, and the calls changing them apart from updates."""
+"""Models of a run on its ranks, and calls that change them apart from updates."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _SAMPLE_SETTINGS = (
     "moe_input_jitter_eps",
     "moe_expert_capacity_factor",
 )
-"""Megatron-Core's settings with which equal tokens after equal prefixes are not computed alike in training."""
+"""Megatron-Core's settings that make training compute equal tokens after equal prefixes differently."""
 
 
 def trained_shape(recipe: Recipe, shape: ModelShape) -> ModelShape:
-    """Return the shape of the trained model, from that of model.path: with a value head or trained draft layers."""
+    """Return the shape of the trained model: that of model.path with a value head or trained draft layers."""
     if recipe.loop == "reward_model":
         return shape.with_value_head()
     return shape.with_draft_layers(recipe.trainer.trains_draft_layers)
@@ -57,7 +57,7 @@ def models_of(
 ) -> dict[str, RankModel]:
     """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
 
-    `spikes` finds updates of the policy to drop.
+    `spikes` detects the policy's updates to drop.
     """
     shape = _shape_of(recipe, recipe.model.folder)
     policy = RankModel(
@@ -102,7 +102,7 @@ def models_of(
 
 
 def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:
-    """Return why this model's prefixes cannot be computed once for several sequences; None if they can."""
+    """Return why this model cannot compute a prefix once for several sequences, or None."""
     if model.shape is not None and model.shape.linear_attention is not None:
         return "the model has linear attention, whose state follows one sequence"
     if model.shape is not None and isinstance(model.shape.attention, Latent) and transformer_engine.is_installed():
@@ -123,7 +123,7 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
 
 
 def sharing_notices(models: Mapping[str, RankModel]) -> list[str]:
-    """Return a message for each reason why models share no prefixes, naming these models. Empty if they shall not."""
+    """Return a message for each reason why models share no prefixes. Empty if the recipe turns sharing off."""
     reasons: dict[str, list[str]] = {}
     for name, model in models.items():
         if isinstance(model.packing, SharedPrefixes) and model.packing.problem is not None:
@@ -138,7 +138,7 @@ def _shape_of(recipe: Recipe, folder: str) -> ModelShape:
 
 
 def _shapes_beyond_policy(recipe: Recipe, shape: ModelShape) -> dict[str, ModelShape]:
-    """Return the shapes of the models with the policy's layout, by name. `shape` is the policy's."""
+    """Return the shapes of reference, critic and reward model by name. `shape` is the policy's."""
     shapes: dict[str, ModelShape] = {}
     if recipe.has_reference:
         shapes["reference"] = shape
@@ -162,13 +162,13 @@ async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: 
 
 
 async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState, checkpoint: Path) -> None:
-    """Load the routed experts of groups waiting in a checkpoint. Used with router replay only."""
+    """With router replay, load the routed experts of the checkpoint's waiting groups."""
     if recipe.trainer.router_replay:
         await models["policy"].group.call("replayed_experts.load", checkpoint, state.waiting_experts)
 
 
 async def retain_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState) -> dict[str, float]:
-    """Drop the ranks' routed experts, except for groups waiting for a later step. Used with router replay only.
+    """With router replay, drop the ranks' routed experts, except those of waiting groups.
 
     Metric: `rollout/routed_experts_bytes`, their size before.
     """

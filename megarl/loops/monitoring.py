@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class RunMonitor:
-    """HTTP server of the driver, if the recipe has monitor.port. It runs from the first attempt to the run's end.
+    """HTTP server of the driver (monitor.port), from the run's first start of ranks to its end.
 
-    It keeps its port between two attempts: another program could take the port, and end a run that recovers.
+    It keeps its port while ranks start again, because another program could take the port and end the recovering run.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         self.pool: EnginePool | None = None
-        """Engines of the attempt; None before their start."""
+        """Engines of the present ranks; None before their start."""
         self._recipe, self._folder = recipe, folder
         self._metrics: RunMetrics | None = None
         self._address = ""
@@ -38,7 +38,7 @@ class RunMonitor:
         await self._stack.aclose()
 
     async def begin_attempt(self, tracker: Tracker) -> None:
-        """Show the metrics of an attempt. The first call starts the server.
+        """Show the metrics of `tracker`. The first call starts the server.
 
         Raises ConfigError if the port is in use.
         """
@@ -51,7 +51,7 @@ class RunMonitor:
         tracker.info(f"metrics at {self._address}/metrics, health at {self._address}/health")
 
     async def _start(self) -> RunMetrics:
-        """Start the server. Returns its metrics."""
+        """Start the server, and return the metrics that it shows."""
         # Imported here: aiohttp takes a while to import, and few runs need it.
         from megarl.serving.monitor import EngineLoad, Monitor, registry_of
         from megarl.tracking.prometheus import RunMetrics

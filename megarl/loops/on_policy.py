@@ -1,4 +1,4 @@
-"""Training on samples of the current policy: the parts shared by on-policy loops."""
+"""Training on samples of the current policy: what all on-policy loops share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megarl.types import Group, Trajectory
 
 
 class OnPolicyRollout:
-    """Sampling of an on-policy loop's steps. `buffer` samples the groups. `state` is saved with each step."""
+    """Sampling for an on-policy loop's steps. `buffer` samples groups. `state` is saved with each step."""
 
     def __init__(self, run: Run, buffer: GroupBuffer, journal: AttemptJournal | None = None) -> None:
-        """Create the sampling of a run. `journal` records the attempts of agents; None: there are none."""
+        """Prepare sampling. `journal` records the attempts of agent programs; None: there are no agents."""
         self._journal = journal
         self.buffer, self.state = buffer, buffer.state
         self._run, self._recipe = run, run.recipe
@@ -38,7 +38,7 @@ class OnPolicyRollout:
         buffer.on_sampled = run.reshard_schedule.sleep_engines
 
     async def resume(self) -> None:
-        """Continue from the checkpoint, if the run starts from one."""
+        """Load the run's checkpoint, if it starts from one, and reshard its weights."""
         run, checkpoint = self._run, self._run.origin.checkpoint
         if checkpoint is None:
             return
@@ -48,14 +48,14 @@ class OnPolicyRollout:
                 "algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses the "
                 "engine's log-probs instead"
             )
-        # The ledger's last lines may have events of after the save.
+        # The ledger may end with events that are newer than the checkpoint.
         run.data.rewind_draws(self.state.draws.num_written)
         await load_experts(run.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.
         await run.reshard_schedule.run(run.folder.resumed_step)
 
     async def sample(self, step: Step) -> list[Group]:
-        """Return the groups to train the step on. Colocated engines sleep afterwards.
+        """Return the groups to train the step on, and let colocated engines sleep.
 
         Raises MegarlError if too many attempts could not be scored.
         """
@@ -68,7 +68,7 @@ class OnPolicyRollout:
         return groups
 
     def log_samples(self, step: Step, groups: Sequence[Group]) -> None:
-        """Log the metrics of the step's samples. `groups` are those trained on."""
+        """Log the metrics of the step's samples, of which `groups` were trained on."""
         with span("metrics"):
             step.log(step_metrics(self.buffer.sampled, groups, self._recipe, weight_version=step.number))
             step.log(served_metrics(self._run.data.sources))
@@ -83,7 +83,7 @@ class OnPolicyRollout:
         return trajectory.num_sampled if is_trained else 0
 
     async def reshard(self, step: Step) -> None:
-        """Reshard if due, then log the engines' metrics. The bottleneck detector reads these."""
+        """Reshard if due, then log the engines' metrics and observe the bottleneck."""
         run = self._run
         if self._recipe.reshards_at(step.number):
             with run.tracker.phase("reshard"):
@@ -97,7 +97,7 @@ class OnPolicyRollout:
     async def write_samples(
         self, step: Step, groups: Sequence[Group], token_records: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the step's trajectories and token records, if due, and what became of the prompts."""
+        """Write the step's trajectories and token records, if due, and the ledger of its prompts."""
         run = self._run
         sizes = {source.name: len(source.problems) for source in run.data.sources}
         with storage_faults_named(run.data.draws_file):
@@ -115,7 +115,7 @@ class OnPolicyRollout:
 
 @asynccontextmanager
 async def on_policy_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
-    """Enter the sampling of an on-policy loop. At the end, groups in flight are cancelled."""
+    """Context of an on-policy loop's sampling. Groups in flight at its end are cancelled."""
     recipe, sources = run.recipe, run.data.sources
     with closing(_open_journal(run)) if _has_agents(run) else nullcontext() as journal:
         if journal is not None:
@@ -133,7 +133,7 @@ def _has_agents(run: Run) -> bool:
 
 
 def _open_journal(run: Run) -> AttemptJournal:
-    """Open the journal of agents' attempts at the version of the run's first weights."""
+    """Open the journal of agents' attempts, at the version of the run's first weights."""
     find_problem = problem_lookup({source.name: source.problems for source in run.data.sources})
     return AttemptJournal(
         run.folder.journal_file,
@@ -144,7 +144,7 @@ def _open_journal(run: Run) -> AttemptJournal:
 
 
 def _balance(run: Run) -> Balance | None:
-    """Return the bottleneck detector, None for colocated engines."""
+    """Return the bottleneck detector; None for colocated engines."""
     recipe = run.recipe
     if recipe.rollout.placement == "colocated":
         return None

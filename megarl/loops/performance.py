@@ -1,6 +1,6 @@
-"""Measurement of a run's steps on ranks and driver: throughput, utilisation, memory, bottleneck, traces.
+"""Measurement of a run's steps: throughput, utilisation, memory, bottleneck, traces.
 
-Profiles (`train.profile_steps`) are traces with the spans of driver and ranks on one time axis, or made by torch.
+Traces (`train.profile_steps`) show the spans of driver and ranks on one time axis, or are profiles by torch.
 """
 
 from __future__ import annotations
@@ -114,24 +114,24 @@ _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
 """Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""
 
 WINDOW = 5
-"""Maximum number of recent steps averaged to decide which side, trainer or engines, is the bottleneck."""
+"""Recent steps averaged to find the bottleneck."""
 FEWEST = 3
-"""Steps needed before the bottleneck is first reported. The run's first step never counts, because it includes one-time
-work."""
+"""Steps before the bottleneck is reported. The first step never counts, because it includes one-time work."""
 MARGIN = 0.1
 """A side is the bottleneck if the other side's idle share is larger by more than this."""
 
 Call = Callable[[str, bool], Awaitable[list[Any]]]
-"""Async function that calls a method of all ranks of a group with a boolean argument."""
+"""Async function (method, argument) that calls a method of all ranks of a group."""
 
 _SAME_CLOCK_SECONDS = 0.1
-"""Clock offsets below this count as 0. Different machines were not booted within such a short time of each other, so a
-small offset means one machine."""
+"""Clock offsets below this count as 0. Monotonic clocks start at boot, and two machines hardly boot within 0.1 s, so a
+small offset means one machine.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredStep:
-    """Tokens of a step's updates, mean seconds of its ranks and of its trainers in calls, and its time in seconds."""
+    """Tokens of a step's updates, mean seconds in calls of all ranks and of the trainers, and the step's seconds."""
 
     update_tokens: float
     busy_seconds: float
@@ -140,7 +140,7 @@ class _MeasuredStep:
 
 
 class Performance:
-    """Measures a run's steps. Its results are the metrics in METRICS, and the engines' own metrics."""
+    """Measures a run's steps, and returns METRICS and the engines' own metrics."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Performance:
         models: Mapping[str, RankModel],
         predicted: Mapping[str, int] | None = None,
     ) -> None:
-        """Create the measurement. `predicted` has, by phase, the planned memory in bytes of the fullest rank."""
+        """Create the measurement. `predicted` has the planned bytes of the fullest rank by phase."""
         self._predicted = predicted or {}
         self._ranks = ranks
         self._work = models["policy"].work
@@ -160,10 +160,10 @@ class Performance:
         self._first_began: float | None = None
         self._asked: asyncio.Future[_OfEngines] | None = None
         self._measured: _MeasuredStep | None = None
-        """The step measured last, until its evaluation is measured."""
+        """The last measured step, until its evaluation is measured."""
 
     async def begin(self) -> None:
-        """Reset all counters before the run's first step, so starting-up and first evaluation are not counted."""
+        """Reset all counters once, before the run's first step, so start-up and first evaluation do not count."""
         if not self._has_begun:
             self._has_begun = True
             await self._ranks.call("__activity__")
@@ -172,10 +172,7 @@ class Performance:
             self._first_began = time.monotonic()
 
     def ask_engines(self) -> asyncio.Future[_OfEngines]:
-        """Request the engines' measurements now, for the next `measure_step`.
-
-        Without this call `measure_step` requests them itself.
-        """
+        """Request the engines' measurements now, for the next `measure_step`, which requests them itself otherwise."""
 
         async def ask() -> _OfEngines:
             activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
@@ -190,7 +187,7 @@ class Performance:
     async def measure_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the time since the previous call.
 
-        `seconds` are the step's times by name, `scalars` the step's metrics so far.
+        `seconds` are the step's times by name, `scalars` its metrics so far.
         """
         if self._first_began is not None:
             # The tracker counts the first step's time from the start of the run, start-up included.
@@ -209,10 +206,11 @@ class Performance:
         return metrics | self._throughput(work, seconds, scalars)
 
     async def measure_evaluation(self, seconds: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the metrics of a step's evaluation, and those of the whole step. `seconds`: evaluation's by phase.
+        """Return the metrics of a step's evaluation, and those of the whole step. `seconds` are the evaluation's by
+        phase.
 
-        The first are the engines' and the peak memory. The others are shares of the step's time, which now includes
-        the evaluation; none if the step was measured by an earlier start. The next step's measurement begins here.
+        The first are the engines' metrics and peak memory. The others are shares of the step's time with its
+        evaluation; empty if an earlier start measured the step. The next step's measurement begins here.
         """
         activities, engines = await self._take_measurements()
         memory = peak_memory(activities)
@@ -231,11 +229,11 @@ class Performance:
         return engines | memory | self._predicted_metrics(memory), whole_step
 
     def _busy(self, activities: Sequence[Activity]) -> tuple[float, float]:
-        """Return the seconds in calls, as means over all ranks and over the trainers, which come first."""
+        """Return the mean seconds in calls of all ranks, and of the trainers, which come first."""
         return mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size])
 
     def _shares(self, step: _MeasuredStep) -> dict[str, float]:
-        """Return the metrics of a step that are divided by its time."""
+        """Return the metrics divided by a step's time."""
         metrics = {"time/ranks_idle": idle_share(step.busy_seconds, step.seconds)}
         if self._ranks.is_separate:
             metrics["time/trainers_idle"] = idle_share(step.trainers_busy_seconds, step.seconds)
@@ -245,19 +243,19 @@ class Performance:
         return metrics
 
     async def _take_measurements(self) -> tuple[list[Activity], dict[str, float]]:
-        """Fetch and reset the ranks' call statistics, those of trainers first, and the engines' metrics."""
+        """Fetch and reset the ranks' call statistics, trainers first, and the engines' metrics."""
         activities: list[Activity] = await self._ranks.trainers.call("__activity__")
         asked, self._asked = self._asked or self.ask_engines(), None
         of_engines, engine_reports = await asked
         return [*activities, *of_engines], values(merge(engine_reports))
 
     def _predicted_metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Return `memory/PHASE_predicted_gib` for the phases whose memory was measured."""
+        """Return `memory/PHASE_predicted_gib` for the measured phases."""
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
     def _throughput(self, work: Work, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-        """Return the `perf/` metrics of a step that are divided by the time of its phases."""
+        """Return the `perf/` metrics that are divided by the time of a step's phases."""
         num_ranks, num_trainers = self._ranks.world_size, self._ranks.trainers.world_size
         # Colocated ranks do both, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
@@ -286,7 +284,7 @@ class Performance:
         return metrics
 
     async def _ask_for_peak(self) -> None:
-        """Fetch the peak performance of the ranks' devices, once. The smallest counts; None if a device is unknown."""
+        """Fetch the peak TFLOP/s of the trainers' devices once: the smallest, or None if one is unknown."""
         if not self._knows_peak:
             peaks = await self._ranks.trainers.call("peak_tflops")
             self._peak_tflops = None if None in peaks else min(peaks)
@@ -294,18 +292,18 @@ class Performance:
 
 
 def mean_busy(activities: Sequence[Activity]) -> float:
-    """Return the seconds that ranks spent in calls, as a mean over ranks."""
+    """Return the mean seconds in calls over ranks."""
     return sum(activity.busy_seconds for activity in activities) / len(activities)
 
 
 def idle_share(busy_seconds: float, seconds: float) -> float:
-    """Return the fraction of `seconds` in which ranks executed no call for `busy_seconds`."""
+    """Return the share of `seconds` outside of calls, from 0 to 1."""
     # Calls are timed on the ranks and the step on the driver, so the share can be slightly outside [0, 1].
     return min(1.0, max(0.0, 1 - busy_seconds / seconds))
 
 
 def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
-    """Return `memory/PHASE_gib`, the largest peak of any rank in each phase of a step."""
+    """Return `memory/PHASE_gib`, the largest peak of any rank in each phase."""
     peaks: dict[str, float] = {}
     for activity in activities:
         for method, num_bytes in activity.peak_bytes.items():
@@ -316,10 +314,9 @@ def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
 
 
 class Balance:
-    """Detector of the slower side, trainer or engines, updated after each step.
+    """Detector of the slower side, trainer or engines. It reports its first verdict and every change.
 
-    It calls back with the first verdict and every change of it. `takes_turns`: trainer and engines never work at the
-    same time, so both are idle part of the time with any number of ranks.
+    `takes_turns`: trainer and engines never work at the same time, so both are partly idle with any number of ranks.
     """
 
     def __init__(
@@ -332,8 +329,7 @@ class Balance:
         self._verdict = ""
 
     def observe_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a step (METRICS), from its times so far (`seconds`) and the engines'
-        `time/engines_idle`."""
+        """Return the METRICS of a step, from its `seconds` so far and its metric `time/engines_idle`."""
         step_seconds, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(step_seconds, 1e-9))
         found = {"time/rollout_waited_seconds": waited}
@@ -373,25 +369,25 @@ class Balance:
 
 
 class Profiles:
-    """Recorder of steps, writing their traces to profiles/ in the run folder.
+    """Writes traces of steps to profiles/ in the run folder.
 
-    Separate engines answer only after they received the weights being sent to them. No step waits for this: their spans
-    are fetched and the trace is written in the background.
+    Separate engines answer only after they received the weights on their way. No step waits for that: their spans are
+    fetched and the trace is written in the background.
     """
 
     def __init__(
         self, ranks: RunRanks, folder: RunFolder, tracker: Tracker, means: Collection[str] = ("spans",)
     ) -> None:
-        """Create the recorder. `means` are those of train.profile_with."""
+        """Create the recorder. `means` are the values of train.profile_with."""
         self._ranks, self._folder, self._tracker = ranks, folder, tracker
         self._has_spans = "spans" in means
         self._by_torch = [kind for kind in means if kind != "spans"]
         self._writing: asyncio.Task[None] | None = None
-        """Task writing the trace of the newest recorded step."""
+        """Task that writes the newest step's trace."""
 
     @asynccontextmanager
     async def record_step(self, number: int) -> AsyncIterator[None]:
-        """Context for one step: profile it. A failed step has no profile."""
+        """Context that profiles one step. A failed step has no profile."""
         async with AsyncExitStack() as stack:
             # Spans last, so that they do not include the start and the files of torch's profiles.
             if self._by_torch:
@@ -402,7 +398,7 @@ class Profiles:
 
     @asynccontextmanager
     async def _profiled_by_torch(self, number: int) -> AsyncIterator[None]:
-        """Context for one step: profile all ranks by torch, and write their files to profiles/step_NNNNNN/."""
+        """Context of one step: torch profiles all ranks, and writes files to profiles/step_NNNNNN/."""
         await self._ranks.call("__profile__", self._by_torch)
         yield
         folder = self._folder.profiles_folder.absolute() / f"step_{number:06d}"
@@ -412,7 +408,7 @@ class Profiles:
 
     @asynccontextmanager
     async def _spans_recorded(self, number: int) -> AsyncIterator[None]:
-        """Context for one step: record its spans."""
+        """Context that records the spans of one step."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:
@@ -438,19 +434,18 @@ class Profiles:
             await self._writing
 
     async def finish(self) -> None:
-        """Wait until the trace of the newest recorded step is written."""
+        """Wait for the trace of the newest step."""
         if self._writing is not None:
             await self._writing
 
     async def close(self) -> None:
-        """Cancel a trace not written yet."""
         if self._writing is not None:
             self._writing.cancel()
             # Wait for the end of the task: it uses the ranks, closed next.
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Start recording spans on separate engines once the `earlier` trace is written. Returns as `_begin` does."""
+        """Start recording spans on separate engines after the `earlier` trace. Returns clock offsets as `_begin`."""
         if not self._ranks.is_separate:
             return []
         if earlier is not None:
@@ -468,8 +463,7 @@ class Profiles:
     ) -> None:
         """Write the trace of a step.
 
-        `driver_spans`: spans of the driver. `spans` and `offsets`: of the trainer ranks. `offsets_of_engines`: of the
-        engine ranks. `facts`: values shown with the trace.
+        `spans` and `offsets` are those of the trainer ranks, `facts` values shown with the trace.
         """
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
@@ -499,8 +493,7 @@ class Profiles:
 
 
 async def _begin(call: Call) -> list[float]:
-    """Start recording spans on ranks. Return for each rank the seconds by which the driver's clock is ahead of its
-    clock."""
+    """Start recording spans on ranks. Return for each rank the seconds by which the driver's clock is ahead."""
     # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
     rounds = [await _ask_clocks(call) for _ in range(2)]
     asked, answered, clocks = min(rounds, key=lambda one: one[1] - one[0])
@@ -510,8 +503,7 @@ async def _begin(call: Call) -> list[float]:
 
 
 async def _ask_clocks(call: Call) -> tuple[float, float, list[float]]:
-    """Start recording spans on ranks. Return the time of the request, the time of the last answer, and each rank's
-    clock."""
+    """Start recording spans on ranks. Return the times of request and last answer, and each rank's clock."""
     asked = time.monotonic()
     clocks = [clock for clock, _ in await call("__spans__", True)]
     return asked, time.monotonic(), clocks

@@ -1,4 +1,4 @@
-"""Loop of preference learning for a policy or reward model: one update per step, evaluation on held-out answers."""
+"""Loop of preference learning for a policy or reward model: one update per step, evaluated on held-out answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megarl.types import TrainingSequence
 async def train(run: Run) -> None:
     """Train on pairs of answers, or on judged answers, for the remaining steps.
 
-    Logs `train/loss` (mean over pairs or answers) and other metrics of the loss; for kto also `kl/reference`, in nats
-    per answer.
+    Logs `train/loss` (mean over pairs or answers) and other metrics of the loss. For kto it logs `kl/reference`, in
+    nats per answer.
     """
     recipe, tracker = run.recipe, run.tracker
     keep = collect_for(recipe, run.folder.path)
@@ -60,7 +60,7 @@ async def train(run: Run) -> None:
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
-    """Return all answers as one batch. The two answers of a pair are consecutive."""
+    """Return all answers as one batch, with the two answers of a pair one after the other."""
     return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
@@ -70,7 +70,7 @@ async def _add_reference(run: Run, batch: TokenBatch) -> None:
 
 
 async def _divergence(run: Run, batch: TokenBatch) -> float:
-    """Estimate the KL divergence between policy and reference for KTO, in nats, at least 0.
+    """Estimate the KL divergence between policy and reference for KTO: nats per answer, at least 0.
 
     It is the mean log-ratio of mismatched answers: each prompt with the answer to the next prompt.
     """
@@ -94,9 +94,8 @@ async def _divergence(run: Run, batch: TokenBatch) -> float:
 async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: int) -> dict[str, float]:
     """Return `val/SET/accuracy` for each held-out set.
 
-    For pairs: the share in which the chosen answer has the larger worth (`worths`). For judged answers: the probability
-    that a desirable one has a larger worth than an undesirable one (AUC). For a reward model: the share of pairs with
-    the higher score for the chosen answer.
+    For pairs it is the share with the larger worth (`worths`), or reward model's score, for the chosen answer. For
+    judged answers it is the probability that a desirable one has a larger worth than an undesirable one (AUC).
     """
     scalars: dict[str, float] = {}
     policy = run.models["policy"]
@@ -121,10 +120,10 @@ async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: i
 
 
 def worths(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
-    """Return each answer's log-ratio of policy and reference, or without a reference its mean log-prob.
+    """Return each answer's log-ratio of policy and reference, or mean log-prob without one: float64 [sequences], in
+    nats.
 
-    `logprobs` are float32 [tokens]. `by_length` takes means over tokens, as preference.normalize_by_length does.
-    Returns float64 [sequences], in nats.
+    `logprobs` are float32 [tokens]. `by_length` takes means over tokens (preference.normalize_by_length).
     """
     reference = batch.per_token.get("reference_logprobs")
     gains = logprobs if reference is None else logprobs - reference

@@ -63,11 +63,11 @@ METRICS = (
 )
 """Metrics of a background reshard are logged with the step in which it ran."""
 _STATES = ("reshard/probe_gap", "lora/lost_in_merge")
-"""Metrics of the state after a reshard. Those of two reshards are not added."""
+"""Metrics of the state after a reshard, which are not added over two reshards."""
 
 
 class ReshardSchedule:
-    """Copies the trainer's weights into the engines after a step. `performance` measures the steps."""
+    """Copies the trainer's weights into the engines after a step. `replacements` restarts lost separate engines."""
 
     def __init__(
         self,
@@ -79,17 +79,18 @@ class ReshardSchedule:
         performance: Performance,
         checks: WeightChecks,
     ) -> None:
-        """Prepare the reshards. `replacements` restarts separate engine replicas after a loss."""
         self._checks = checks
         self._recipe, self._ranks, self._reshard_calls, self._replacements = recipe, ranks, reshard_calls, replacements
         self._pool, self._performance = pool, performance
         self._sending: asyncio.Task[dict[str, float]] | None = None
         self._reports: Reports = []
-        """Reports of the engines about the current reshard."""
+        """The engines' reports of the background reshard."""
 
     async def sleep_engines(self) -> None:
-        """Put colocated engines to sleep until the next reshard, so that the trainer can use their memory. Their
-        requests pause until then. No effect on separate engines, and on engines already asleep.
+        """Let colocated engines sleep until the next reshard, so the trainer can use their memory. Their requests
+        pause.
+
+        Does nothing for separate engines, and for engines already asleep.
         """
         # Colocated engines are paused by this method only. `run` wakes the engines, then resumes the pool.
         if self._ranks.is_separate or self._pool.is_paused:
@@ -99,7 +100,7 @@ class ReshardSchedule:
             self._checks.refuse_changes(await self._ranks.trainers.call("sleep_engine"))
 
     async def check_last_version(self) -> None:
-        """Compare the weights of trainer and separate engines with those recorded, at the run's end.
+        """Compare the weights of trainer and separate engines with their checksums, at the run's end.
 
         Earlier versions are compared before the next one is written, and colocated engines before they sleep. Raises
         MegarlError if weights changed.
@@ -111,11 +112,10 @@ class ReshardSchedule:
         await self._checks.check_trainer()
 
     async def run(self, step: int) -> dict[str, float]:
-        """Copy the weights and wait. Returns the slowest rank's seconds and the bytes of all ranks, as metrics.
+        """Copy the weights and wait. Returns metrics: seconds of the slowest rank, and bytes of all ranks.
 
-        First completes a background reshard and adds its metrics. Requests running in separate engines pause, then
-        continue with the new weights. `reshard/probe_gap` is included if the log-probs of converted weights were
-        compared.
+        First completes a background reshard, and includes its metrics. Requests in separate engines pause, then
+        continue with the new weights.
         """
         before = await self.finish()
         if self._ranks.is_separate:
@@ -128,11 +128,11 @@ class ReshardSchedule:
         return _with_earlier(before, reshard_metrics(reports) | pause)
 
     async def begin(self, step: int) -> dict[str, float]:
-        """Start a background reshard if the recipe allows it at this step; otherwise reshard and wait.
+        """Start a background reshard if the recipe allows it at this step, else reshard and wait.
 
-        On return, the trainers have copies of their weights and the engines have paused. All tokens sampled so far are
-        thus counted in this step. The engines have the weights after `finish` at the latest. Returns the metrics of the
-        previous background reshard, or those of `run`.
+        On return, the trainers have copies of their weights and the engines have paused, so all tokens sampled so far
+        count in this step. `finish` waits until the engines have the weights. Returns the metrics of the previous
+        background reshard, or those of `run`.
         """
         before = await self.finish()
         # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
@@ -149,9 +149,7 @@ class ReshardSchedule:
         return before
 
     async def finish(self) -> dict[str, float]:
-        """Wait until the engines have received the weights of a background reshard. Returns its metrics; empty if there
-        is none.
-        """
+        """Wait for the background reshard, and return its metrics; empty without one."""
         if self._sending is None:
             return {}
         began = time.monotonic()
@@ -167,26 +165,25 @@ class ReshardSchedule:
         )
 
     async def close(self) -> None:
-        """Cancel the reshard in progress."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def _is_verified(self, step: int) -> bool:
-        """Return whether the weights are compared after this step's reshard (weights.verify_every)."""
+        """Return whether this step's reshard compares the weights (weights.verify_every)."""
         interval = self._recipe.weights.verify_every
         return interval > 0 and step % interval == 0
 
     async def _run_separate(self, step: int) -> tuple[Reports, dict[str, float]]:
-        """Pause separate engines and reshard. Returns each rank's report and the engines' metrics.
+        """Pause separate engines, let restarted replicas join, and reshard.
 
-        Restarted replicas join first and sample from then on.
+        Returns the ranks' reports and the metrics of the pause.
         """
         began = time.monotonic()
         with span("pause engines"):
             await self._pool.pause(aborts=self._recipe.rollout.recompute_kv)
-        # Settle before adding: a lost replica and its replacement have the same first rank. Requests paused in the lost
-        # one must move to others.
+        # Before restarted replicas join: a lost replica and its replacement have the same first rank. Requests of the
+        # lost one must move to other replicas.
         self._pool.set_live_replicas(self._leaders)
         self._reshard_calls.add(self._replacements.take())
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
@@ -231,7 +228,7 @@ class ReshardSchedule:
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
     def _resume_engines(self, began: float) -> dict[str, float]:
-        """Let the engines with the new weights sample again, and return the metrics of the pause."""
+        """Let the engines with the new weights sample again. Returns the metrics of the pause since `began`."""
         self._pool.set_live_replicas(self._leaders)
         return {
             "perf/engine_pause_seconds": time.monotonic() - began,
@@ -241,12 +238,12 @@ class ReshardSchedule:
 
     @property
     def _leaders(self) -> set[int]:
-        """First ranks of the separate engine replicas that are alive now."""
+        """First ranks of the living separate engine replicas."""
         return {group.part.first_rank for group in self._ranks.replicas}
 
 
 def reshard_metrics(reports: Reports) -> dict[str, float]:
-    """Return the metrics of a reshard: the slowest rank's seconds for each stage, and the bytes summed over ranks."""
+    """Return a reshard's metrics: the slowest rank's seconds of each stage, and the bytes of all ranks."""
     # Stages differ between ranks: sampling ranks have some that training ranks lack.
     stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
     seconds = {
@@ -261,7 +258,7 @@ def reshard_metrics(reports: Reports) -> dict[str, float]:
 
 
 def _rounding_metrics(reports: Reports) -> dict[str, float]:
-    """Return the share of the merged update lost by rounding; nothing before the first update, which is zero."""
+    """Return the share of the merged update lost by rounding; empty before the first update."""
     roundings = [report.rounding for report in reports if report.rounding is not None]
     squared_update = sum(rounding.squared_update for rounding in roundings)
     if not squared_update:
@@ -271,7 +268,7 @@ def _rounding_metrics(reports: Reports) -> dict[str, float]:
 
 
 def _with_earlier(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of the metrics of two reshards that ended in one step. States are those of the later one."""
+    """Add the metrics of two reshards that ended in one step. Metrics in `_STATES` are those of the later one."""
     # Counter.update adds values, dict.update would replace them.
     total = Counter(earlier)
     total.update(metrics)

@@ -26,7 +26,7 @@ async def train(run: Run) -> None:
     """Repeat sample, score, weigh, update, save, reshard and evaluate.
 
     A step trains the weights with its own number as version. The engines have the same version, because each step ends
-    with a reshard. With rollout.sync_every they have an earlier one. Separate engines sample during the update.
+    with a reshard. With rollout.sync_every they may have an earlier one. Separate engines sample during the update.
     """
     recipe, models, phase = run.recipe, run.models, run.tracker.phase
     policy = models["policy"]
@@ -83,8 +83,8 @@ def conversations_of(
 ) -> Callable[[int], TokenBatch | None]:
     """Return a function from a step's number to its conversations (algorithm.ptx_coefficient), if any.
 
-    The policy learns these conversations together with the step's minibatches. Records that are too long are counted
-    in `dropped`. `position` is that of the checkpoint from which the steps continue.
+    The policy learns them together with the step's minibatches. Too long records are counted in `dropped`. `position`
+    is where the steps continue in the data.
     """
     if not recipe.data.ptx:
         return lambda number: None

@@ -68,9 +68,9 @@ async def run(
     record_digests: RecordDigests | None = None,
     display: Display | None = None,
 ) -> None:
-    """Run a checked recipe, from the start or the newest good checkpoint to the exported model.
+    """Run a checked recipe, from the beginning or the newest valid checkpoint to the exported model.
 
-    `restart` moves the run folder's contents aside. `record_digests` are those of `datasets.counts.count_records`.
+    `restart` moves the run folder's contents aside. `record_digests` come from `datasets.counts.count_records`.
     """
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
@@ -117,8 +117,9 @@ async def _attempt(
     stop: StopRequest,
     display: Display,
 ) -> AsyncIterator[Run]:
-    """Enter a run that starts from the origin. After the loop, export the model. Raises PeerLostError if a rank is
-    lost.
+    """Context of one start of the run, from `origin`. After the loop, it exports the model.
+
+    Raises PeerLostError if a trainer rank is lost.
     """
     logs = folder.logs_folder
     with (
@@ -137,7 +138,7 @@ async def _attempt(
 
 
 async def _export(run: Run, display: Display) -> None:
-    """Export the trained models. A run with 0 training steps exports nothing."""
+    """Export the trained models, unless the run has no training step."""
     if not run.recipe.train.steps:
         return
     with display.phase("exporting the model", is_printed=True):
@@ -165,7 +166,7 @@ async def _start_run(
     stacks: StackRequest,
     display: Display,
 ) -> AsyncIterator[Run]:
-    """Start ranks, engines, rewards and tracker, and yield the run using them. Resume from a checkpoint, if any.
+    """Start ranks, engines, rewards and tracker, load the state of `origin`, and yield the run.
 
     Inside the context, a stop signal asks the run to stop (`StopRequest`) and does not end the process at once.
     """
@@ -263,7 +264,7 @@ async def _start_run(
 
 
 async def _load_state(run: Run, checkpoint: Path) -> None:
-    """Load the state that the run starts from: a checkpoint, or the ranks' copies of the state in memory."""
+    """Load the checkpoint, or the ranks' copies of the state in memory."""
     origin, trainers, processes = run.origin, run.ranks.trainers, run.processes
     await run.reshard_schedule.sleep_engines()
     if origin.copied_step is None:

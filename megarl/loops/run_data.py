@@ -1,4 +1,4 @@
-"""Data of a run: its sources of problems, the tokenizer, and the ledger of the records drawn from them."""
+"""Data of a run: its sources of problems, its tokenizer, and the ledger of drawn records."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Data of a run. `draws_file` is the ledger. `notify` prints a warning about it."""
+    """Data of a run. `draws_file` is the ledger of drawn records. `notify` prints a warning about it."""
 
     tokenizer: Tokenizer
     sources: Sequence[Source]
     """Sources of problems, in the order of the recipe."""
     dropped: Dropped
-    """Number of records dropped because they are too long, by data source."""
+    """Records dropped because they are too long, by data source."""
     draws_file: Path
     notify: Callable[[str], object]
 
     def rewind_draws(self, num_events: int) -> None:
-        """Cut the ledger of a resumed run to the events before its checkpoint. Raises StorageError.
+        """Cut a resumed run's ledger to the `num_events` events before its checkpoint. Raises StorageError.
 
-        A notice says if the ledger lacks some of them.
+        A notice reports missing events.
         """
         file = self.draws_file
         with storage_faults_named(file):
@@ -45,10 +45,9 @@ class RunData:
             )
 
     def write_draws(self, step: int, order: DataOrder, batch: Sequence[int]) -> None:
-        """Write to the ledger: a step's items were drawn from the data and trained on. Raises StorageError.
+        """Write to the ledger that a step drew these items and trained on them. Raises StorageError.
 
-        Steps are counted from 1. `batch` are the indices that `order` gives for the step. On-policy loops draw in
-        another way, and write their own events.
+        `batch` are the indices of `order` for the step, counted from 1. On-policy loops write their own events.
         """
         file, first = self.draws_file, order.start(step - 1)
         if step > 1 and not file.exists():

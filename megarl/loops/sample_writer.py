@@ -1,4 +1,4 @@
-"""Records of a run's samples, written to the folder samples/ of the run."""
+"""Writer of a run's samples to its folder samples/."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleWriter:
-    """Writes a run's trajectories and token-by-token records to its folder samples/."""
+    """Writes trajectories and token-by-token records to the run's folder samples/."""
 
     recipe: Recipe
     tracker: Tracker
@@ -34,8 +34,7 @@ class SampleWriter:
     async def write_step(
         self, step: int, trajectories: Sequence[Trajectory], tokens: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Write a step's trajectories if they are due (tracking every n steps), and its token-by-token records
-        `tokens`."""
+        """Write a step's trajectories if they are due, and its token-by-token records `tokens`."""
         if self.is_due(step):
             await self.write(step, [trajectory.record() for trajectory in trajectories], trajectories)
         if tokens:
@@ -60,7 +59,7 @@ class SampleWriter:
                 await asyncio.wait([writing])
 
     async def token_records(self, step: int, groups: Sequence[Group], batch: RLBatch) -> list[dict[str, Any]]:
-        """Return token-by-token records of a few samples if they are due. Call it before the step's update."""
+        """Return token-by-token records of a few samples, if due. Call it before the step's update."""
         count = self.recipe.samples_with_tokens
         if not count or not self.is_due(step):
             return []

@@ -19,7 +19,7 @@ from megarl.tracking.metric_rows import MetricRow
 METRICS = (MetricRow("val/SET/loss", "nats", "loss of held-out conversations, mean over the assistant's tokens"),)
 
 HeldOut = Mapping[str, Sequence[Conversation]]
-"""Conversations of data.validation_conversations, by the name of their set."""
+"""Held-out conversations by the name of their set in data.validation_conversations."""
 
 
 async def train(run: Run) -> None:
@@ -58,7 +58,6 @@ async def train(run: Run) -> None:
 
 
 async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
-    """Return the metrics of a step's evaluation."""
     if not step:
         # The engines start awake and have the trainer's initial weights, so sampling comes first.
         sampled = await run.evaluate(0)
@@ -75,7 +74,7 @@ async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
 
 
 async def _losses(run: Run, held_out: HeldOut) -> dict[str, float]:
-    """Return `val/SET/loss` of each set of held-out conversations, in nats per token of the assistant."""
+    """Return `val/SET/loss` of each held-out set, in nats per token of the assistant."""
     scalars: dict[str, float] = {}
     policy = run.models["policy"]
     with run.tracker.phase("evaluation"), policy.work.uncounted():

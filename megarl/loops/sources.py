@@ -53,7 +53,7 @@ class Screen(Protocol):
 def read_data(
     recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path, *, with_validation: bool = True
 ) -> dict[str, Data]:
-    """Read the training problems and validation sets of each source, as far as its loop samples them.
+    """Read each source's training problems, in on-policy loops, and its validation sets.
 
     Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
     """
@@ -77,7 +77,7 @@ def read_data(
 
 
 def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict[str, Sequence[Problem]]:
-    """Read a source's validation sets by name, each up to evaluation.max_problems. `dropped` as in `read_data`."""
+    """Read a source's validation sets by name, each up to evaluation.max_problems. `dropped` counts too long ones."""
     sets = recipe.data.validation.items()
     heldout = {name: read_problems(recipe, tokenizer, path, dropped, is_heldout=True) for name, path in sets}
     return {name: problems[: recipe.evaluation.max_problems] for name, problems in heldout.items()}
@@ -86,7 +86,7 @@ def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict
 def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, log_folder: Path, notice: Callable[[str], object]
 ) -> dict[str, RewardPool]:
-    """Start the reward processes of each source, closed with `stack`. Sources with equal settings share them."""
+    """Start each source's reward processes, closed with `stack`. Sources with equal settings share them."""
     by_settings: list[tuple[WorkerSettings, RewardPool]] = []
     pools: dict[str, RewardPool] = {}
     for source in recipe.sources:
@@ -110,7 +110,7 @@ def start_rewards(
 
 
 def _start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
-    """Start the environment processes of each source, closed with `stack`. In-driver environments have none."""
+    """Start each source's environment processes, closed with `stack`. Environments in the driver have none."""
     pools: dict[str, EnvironmentPool] = {}
     num_started = 0
     for source in recipe.sources:
@@ -151,8 +151,8 @@ async def make_sources(
 ) -> list[Source]:
     """Start the environments, closed with `stack`, and return the recipe's sources sampling with `pool`.
 
-    Completions also end at the chat template's ends of turns. `earlier`: metrics of the run's earlier steps.
-    `agents` returns the agents of the run's nodes, on which containers may start.
+    Completions also end at the chat template's ends of turns. `earlier` are the metrics of earlier steps. `agents`
+    returns the agents of the run's nodes, where containers may start.
     """
     folder = recipe.model.folder
     ends = added_turn_ends(folder, tokenizer)
@@ -195,7 +195,7 @@ async def make_source(
     agents: Callable[[], Sequence[AgentLink]] = tuple,
     memory: RunMemory | None = None,
 ) -> Source:
-    """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
+    """Create a source that samples with these engines. An agent's endpoint is open until `stack` closes.
 
     `screen` gets its settings and the first failure of each kind. `had_ended`: an earlier step already had an answer
     without a verdict, so accuracy is not measured (`rollout.accuracy`).

@@ -1,7 +1,7 @@
-"""Comparison at the start of SFT and preference learning: the trainer's log-probs against transformers' own model.
+"""Comparison at the start of SFT and preference learning: the trainer's log-probs against those of transformers.
 
 Runs that sample compare trainer and engine in every step (metrics `logprob_gap/`). These runs have no engine, or use it
-for evaluations alone, so a model that is computed wrongly would train without a sign.
+only in evaluations, so a wrongly computed model would train unnoticed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUNDED_LIMIT, _FP8_LIMIT = 0.05, 0.2
 
 
 class Gap(NamedTuple):
-    """Distance of log-probs, in nats, over the compared tokens."""
+    """Distance of log-probs in nats over the compared tokens."""
 
     mean: float
     largest: float
@@ -32,10 +32,10 @@ class Gap(NamedTuple):
 
 
 async def compare_start(run: Run, examples: Iterable[Sequence[TrainingSequence]]) -> None:
-    """Compare log-probs of the first examples, before the first step of a run that is not resumed.
+    """Compare log-probs of the first examples, and print their distance, before the first step of a new run.
 
-    Prints the distance. Warns if it is more than rounding, or if transformers cannot compute the model here.
-    `examples` are the sequences of each example, two for a pair of answers.
+    Warns if the distance exceeds rounding, or transformers cannot compute the model. An example is one or two
+    sequences.
     """
     recipe = run.recipe
     # The value head of a reward model has no counterpart. After a resume the weights are not the folder's.
@@ -59,7 +59,7 @@ async def compare_start(run: Run, examples: Iterable[Sequence[TrainingSequence]]
 
 
 def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
-    """Return the beginnings of the first examples' sequences, `_NUM_TOKENS` tokens or a little more."""
+    """Return the first examples' sequences, cut to `_LONGEST` tokens, until they have `_NUM_TOKENS` tokens."""
     beginnings: list[TrainingSequence] = []
     for sequences in examples:
         beginnings += [
@@ -71,7 +71,7 @@ def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[Trai
 
 
 def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]) -> Gap:
-    """Return the distance of log-probs of sequences, each [tokens], without their first tokens."""
+    """Return the distance of log-probs, arrays [tokens] by sequence, without each sequence's first token."""
     distances = np.abs(
         np.concatenate(
             [
@@ -84,7 +84,7 @@ def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDAr
 
 
 def gap_warning(gap: Gap, limit: float) -> str | None:
-    """Return the warning about a mean distance above the limit in nats; None up to the limit."""
+    """Return the warning for a mean distance above `limit` nats, or None."""
     # Written so that NaN warns.
     if gap.mean <= limit:
         return None

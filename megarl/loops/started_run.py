@@ -1,7 +1,4 @@
-"""A started run, made of its parts. A loop calls its steps; each is measured, logged and checked.
-
-A stop signal or a fault ends the run after a save.
-"""
+"""A started run, made of its parts. A loop calls its steps; each is measured, logged and checked."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, StoppedError
 
 Evaluate = Callable[[int], Awaitable[dict[str, float]]]
-"""Async function that evaluates the model after a step and returns the metrics. It may raise AbandonedError."""
+"""Async function that evaluates the model after a step. Returns metrics, or raises AbandonedError."""
 
 METRICS = (MetricRow("data/dropped", "count", "records dropped because they are too long"),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWatch:
-    """The parts that measure and check the steps of a run."""
+    """The parts that measure and check a run's steps."""
 
     performance: Performance
     profiles: Profiles
@@ -49,15 +46,15 @@ class StepWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A started run: its recipe, its folder, and what computes, saves and watches its steps."""
+    """A started run: its recipe, its folder, and the parts that compute, save and watch its steps."""
 
     recipe: Recipe
     folder: RunFolder
     origin: Origin
-    """Checkpoint the run was resumed from, if any."""
+    """Checkpoint that the run continues from, if any."""
     tracker: Tracker
     stop: StopRequest
-    """When it asks for it, a step saves to `checkpoints` and raises StoppedError."""
+    """If it is set, a step saves to `checkpoints` and raises StoppedError."""
     data: RunData
     processes: RankProcesses
     ranks: RunRanks
@@ -74,7 +71,7 @@ class Run:
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate_at_start(self, evaluate: Evaluate, state: RLState | None = None) -> None:
-        """Evaluate before the first step. After a resume, make up for the step's evaluation if a signal interrupted it.
+        """Evaluate before the first step, or make up for the last step's interrupted evaluation after a resume.
 
         `state` as in `step`.
         """
@@ -92,9 +89,9 @@ class Run:
 
     @asynccontextmanager
     async def step(self, number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
-        """Enter a context for one training step. At its end, log metrics, then `evaluate` if an evaluation is due.
+        """Context of one training step. At its end it logs metrics, and runs `evaluate` if an evaluation is due.
 
-        A fault or a stop signal ends the run then. `state`: state of the RL loop, saved with the step.
+        Then a fault or a stop signal ends the run. `state` is the RL loop's state, saved with the step.
         """
         step = Step(number)
         self.tracker.begin(number)
@@ -131,10 +128,9 @@ class Run:
             await self.watch.observers.after_updates(step)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics of all validation sets (see `rollout.evaluate.EvaluatedSet`) and of the engines.
+        """Return the metrics of all validation sets (`rollout.evaluate.EvaluatedSet`) and of the engines.
 
-        The trajectories are written to samples/. Raises AbandonedError, and writes nothing, if a stop signal comes
-        first.
+        Trajectories are written to samples/. A stop signal raises AbandonedError, and nothing is written then.
         """
         with self.tracker.phase("evaluation"):
             sets = await self.ranks.watching(self._evaluated_sets())
@@ -149,16 +145,16 @@ class Run:
         return [done async for done in evaluate(self.data.sources, self.recipe.reward.max_failed_fraction)]
 
     def abandon_if_asked(self) -> None:
-        """Abandon the step if a signal asked the run to stop. Its updates must not have begun.
+        """Raise AbandonedError if a signal asked the run to stop. Call it before the step's updates.
 
-        A stop now loses only this step's samples; the state of the previous step is saved.
+        A stop then loses only this step's samples: the previous step's state is saved.
         """
         if self.stop:
             raise AbandonedError
 
     @asynccontextmanager
     async def _saving_when_abandoned(self, number: int, state: RLState | None) -> AsyncIterator[None]:
-        """Save the previous step and raise StoppedError if a stop signal aborts this step's sampling within."""
+        """Context that saves the previous step and raises StoppedError if a stop signal aborts this step's sampling."""
         try:
             yield
         except AbandonedError:
@@ -169,14 +165,13 @@ class Run:
             raise
 
     async def complete_background_work(self) -> None:
-        """Wait for the reshard, the trace and the save under way."""
+        """Wait for the background reshard, trace and save."""
         await self.reshard_schedule.finish()
         await self.watch.profiles.finish()
         await self.checkpoints.complete(wait=True)
 
     async def _log(self, step: Step) -> MegarlError | None:
-        """Measure and log a step, before its evaluation. Return the error that ends the run, if any
-        (`StepObserver.find_fault`)."""
+        """Measure and log a step, before its evaluation. Returns the error that ends the run, or None."""
         with span("log"):
             await self.watch.observers.observe(step)
             step.log(self.checkpoints.copies.take_metrics())
@@ -187,7 +182,7 @@ class Run:
             return self.watch.observers.find_fault(step)
 
     async def _evaluate_unless_abandoned(self, number: int, evaluate: Evaluate) -> MegarlError | None:
-        """Evaluate and log the model of a step. Return the error that ends the run, if any.
+        """Evaluate a step's model and log the result. Returns the error that ends the run, or None.
 
         A stop signal aborts the evaluation, and nothing is logged: the resumed run makes up for it.
         """
@@ -201,8 +196,10 @@ class Run:
     def _log_evaluation(
         self, number: int, metrics: dict[str, float], whole_step: Mapping[str, float] | None = None
     ) -> MegarlError | None:
-        """Log the evaluation of a step, and keep the step's model if it is the best so far. Return the error that ends
-        the run, if any. `whole_step`: metrics of the step together with its evaluation."""
+        """Log a step's evaluation, and keep its model if it is the best. Returns the error that ends the run, or None.
+
+        `whole_step` are metrics of the step together with its evaluation.
+        """
         self.tracker.log_evaluation(number, metrics, whole_step or {})
         self.checkpoints.judge(number, metrics)
         return self.watch.observers.find_fault(Step(number, metrics))
@@ -220,7 +217,7 @@ class Run:
     async def _resize_if_asked(self, step: int, state: RLState | None) -> None:
         """Copy the state after `step` and raise ResizeAskedError, if the run shall have other parallel sizes.
 
-        `megarl resize` asks for them, or lost nodes have come back.
+        The reason is a `megarl resize`, or lost nodes that have come back.
         """
         try:
             asked = take_request(self.folder.path, self.recipe)
@@ -245,7 +242,7 @@ class Run:
         raise asked
 
     async def _save(self, step: int, state: RLState | None) -> None:
-        """Save a checkpoint outside of the regular steps, with the engines asleep."""
+        """Save a checkpoint apart from the regular ones, with the engines asleep."""
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.save(step, state and state.save)
         # The run ends after this save, so pending traces are written now.

@@ -1,4 +1,4 @@
-"""A step in progress: its number, its samples, its metrics, and the outcome of its updates."""
+"""A step in progress: its number, samples, metrics, and the outcome of its updates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, the KL coefficient, and each
-    role's reward baseline before the step (self-play).
+    """Samples and settings that a step starts from, before the trainer's log-probs.
 
-    `waiting` are groups left for later steps. A synchronous step computes the log-probs of `groups` and `waiting` in
-    one batch, because the rounding depends on the batch. Asynchronous steps have no waiting groups here.
+    `groups` are trained in this step, `waiting` groups in later ones. A synchronous step computes the log-probs of both
+    in one batch, because rounding depends on the batch. Asynchronous steps have no waiting groups here.
+    `role_baselines` are the reward baselines of self-play's roles.
     """
 
     groups: Sequence[Group]
@@ -27,17 +27,17 @@ class StepSamples:
 
 @dataclass
 class Step:
-    """Step in progress. Decisions are taken from `outcome`; `metrics` are written, and never decide."""
+    """Step in progress. Decisions use `outcome`; `metrics` are only written."""
 
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     outcome: StepOutcome = field(default_factory=StepOutcome)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics. They are written at the step's end."""
+        """Add metrics, which are written at the step's end."""
         self.metrics |= metrics
 
     def log_update(self, update: Update) -> None:
-        """Record the policy's update. A step has one."""
+        """Record the policy's only update in the step."""
         self.outcome.add("policy", [update.outcome])
         self.log(values(update.metrics))

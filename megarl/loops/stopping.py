@@ -1,7 +1,7 @@
-"""Signal handling of a run.
+"""Signals to a run.
 
-Stop signals (time limit, preemption, Ctrl-C, closed terminal) request the run to save and stop. SIGQUIT requests the
-stacks of all threads.
+Stop signals (time limit, preemption, Ctrl-C, closed terminal) make the run save and stop. SIGQUIT requests the stacks
+of all threads.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 from megarl.types import EndedError, StoppedError
 
 DRIVER_LOG = "driver.log"
-"""File in an attempt's log folder: the screen's lines from the opening of the run folder to the summary, and the stacks
-written on SIGQUIT. A failed run's error is in status.json."""
+"""File in a start's log folder with the screen's lines from the opening of the run folder to the summary, and the
+stacks written on SIGQUIT. A failed run's error is in status.json.
+"""
 
 _ONE_REQUEST_SECONDS = 2.0
-"""Two stop signals within this number of seconds are one request, except two SIGINT."""
+"""Two stop signals within this time are one request, except two SIGINT."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the stop signals, except those ignored at the start of the run (nohup, a script's `&`)."""
+    """Return the stop signals, except those ignored when the run started (nohup, a script's `&`)."""
     not_ignored = [
         number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN
     ]
@@ -35,7 +36,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def leaving_on_signals(message: str) -> Iterator[None]:
-    """Context: a stop signal cancels the code inside it, and StoppedError with this message is raised."""
+    """Context whose code a stop signal cancels. Raises StoppedError with this message then."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[str] = []
@@ -62,11 +63,11 @@ def leaving_on_signals(message: str) -> Iterator[None]:
 
 
 class StopRequest:
-    """Request to save and stop a run, with the name of the signal.
+    """Request to save and stop a run. `by` is the name of the signal, None without a request.
 
-    Before `steps_begin` there is nothing to save, so a signal cancels the task that handles signals. Afterwards the
-    first signal makes the loop save after its step, and a second one cancels the task. `has_progress`: earlier attempts
-    of this process trained steps, so a signal during a recovery is handled as after `steps_begin`.
+    Before `steps_begin` there is nothing to save, so a signal cancels the task in `listening`. Afterwards the first
+    signal makes the loop save after its step, and a second one cancels the task. `has_progress`: earlier starts in this
+    process trained steps, so signals count as after `steps_begin`.
     """
 
     def __init__(self, *, has_progress: bool = False) -> None:
@@ -78,7 +79,7 @@ class StopRequest:
         return self.by is not None
 
     def ask(self, signal_name: str) -> None:
-        """Request the run to save and stop, if not requested before."""
+        """Request the run to save and stop, once."""
         if self.by is None:
             self.by = signal_name
             self._notice(
@@ -88,11 +89,11 @@ class StopRequest:
             )
 
     def steps_begin(self) -> None:
-        """Record the begin of the first step. From now on there is progress to save."""
+        """Record that the first step begins, so there is progress to save."""
         self._has_steps = True
 
     def refuse_recovery(self, error: Exception, run_folder: Path) -> None:
-        """Raise EndedError if a stop was requested before this error, such as a lost rank, ended the attempt."""
+        """Raise EndedError if a stop was requested before this error, such as a lost rank, ended the ranks."""
         if self.by is not None:
             raise EndedError(
                 f"{self.by}: the run ended without saving, because it was interrupted before: {error}; go on with: "
@@ -101,7 +102,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
-        """Handle stop signals for the calling task within. `notice` prints on the terminal.
+        """Context that handles stop signals for the calling task. `notice` prints on the terminal.
 
         After its end, stop signals are only recorded. Raises StoppedError or EndedError if a signal cancelled the task.
         """
@@ -148,7 +149,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Context that raises StoppedError on a stop signal, as long as there is nothing to save."""
+    """Context that raises StoppedError on a stop signal, while there is nothing to save."""
 
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
@@ -164,9 +165,7 @@ def stopping_at_once() -> Iterator[None]:
 
 
 class StackRequest:
-    """Request, by SIGQUIT, for the stacks of all threads. `ask_others`, set once the ranks exist, passes it on to
-    them.
-    """
+    """Request, by SIGQUIT, for the stacks of all threads. `ask_others` passes it on to the ranks."""
 
     def __init__(self) -> None:
         self.ask_others: Callable[[], object] = lambda: None
@@ -174,7 +173,7 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Context writing the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
+    """Context that writes the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
     request = StackRequest()
     path = logs_folder / DRIVER_LOG
 

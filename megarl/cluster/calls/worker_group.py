@@ -126,7 +126,7 @@ class WorkerGroup:
         return [place.local_rank for place in self.places]
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
-        """Construct a worker on every rank, from "package.module:Class" and its arguments. It replaces an earlier one."""
+        """Construct a worker, of class "package.module:Class", on every rank. It replaces an earlier worker."""
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

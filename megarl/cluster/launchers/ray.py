@@ -160,7 +160,7 @@ class RayNodes(ConnectedNodes):
         return num_nodes
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
-        """Reserve resources on further nodes, and start an actor on each. Returns False after `seconds` without them."""
+        """Reserve resources on further nodes, and start an actor on each. Returns False if that exceeds `seconds`."""
         per_node = self.kind.ranks_per_node
         used = [node for node in map(_id_of, {agent.node for agent in self.agents if not agent.is_lost}) if node]
         avoided = [*_ids_of(self._avoided), *used]

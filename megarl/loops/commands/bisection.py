@@ -20,7 +20,7 @@ from megarl.types import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """First recorded step in which two runs differ, None if they are equal. `num_read` records of each were read."""
+    """First recorded step in which two runs differ, or None. `num_read` records of each run were read."""
 
     step: int | None
     differences: tuple[Difference, ...]
@@ -29,11 +29,11 @@ class Bisection:
 
 
 def bisect(first: Path, second: Path) -> Bisection:
-    """Return the first recorded step in which two runs differ; its `step` is None if they are equal.
+    """Return the first recorded step in which two runs differ.
 
-    If both have the same parallel layout, a binary search reads about log2(steps) records: each record has a checksum
-    of all earlier ones (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot
-    be compared, DataError for a damaged record.
+    With equal parallel sizes, a binary search reads about log2(steps) records, because each record has a checksum of
+    all earlier ones (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot be
+    compared, or DataError for a damaged record.
     """
     for run in (first, second):
         RunRecord.open_of_this_version(run)

@@ -1,7 +1,7 @@
 """Evaluation outside of training (`megarl eval`): engines with a model's weights sample a recipe's validation sets.
 
-Prompts, sampling parameters, random numbers and rewards are the recipe's. A training run evaluating these sets
-makes the same attempts.
+Prompts, sampling parameters, random numbers and rewards are the recipe's, so a training run would make the same
+attempts.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _OUT_EXISTS = "--out {}: already exists; give a new folder, or leave it out"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation with checked inputs, ready to run.
+    """An evaluation with checked inputs.
 
-    `recipe` has the model folder as its model. `parallel` has the engines' parallel sizes. `sets` names the validation
+    The model of `recipe` is the folder `model`. `parallel` has the engines' parallel sizes. `sets` names validation
     sets. Results go to `folder`.
     """
 
@@ -78,8 +78,8 @@ def prepare(
 ) -> Evaluation:
     """Check the inputs, then create the output folder. Starts no process.
 
-    `model` is a model folder, a run folder, or a cached model's name on the Hub. In a run folder, its exported model is
-    used; with `is_best`, the model of its best evaluation.
+    `model` is a model folder, a run folder, or a cached model's name on the Hub. A run folder stands for its exported
+    model, or with `is_best` for the model of its best evaluation.
 
     `recipe` is a YAML file or a run folder. `options` sets fields of `evaluation` for all sources, by dotted name.
     `sets` names validation sets; empty means all.
@@ -87,8 +87,8 @@ def prepare(
     `out` must not exist. By default a new folder is made in `evaluations/` of the run, or of the current folder.
     `model.override_config` applies to the recipe's own model only, unless it is in `overrides`.
 
-    Raises DataError if there is no model. Raises ConfigError or DataError listing all errors of the recipe, its files
-    and the sets.
+    Raises DataError without a model, and ConfigError or DataError with all errors of the recipe, its files and the
+    sets.
     """
     for run in filter(Path.is_dir, (model, recipe)):
         # Before config.yaml is read: fields of another version would be reported as unknown keys.
@@ -137,7 +137,7 @@ def prepare(
 
 
 def _without_training_data(data: DataConfig) -> DataConfig:
-    """Return the data config with a validation set as training data, so that checks read no other file."""
+    """Return the data config with a validation set as training data, so checks read no other file."""
     sets = list(data.validation.values())
     for data_set in sets:
         if isinstance(data_set, str) or not data_set.has_own_names:
@@ -150,7 +150,7 @@ def _without_training_data(data: DataConfig) -> DataConfig:
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:
-    """Return the parallel sizes of the engines. Raises ConfigError for a recipe that cannot be evaluated."""
+    """Return the engines' parallel sizes. Raises ConfigError for a recipe that cannot be evaluated."""
     parallel = check(recipe, is_trained=False)
     check_rewards(recipe)
     if not parallel.is_separate:
@@ -163,8 +163,9 @@ def _checked(recipe: Recipe) -> ParallelConfig:
 
 
 def _make_folder(out: Path | None, default: Path) -> Path:
-    """Create and return the output folder: `out`, or else `wanted`, with a number if that exists. Raises ConfigError if
-    `out` exists.
+    """Create and return the output folder: `out`, or else `default`, with a number if that exists.
+
+    Raises ConfigError if `out` exists.
     """
     number, folder = 1, out or default
     while True:
@@ -184,8 +185,8 @@ def _make_folder(out: Path | None, default: Path) -> Path:
 async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     """Sample and score all attempts on the ranks of the recipe's cluster.
 
-    Writes to the folder: `config.yaml` (the recipe), `answers.jsonl` (all attempts, set by set), `metrics.json` and
-    `logs/`. Raises StoppedError on a signal, MegarlError if too many attempts could not be scored.
+    Writes `config.yaml` (the recipe), `answers.jsonl` (all attempts, set by set), `metrics.json` and `logs/` to the
+    folder. Raises StoppedError on a signal, or MegarlError if too many attempts could not be scored.
     """
     folder, recipe = evaluation.folder, evaluation.recipe
     with storage_faults_named(folder):
@@ -213,7 +214,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
 
 
 async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
-    """Return the recipe's sources with the chosen validation sets, and with engines that `stack` closes."""
+    """Return the recipe's sources with the chosen validation sets, and engines closed by `stack`."""
     recipe, screen = evaluation.recipe, _Screen()
     dropped: Dropped = Counter()
     heldout = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
@@ -246,7 +247,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
 
 
 class _Screen:
-    """Terminal output of an evaluation; implements the protocol `sources.Screen`."""
+    """Terminal output of an evaluation, as the protocol `sources.Screen`."""
 
     def __init__(self) -> None:
         display = Display()
@@ -255,7 +256,7 @@ class _Screen:
 
 
 def _summary(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
-    """Return the contents of metrics.json, a JSON object."""
+    """Return the contents of metrics.json."""
 
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}

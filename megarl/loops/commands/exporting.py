@@ -1,4 +1,4 @@
-"""Model folders of a run (`megarl export`): the trained model, or a checkpoint's; with a model card; upload to the Hub.
+"""Model folders of a run (`megarl export`): the trained model or a checkpoint's, with a model card; upload to the Hub.
 
 Everything is checked before the first file is written or sent.
 """
@@ -25,9 +25,10 @@ from megarl.types import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A complete model folder of a run, with the step of its weights. `conversion`: it was made from a checkpoint.
+    """A complete model folder of a run, with the step of its weights.
 
-    `drafter` is the folder of the drafter that the run trained with the model. None: it trained none.
+    `conversion` is set if it was made from a checkpoint. `drafter` is the folder of the drafter trained with the model;
+    None without one.
     """
 
     folder: Path
@@ -37,12 +38,12 @@ class Exported:
 
 
 def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Path | None = None) -> Exported:
-    """Return a run's model folder with a new model card.
+    """Return a run's model folder, with a new model card.
 
-    By default it is the model of the run's end (`hf/`); with `is_best` that of the best evaluation (`hf_best/`). With
-    `step`, the checkpoint of this step is converted to `out`; default: `hf_step_NNNNNN/` in the run's folder, and an
-    existing folder there is used. A trained drafter has a folder next to it, `drafter_step_NNNNNN/` or `OUT_drafter/`.
-    Raises ConfigError or DataError if there is no such model, or if it is incomplete.
+    By default it is the model of the run's end (`hf/`), with `is_best` that of the best evaluation (`hf_best/`). With
+    `step`, this step's checkpoint is converted to `out`, by default to `hf_step_NNNNNN/` in the run's folder unless
+    that exists. A trained drafter has a folder next to it, `drafter_step_NNNNNN/` or `OUT_drafter/`. Raises ConfigError
+    or DataError for a missing or incomplete model.
     """
     earlier = RunRecord.open_of_this_version(run)
     exported = _find_exported(earlier, is_best=is_best) if step is None else _export_step(earlier, step, out)
@@ -54,14 +55,14 @@ def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Pa
 
 
 def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.Pushed:
-    """Upload an exported model of a run to the Hub as `name`, in one commit. Its card gets this name."""
+    """Upload a run's exported model to the Hub as `name`, in one commit. Its card gets this name."""
     write_card(run, exported.folder, exported.step, name)
     message = f"Model of the run {run.resolve().name} after step {exported.step}"
     return hub.push(exported.folder, name, message, is_private=is_private, without=(BEST,))
 
 
 def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
-    """Return the model folder that an earlier run exported while it trained: of its best evaluation, or of its end.
+    """Return the folder of a run's own export: of its best evaluation, or of its end.
 
     Raises ConfigError if there is none.
     """
@@ -108,13 +109,13 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
 
 
 def _exported_drafter(folder: Path) -> Path | None:
-    """Return the folder of the drafter that was exported with the model in `folder`; None if there is none."""
+    """Return the folder of the drafter exported with the model in `folder`, or None."""
     drafter = sibling_folder(folder, "drafter")
     return drafter if drafter.is_dir() else None
 
 
 def _refuse_unconvertible(run: Path, recipe: Recipe) -> None:
-    """Raise ConfigError for a run whose checkpoints do not have the whole model in a language model's form."""
+    """Raise ConfigError for a run whose checkpoints lack a whole language model."""
     if recipe.lora.rank:
         reason = f"lora.rank = {recipe.lora.rank}: checkpoints have only the adapters"
     elif recipe.loop == "reward_model":

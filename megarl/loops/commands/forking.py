@@ -1,7 +1,7 @@
-"""Forks (`megarl fork`): a new run that continues an earlier run's checkpoint with a changed recipe.
+"""Forks (`megarl fork`): new runs that continue an earlier run's checkpoint with a changed recipe.
 
-The fork resumes the copied checkpoint, so it continues with the weights, the optimizer's state, the step number and the
-position in the data. A change that a resume refuses (other data, another model) is refused here too.
+A fork continues with the weights, the optimizer's state, the step number and the position in the data. Changes that a
+resume refuses (other data, another model) are refused here too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megarl.types import ConfigError
 def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     """Create the folder of a fork from a run's checkpoint of `step`, and return it. `train --resume` starts it.
 
-    The folder has the recipe with `overrides`, the checkpoint, the metrics up to its step, and parent.json. The name is
-    NAME_fork_STEP unless an override sets it. Raises ConfigError for an unknown step, an existing folder or a recipe
-    with errors, DataError for a damaged checkpoint or a run of a newer megarl. Nothing is left after an error.
+    The folder has the recipe with `overrides`, the checkpoint, the metrics up to its step, and parent.json. Its name is
+    NAME_fork_STEP unless an override sets it. Raises ConfigError for an unknown step, an existing folder or a wrong
+    recipe, DataError for a damaged checkpoint or a run of a newer megarl. An error leaves nothing behind.
     """
     earlier = RunRecord.open_of_this_version(run)
     checkpoint = earlier.checkpoint(step)
@@ -63,7 +63,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
 
 
 def _refuse_target(recipe: Recipe, target: Path, step: int) -> None:
-    """Raise ConfigError if the fork's folder exists, or if its recipe has no step after `step`."""
+    """Raise ConfigError if the fork's folder exists, or its recipe has no step after `step`."""
     if target.exists():
         raise ConfigError(f"name = {recipe.name}: {target} exists already; choose another with --set name=NAME")
     if recipe.train.epochs is None and recipe.train.steps <= step:
@@ -74,7 +74,7 @@ def _refuse_target(recipe: Recipe, target: Path, step: int) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Make a hard link; on another file system a copy."""
+    """Make a hard link, or a copy on another file system."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,7 +1,7 @@
-"""Replay of a recorded step (`megarl replay`): trainer ranks execute it again and compare it with its record.
+"""Replay of a recorded step (`megarl replay`): trainer ranks execute it again, and the result is compared.
 
 Engines do not start. The ranks load the newest checkpoint before the step, or the initial weights, and repeat the
-recorded steps since then. A change of the recipe applies to the replayed step alone.
+recorded steps since then. A change of the recipe applies only to the replayed step.
 """
 
 from __future__ import annotations
@@ -67,18 +67,21 @@ from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import ConfigError, FindProblem, Group, Trajectory
 
 CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_per_step")
-"""Beginnings of the fields that `--set` may change for a replayed step."""
+"""Prefixes of the fields that `--set` may change for a replayed step."""
 
 EFFECT_COLUMNS = ("prompt", "attempt", "reward", "advantage", "log-prob after, nats per token", "largest at token")
-"""Columns of the table with a change's effect on each sample, in the order of the fields of `SampleEffect`."""
+"""Columns of the table of a change's effect, in the order of the fields of `SampleEffect`."""
 
 LOGS = "logs/replay"
-"""Folder in a run folder with the output of the newest replay's ranks."""
+"""Folder in a run folder for the rank logs of the newest replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A checked replay. `recipe` is the run's, `changed` that of the replayed step. `steps` are executed in order."""
+    """A checked replay. `steps` are executed in order.
+
+    `recipe` is the run's, `changed` that of the last step. `checkpoint` None: the initial weights.
+    """
 
     run: Path
     recipe: Recipe
@@ -90,13 +93,13 @@ class Replay:
 
     @property
     def step(self) -> int:
-        """Number of the step to look at, the last one."""
+        """Number of the replayed step, the last one."""
         return self.steps[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class StepComparison:
-    """Differences of one replayed step and its record, in the order of computation. Empty: equal."""
+    """Differences between a replayed step and its record, in the order of computation. Empty: equal."""
 
     step: int
     num_tokens: int
@@ -106,9 +109,10 @@ class StepComparison:
 
 @dataclass(frozen=True, slots=True)
 class SampleEffect:
-    """Values of a sample in the run and with the change: reward, mean advantage of its trained tokens, and log-prob.
+    """Values of a sample, each in the run and with the change: reward, advantage, log-prob.
 
-    `logprob` is the mean log-prob, in nats per trained token, after the step's updates.
+    `advantage` is the mean over trained tokens. `logprob` is the mean after the step's updates, in nats per trained
+    token.
     """
 
     prompt: int
@@ -117,17 +121,17 @@ class SampleEffect:
     advantage: tuple[float, float]
     logprob: tuple[float, float]
     largest_token: int
-    """Trained token with the largest difference of log-probs, counted from the sample's first token."""
+    """Trained token whose log-prob changed most, counted from the sample's first token."""
 
     def row(self) -> dict[str, int | tuple[float, float]]:
-        """Return the values by the names of a table's columns."""
+        """Return the values by column of the table."""
         values = (self.prompt, self.attempt, self.reward, self.advantage, self.logprob, self.largest_token)
         return dict(zip(EFFECT_COLUMNS, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect of a change on the replayed step. `metrics` are those of its updates: (in the run, with the change)."""
+    """Effect of a change on the replayed step. `metrics` of its updates are (in the run, with the change)."""
 
     metrics: Mapping[str, tuple[float, float]]
     samples: tuple[SampleEffect, ...]
@@ -136,9 +140,9 @@ class Effect:
 def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequence[str] = ()) -> Replay:
     """Check the inputs of a replay. Starts no process.
 
-    The recipe is the recorded one of `step`. `overrides` change it for all executed steps, usually its layout.
-    `changes` apply to `step` alone. Raises ConfigError or DataError if a record is missing, a checkpoint is damaged, or
-    a field cannot be changed.
+    The recipe is the record's of `step`. `overrides` change it for all executed steps, usually its parallel sizes.
+    `changes` apply to `step` alone. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a
+    field that cannot change.
     """
     earlier = RunRecord.open_of_this_version(run)
     checkpoint, steps, recorded_layout = _executed_steps(earlier, step)
@@ -165,10 +169,9 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
 
 
 def _executed_steps(earlier: RunRecord, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
-    """Return the checkpoint to start from (None: the initial weights), the steps to execute, and the recorded layout.
+    """Return the checkpoint to start from (None: the initial weights), the steps to execute, and the record's layout.
 
-    Raises ConfigError if a step has no record, or if its recipe is not that of the last step. Raises DataError for a
-    damaged checkpoint.
+    Raises ConfigError for a step without a record or with another recipe, or DataError for a damaged checkpoint.
     """
     run = earlier.path
     before = [folder for folder in earlier.checkpoints if checkpoint_step(folder) < step]
@@ -200,7 +203,7 @@ def _executed_steps(earlier: RunRecord, step: int) -> tuple[Path | None, range, 
 
 
 def _refuse_another_rounding(step: int, recorded: Mapping[str, Any], recipe: Recipe, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for another optimizer, or another layout in a precision with too different rounding."""
+    """Raise ConfigError for another optimizer, or for other parallel sizes in a dtype that rounds too much."""
     if recipe.trainer.distributed_optimizer != recorded["trainer"]["distributed_optimizer"]:
         raise ConfigError(
             f"--step {step}: trainer.distributed_optimizer = {recipe.trainer.distributed_optimizer}: the run's "
@@ -215,7 +218,7 @@ def _refuse_another_rounding(step: int, recorded: Mapping[str, Any], recipe: Rec
 
 
 def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str]) -> None:
-    """Raise ConfigError for changes of more than a step's objective and rewards, `fields` as `field: old -> new`."""
+    """Raise ConfigError for changes beyond a step's objective and rewards. `fields` are `field: old -> new`."""
     for text in fields:
         if not text.startswith(CHANGEABLE) or text.startswith(("algorithm.ptx", "reward.model")):
             raise ConfigError(
@@ -240,7 +243,7 @@ def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str])
 
 
 def _refuse_unscorable(recipe: Recipe) -> None:
-    """Raise ConfigError if rewards of a step cannot be computed again from its record."""
+    """Raise ConfigError if a record does not suffice to compute a step's rewards again."""
     if recipe.mixture:
         raise ConfigError("--set reward: the run has a mixture; rewards of one source can be replayed")
     if recipe.rollout.environment != "single_turn":
@@ -251,9 +254,9 @@ def _refuse_unscorable(recipe: Recipe) -> None:
 
 
 async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[list[StepComparison], Effect | None]:
-    """Execute the steps on trainer ranks. Returns a comparison per step, and the effect of the changes, if any.
+    """Execute the steps on trainer ranks. Returns a comparison per step, and the changes' effect, if any.
 
-    `notify` gets a line for each executed step.
+    `notify` gets a line per executed step.
     """
     recipe, parallel, run = prepared.recipe, prepared.parallel, prepared.run
     async with AsyncExitStack() as stack:
@@ -285,14 +288,14 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
 
 
 def _position(checkpoint: Path | None) -> DataPosition:
-    """Return the position in the data from which a replay continues; the beginning for the initial weights."""
+    """Return the position in the data that a replay continues from."""
     if checkpoint is None:
         return DataPosition()
     return DataPosition.from_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
 
 
 async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
-    """Start the run's ranks, and construct workers without engines on the training ranks."""
+    """Start the run's ranks, with workers without engines on the training ranks."""
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Ranks of separate engines start too, and stay empty: cores and threads are then divided as in the run.
@@ -306,7 +309,7 @@ async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, 
 
 
 class _Steps:
-    """Executes recorded steps one after another on trainer ranks."""
+    """Executes recorded steps one after the other on trainer ranks."""
 
     def __init__(
         self,
@@ -372,7 +375,7 @@ class _Steps:
     async def _execute(
         self, record: StepRecord, recipe: Recipe, models: Mapping[str, RankModel], groups: Sequence[Group]
     ) -> tuple[RLBatch, list[Group], dict[str, float]]:
-        """Execute a step from log-probs to updates. Returns its batch, its groups and the metrics of its updates."""
+        """Execute a step from log-probs to updates. Returns its batch, groups and update metrics."""
         policy = models["policy"]
         completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward_of(policy, recipe))
         scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
@@ -398,7 +401,7 @@ class _Steps:
 
 
 async def _rescore(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> list[Group]:
-    """Return the groups with rewards computed again from the completions. Attempts that failed stay unscored."""
+    """Return the groups with rewards computed again. Attempts whose environment failed stay unscored."""
 
     async def rescore(trajectory: Trajectory) -> Trajectory:
         # Reward functions did not see attempts that ended with an error or a limit of their environment.
@@ -426,7 +429,7 @@ def _sample_effects(
     batches: tuple[RLBatch, RLBatch],
     logprobs: tuple[NDArray[np.float32], NDArray[np.float32]],
 ) -> list[SampleEffect]:
-    """Return the effect of a change on each sample; `logprobs` [tokens] are those after the updates."""
+    """Return the effect of a change on each sample. `logprobs` [tokens] are those after the updates."""
     effects = []
     before, now = batches
     mask = before.loss_mask

@@ -1,4 +1,4 @@
-"""The canary (weights.canary_every): a fixed batch, computed twice on every replica, must give equal bits."""
+"""The canary (weights.canary_every): a fixed batch that every replica computes twice. Sound ranks give equal bits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ METRICS = (
 
 
 class Verdict(NamedTuple):
-    """Ranks whose results of the canary are wrong.
+    """Ranks with wrong results of the canary.
 
-    `is_unstable`: a rank's two results differ; otherwise replicas differ. `is_decided`: the wrong rank is among
-    `ranks`, and no other reading of the results is possible. `output` is the name of the first different output.
+    `output` is the name of the first different output. `is_unstable`: a rank's two results differ; otherwise replicas
+    differ. `is_decided`: the wrong rank is certainly among `ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -46,10 +46,10 @@ class Canary(StepObserver):
     def __init__(self, recipe: Recipe, parallel: ParallelConfig, ranks: RunRanks, folder: RunFolder) -> None:
         self._every, self._parallel, self._ranks, self._folder = recipe.weights.canary_every, parallel, ranks, folder
         self._last_step = folder.resumed_step
-        """The newest step before which the canary was right; until then, the step of the resumed checkpoint."""
+        """Newest step with a right canary; at first, the step of the resumed checkpoint."""
 
     async def before_updates(self, step: Step) -> None:
-        """Compute the canary if it is due at a step, and add its metric. Raises FaultyNodeError for a difference."""
+        """Compute the canary if due, and add its metric. Raises FaultyNodeError for a difference."""
         if not self._every or step.number % self._every:
             return
         reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
@@ -84,11 +84,11 @@ class Canary(StepObserver):
 
 
 def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict | None:
-    """Return the ranks with wrong results, from the reports of all trainer ranks; None if all agree.
+    """Return the ranks with wrong results among the reports of all trainer ranks, or None.
 
     A rank that does not repeat its own result is wrong. Otherwise ranks with the same part of the model compare their
-    results, and the majority of replicas is right. The first different output counts, because later ones follow from
-    it. With expert parallelism replicas compute each other's experts, so only the repetition is compared.
+    results, and the majority of replicas is right. Only the first different output counts, because later ones follow
+    from it. With expert parallelism replicas compute each other's experts, so only the repetition is compared.
     """
     unstable = {
         rank: first_difference
@@ -113,7 +113,7 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
 
 
 def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
-    """Return place and name of the first output that a rank's second pass computed otherwise; None if none."""
+    """Return place and name of the first output that a rank's second pass computed differently, or None."""
     for output, again in zip(report.outputs, report.repeated, strict=True):
         if output.number != again:
             return output.place, output.name
@@ -121,7 +121,7 @@ def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
 
 
 def _replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
-    """Yield the ranks with the same part of the model, one of each data-parallel replica."""
+    """Yield groups of ranks with the same part of the model, one rank of each data-parallel replica."""
     groups: Mapping[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank in range(parallel.world_size):
         coordinates = parallel.coordinates(rank)

@@ -1,6 +1,4 @@
-"""Unstable updates: the first tensor that is not finite is reported, and spikes are skipped, rolled back or stop the
-run (train.on_spike).
-"""
+"""Unstable updates: reports the first tensor that is not finite, and acts on spikes (train.on_spike)."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ METRICS = (
 
 
 def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
-    """Return the detector of a recipe's spikes; None if they are ignored. `saved` is its memory in a checkpoint."""
+    """Return a recipe's spike detector, or None if spikes are ignored. `saved` is its memory in a checkpoint."""
     train = recipe.train
     if train.on_spike == "ignore":
         return None
@@ -47,7 +45,7 @@ def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDete
 
 
 class Instabilities(StepObserver):
-    """Reports and acts on unstable updates of a step. `spikes` is the policy's detector; None: spikes are ignored."""
+    """Reports and acts on a step's unstable updates. `spikes` is the policy's detector; None: spikes are ignored."""
 
     def __init__(
         self,
@@ -63,12 +61,11 @@ class Instabilities(StepObserver):
         self._fault: str | None = None
 
     async def before_updates(self, step: Step) -> None:
-        """Begin to collect the spikes of a step."""
         if self._spikes is not None:
             self._spikes.begin_step()
 
     async def after_updates(self, step: Step) -> None:
-        """Act on the spikes of a step's updates. Rolls back if the recipe says so."""
+        """Act on the spikes of a step's updates: skip, stop or roll back."""
         if self._spikes is None or not self._spikes.spikes:
             return
         first = self._spikes.spikes[0]
@@ -83,7 +80,7 @@ class Instabilities(StepObserver):
             await self._roll_back(text)
 
     async def _roll_back(self, text: str) -> None:
-        """Load the newest checkpoint into the trainer. Step numbers and the position in the data stay."""
+        """Load the newest checkpoint into the trainer. Step numbers and position in the data stay."""
         # A save may be under way; it is of a step before the spike.
         await self._checkpoints.complete(wait=True)
         checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).good
@@ -99,7 +96,7 @@ class Instabilities(StepObserver):
         await self._ranks.trainers.call("rollbacks.roll_back", checkpoint)
 
     async def observe(self, step: Step) -> None:
-        """Report the first tensor of a step's updates that is not finite. Add the metrics of spikes."""
+        """Report the first tensor that is not finite, and add the metrics of spikes."""
         for model in step.outcome.not_finite:
             tensors: list[NotFinite] = await self._ranks.trainers.call(f"{model}.last_not_finite")
             nodes = [self._ranks.topology[rank][0] for rank in tensors[0].ranks]
@@ -113,7 +110,7 @@ class Instabilities(StepObserver):
             step.log({"train/spikes": float(num_spikes), "train/rollbacks": float(num_rollbacks)})
 
     def find_fault(self, step: Step) -> MegarlError | None:
-        """Return the error for a spike, if the run must end because of it."""
+        """Return the error for a spike that ends the run."""
         fault, self._fault = self._fault, None
         if fault is None:
             return None

@@ -1,4 +1,4 @@
-"""Comparison of each step with the plan made before the start: memory of the phases, and seconds of the step."""
+"""Comparison of each step with the plan made before the start: memory by phase, and seconds."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ _PHASES = ("rollout", "logprobs", "train", "reshard")
 
 
 class PlanPromise(StepObserver):
-    """Compares the steps of a run with its plan, and names the phase that breaks the promise."""
+    """Compares a run's steps with its plan, and names the phase that breaks the promise."""
 
     def __init__(self, recipe: Recipe, tracker: Tracker, predicted_memory: Mapping[str, int]) -> None:
-        """Create the comparison. `predicted_memory` has, by phase, the planned memory in bytes of the fullest rank."""
+        """Create the comparison. `predicted_memory` has the planned bytes of the fullest rank by phase."""
         self._recipe, self._tracker = recipe, tracker
         self._gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory.items()}
         self._seconds: Mapping[str, float] = {}
         self._has_measured = False
 
     async def begin_run(self) -> None:
-        """Plan the seconds of a step."""
         if (seconds := recipe_seconds(self._recipe)) is not None:
             self._seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
 
     async def observe_measured(self, step: Step) -> None:
-        """Add the metrics of a step, and report the first broken promise about memory and about seconds."""
+        """Add a step's metrics, and report the first broken promises of memory and of seconds."""
         self._compare_memory(step)
         # The first step of a start compiles kernels and fills caches.
         if self._seconds and self._has_measured:

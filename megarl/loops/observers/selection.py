@@ -35,11 +35,11 @@ def make_observers(
     spikes: SpikeDetector | None,
     predicted_memory: Mapping[str, int],
 ) -> StepObservers:
-    """Return the observers of a run's steps in their order.
+    """Return the observers of a run's steps in order.
 
-    The order matters in three places. An error of the step checks ends the run before one of a spike, because their
-    remedy is more exact. A spike rolls weights back before their checksums are taken. Changed weights are found before
-    the canary, which would report them as a wrong computation.
+    Three orders matter. An error of the step checks ends the run before one of a spike, because its remedy is more
+    exact. A spike rolls weights back before their checksums are taken. Weight checks come before the canary, which
+    would report changed weights as a wrong computation.
     """
     return StepObservers(
         [

@@ -18,10 +18,10 @@ from megarl.types import MegarlError, UnhealthyError
 
 
 class StepChecks(StepObserver):
-    """Checks of a run's steps. They warn, or end the run after a step."""
+    """Checks of a run's steps, which warn or end the run after a step."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker) -> None:
-        """Restore the state of the health rules from the steps logged before this start of the run."""
+        """Restore the state of the health rules from the steps logged before this start."""
         self._recipe, self._train, self._folder, self._tracker = recipe, recipe.train, folder, tracker
         self._tool_use = ToolUse()
         self._health = Health(thresholds(recipe))
@@ -33,7 +33,7 @@ class StepChecks(StepObserver):
     def check_learning_rate(self) -> None:
         """Warn of an unusual learning rate, before the first step.
 
-        Raises UnhealthyError for such a rate if train.on_unhealthy = stop, because there is nothing to save yet.
+        With train.on_unhealthy = stop, raises UnhealthyError: there is nothing to save yet.
         """
         if not self._health.takes(LEARNING_RATE):
             return
@@ -56,13 +56,13 @@ class StepChecks(StepObserver):
         return next((fault for fault in faults if fault is not None), None)
 
     def end_run(self) -> None:
-        """Warn of tools never called since this start of the run."""
+        """Warn of tools never called since this start."""
         if tools := self._tool_use.never_called:
             self._tracker.notice(uncalled_text(tools, "in this start of the run", self._look))
 
     @property
     def _look(self) -> str:
-        """Command printing the run's samples."""
+        """Command that prints the run's samples."""
         return f"megarl samples {self._folder.path}"
 
     @property
@@ -70,7 +70,7 @@ class StepChecks(StepObserver):
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
 
     def _report_empty_update(self, step: int) -> None:
-        """Warn once that an update of the policy or critic was skipped because none of its tokens is trained."""
+        """Warn once that an update was skipped because it had no trained token."""
         cause = "no turn of its records is trained. Check the weights of the data's messages"
         if self._recipe.is_on_policy:
             truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
@@ -84,8 +84,7 @@ class StepChecks(StepObserver):
         )
 
     def _check_mismatch(self, step: int, outcome: StepOutcome) -> MegarlError | None:
-        """Return the error ending the run if trainer and engine log-probs differ too much in a step
-        (train.on_logprob_gap).
+        """Return the error that ends the run because trainer and engine log-probs differ too much, or None.
 
         With train.on_logprob_gap = skip, warn once.
         """
@@ -98,8 +97,7 @@ class StepChecks(StepObserver):
         return None
 
     def _check_health(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
-        """Warn of broken health rules. If train.on_unhealthy = stop, return the error ending the run for the first of
-        them."""
+        """Warn of broken health rules. Returns an error for the first if train.on_unhealthy = stop."""
         findings = self._health.observe(step, metrics)
         for finding in findings:
             self._tracker.unhealthy(finding)

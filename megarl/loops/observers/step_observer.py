@@ -1,4 +1,4 @@
-"""The interface of an observer of a run's steps, such as the weight checks or the health rules."""
+"""Interface of observers of a run's steps, such as weight checks or health rules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.types import MegarlError
 
 
 class StepObserver:
-    """An observer of a run's steps. Methods that an observer does not override do nothing.
+    """An observer of a run's steps. Methods that it does not override do nothing.
 
-    All methods but `find_fault` and `end_run` may raise MegarlError, which ends the run at once.
+    All methods except `find_fault` and `end_run` may raise MegarlError, which ends the run at once.
     """
 
     async def begin_run(self) -> None:
-        """Prepare for the first step. The models are built, and no checkpoint is loaded yet."""
+        """Prepare for the first step. Models are built, and no checkpoint is loaded."""
 
     async def resume_run(self, origin: Origin) -> None:
-        """Prepare for the first step after a checkpoint, which is loaded now."""
+        """Prepare for the first step after a checkpoint, which is loaded."""
 
     async def before_updates(self, step: Step) -> None:
         """Observe the trainer's weights before a step's first update."""
@@ -29,19 +29,19 @@ class StepObserver:
         """Observe the weights made by a step's updates, or replace them. The trainer is in memory."""
 
     async def observe_batch(self, step: Step, samples: StepSamples, batch: RLBatch) -> None:
-        """Observe the samples and the trained batch of a step with a recorded loop, after its updates."""
+        """Observe the samples and the trained batch of a step of loop rl, after its updates."""
 
     async def observe(self, step: Step) -> None:
-        """Observe the outcome of a step, and add metrics to it before it is logged."""
+        """Observe a step's outcome, and add metrics before it is logged."""
 
     async def observe_measured(self, step: Step) -> None:
-        """Observe the times and the peak memory of a step, and add metrics to it before it is logged."""
+        """Observe a step's times and peak memory, and add metrics before it is logged."""
 
     def find_fault(self, step: Step) -> MegarlError | None:
-        """Warn of problems in a logged step. Return the error to end the run with once the step is saved, if any."""
+        """Warn of problems in a logged step. Returns the error that ends the run after a save, or None."""
 
     def end_run(self) -> None:
-        """Report on all steps of this start of the run, after the last one."""
+        """Report on all steps of this start, after the last one."""
 
 
 class StepObservers(StepObserver):
@@ -79,7 +79,7 @@ class StepObservers(StepObserver):
             await observer.observe_measured(step)
 
     def find_fault(self, step: Step) -> MegarlError | None:
-        """Return the first observer's error. Each observer is asked, so each one warns."""
+        """Return the first observer's error. All observers are called, so each one warns."""
         faults = [observer.find_fault(step) for observer in self._observers]
         return next((fault for fault in faults if fault is not None), None)
 

@@ -38,18 +38,18 @@ METRICS = (
 )
 
 _LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_permutation")
-"""Fields of a layout that place the trainer's parts on ranks."""
+"""Parallel sizes and orders that place the trainer's parts on ranks."""
 
 
 class StepRecorder(StepObserver):
-    """Writes records of steps to `records/` in the run folder, as train.record says. `policy` is on the ranks."""
+    """Writes records of steps to `records/` in the run folder (train.record). `policy` is on the ranks."""
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig, run: Path, policy: RankModel) -> None:
         self._recipe, self._parallel, self._policy = recipe, parallel, policy
         self._folder = run / RECORDS
 
     async def observe_batch(self, step: Step, samples: StepSamples, batch: RLBatch) -> None:
-        """Record a step after its updates, and add the metrics of this module. Without train.record, do nothing."""
+        """Record a step after its updates, and add METRICS. Does nothing without train.record."""
         if self._recipe.train.record is None:
             return
         began = time.monotonic()
@@ -88,7 +88,7 @@ async def make_record(
 ) -> StepRecord:
     """Return the record of a step after its updates.
 
-    With `is_complete` it has the values of the batch's arrays, and fingerprints of main weights and moments.
+    `is_complete` includes the values of the batch's arrays, and fingerprints of main weights and moments.
     """
     arrays = batch_arrays(batch)
     borders = batch.cu_samples
@@ -114,7 +114,7 @@ async def make_record(
 
 
 def layout_values(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return all that decides the trainer's rounding, as JSON values: parallel sizes and the section trainer."""
+    """Return what decides the trainer's rounding, as JSON values: parallel sizes, dtype and the section trainer."""
     # Through JSON, so that they equal those read from a record.
     sizes = {name: getattr(parallel, name) for name in _LAYOUT_FIELDS}
     return json.loads(

@@ -1,4 +1,4 @@
-"""Checks that no weight changes unless an update or a reshard writes it: a flipped bit is named by tensor and rank."""
+"""Checks that only updates and reshards change weights. A flipped bit is reported with tensor and rank."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ METRICS = (
 )
 
 _MOST_NAMED = 3
-"""Maximum number of tensors in a message. A flipped bit changes one; a lost device changes all."""
+"""Maximum tensors in a message. A flipped bit changes one; a lost device changes all."""
 
 
 class WeightChecks(StepObserver):
-    """Checksums of the weights of a run's versions (weights.check_every), by which changed weights are found.
+    """Checksums of the weights of a run's versions (weights.check_every), by which changes are found.
 
-    Version n + 1 is made by the update of step n. Its checksums are taken after the update, on every trainer rank, and
-    after the reshard, on every engine rank. They are compared with each other, and with the same weights after their
-    last use. A difference raises MegarlError.
+    The update of step n makes version n + 1. Its checksums are taken after the update on every trainer rank, and after
+    the reshard on every engine rank. They are compared with each other, and with the same weights after their last use.
+    A difference raises MegarlError.
     """
 
     def __init__(self, recipe: Recipe, ranks: RunRanks, folder: RunFolder) -> None:
         self._weights, self._ranks, self._folder = recipe.weights, ranks, folder
         self._boxes: dict[int, Mapping[Box, int]] = {}
-        """Checksums of the trainer's boxes in the newest versions, by version."""
+        """Checksums of the trainer's boxes (parts of tensors), by version, for the newest versions."""
         self._dtypes: dict[str, str] = {}
-        """Data types of the trainer's tensors by name. Engines have some tensors, such as routers, in another one."""
+        """Dtypes of the trainer's tensors by name. Engines have some tensors, such as routers, in another one."""
         self._checksums: dict[int, str] = {}
         self._has_adapters = recipe.lora.rank > 0
         self._seconds = 0.0
 
     def checksum_after(self, step: int) -> str | None:
-        """Return the checksum of the weights after a step, 16 hexadecimal digits. None if it was not computed."""
+        """Return the checksum of the weights after a step, 16 hexadecimal digits; None if not computed."""
         return self._checksums.get(step + 1)
 
     async def begin_run(self) -> None:
-        """Fetch the checksums of the initial weights, which the trainer ranks took when they had built the model."""
+        """Fetch the checksums of the initial weights, which the ranks took when they built the model."""
         if self._weights.check_every:
             ranks = await self._ranks.trainers.call("weight_checks.newest_checksums")
             self._add(0, ranks, is_new=self._folder.resumed_step == 0)
 
     async def resume_run(self, origin: Origin) -> None:
-        """Take the checksums of the weights loaded from the checkpoint of `origin`.
+        """Take the checksums of the weights loaded from `origin`'s checkpoint.
 
-        Raises DataError if they differ from the saved ones, whose checksum `origin` has.
+        Raises DataError if they differ from the saved checksum.
         """
         if not self._weights.check_every:
             return
@@ -77,16 +77,15 @@ class WeightChecks(StepObserver):
             )
 
     async def check_trainer(self) -> None:
-        """Compare the trainer's weights with those after the last update. Raises MegarlError if they changed."""
+        """Compare the trainer's weights with those after the last update. Raises MegarlError for changes."""
         if self._weights.check_every:
             self.refuse_changes(await self._ranks.trainers.call("weight_checks.compare_weights"))
 
     async def before_updates(self, step: Step) -> None:
-        """Compare the trainer's weights with those after the last update. Raises MegarlError if they changed."""
         await self.check_trainer()
 
     async def after_updates(self, step: Step) -> None:
-        """Take the checksums of the weights made by a step's updates. Raises MegarlError if trainer ranks differ."""
+        """Take the checksums of a step's new weights. Raises MegarlError if trainer ranks differ."""
         if not self._weights.check_every:
             return
         version = step.number + 1
@@ -96,7 +95,7 @@ class WeightChecks(StepObserver):
             await self._ranks.trainers.call("weight_checks.forget_checksums")
 
     def refuse_changes(self, answers: Iterable[RankChanges | None]) -> None:
-        """Raise MegarlError if one of the ranks' answers lists changed weights."""
+        """Raise MegarlError if a rank's answer lists changed weights."""
         changes = [answer for answer in answers if answer is not None]
         self._seconds += max((answer.seconds for answer in changes), default=0.0)
         for answer in changes:
@@ -123,13 +122,12 @@ class WeightChecks(StepObserver):
                 raise self._error_of(version, "after the reshard", differences)
 
     async def observe(self, step: Step) -> None:
-        """Add the seconds of the checks since the previous step."""
         if self._weights.check_every:
             step.log({"time/weight_check_seconds": self._seconds})
         self._seconds = 0.0
 
     def _add(self, step: int, ranks: Sequence[RankChecksums], *, is_new: bool = True) -> None:
-        """Compare the trainer ranks' checksums of the version made by a step, and store them."""
+        """Compare the trainer ranks' checksums of a step's version, and store them."""
         self._seconds += max(rank.seconds for rank in ranks)
         self._dtypes = {box.name: dtype for rank in ranks for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)}
         version = step + 1

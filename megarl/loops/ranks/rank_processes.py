@@ -1,4 +1,4 @@
-"""Rank processes of a run's attempts, and what follows the loss of a trainer rank."""
+"""A run's rank processes, and the recovery from the loss of a trainer rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import MegarlError, PeerLostError
 
 _GROWTH_SECONDS = 30.0
-"""Seconds between searches for nodes, after a run continued without lost ranks."""
+"""Seconds between searches for nodes while the run has fewer ranks than at first."""
 _MOST_GROWTH_SECONDS = 3600.0
-"""Maximum seconds between searches: a node that comes back should be used within an hour."""
+"""Maximum seconds between searches, so a node that comes back is used within an hour."""
 
 METRICS = (
     MetricRow(
@@ -51,29 +51,29 @@ METRICS = (
 
 
 class RankProcesses:
-    """The nodes of a run, and the rank processes of its attempts.
+    """The nodes of a run, and its rank processes.
 
-    After the loss of a trainer rank, and for other parallel sizes, all ranks end, and the next attempt starts new
-    ones. They continue from copies of the state in the memory of the nodes' agents, else from the newest checkpoint.
+    After the loss of a trainer rank, and for other parallel sizes, all ranks end and new ones start. They continue from
+    copies of the state in the memory of the nodes' agents, else from the newest checkpoint.
     """
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig) -> None:
         self.recipe, self.parallel = recipe, parallel
-        """The recipe and the layout of the next attempt. A resize changes their parallel sizes."""
+        """Recipe and parallel sizes of the next start of ranks. A resize changes them."""
         self.nodes: RunNodes | None = None
-        """The run's nodes; None before the first attempt."""
+        """The run's nodes; None before the first start."""
         self._ranks: RunRanks | None = None
         self._places: list[RankPlace] = []
-        """Places of the trainers in the next attempt; empty: the first ones of the living nodes."""
+        """Places of the trainers in the next start; empty: the first ones of the living nodes."""
         self._folder = PrivateFolder()
         self._lost_at: float | None = None
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
-        """Number of losses of trainer ranks that the run has survived."""
+        """Losses of trainer ranks that the run has survived."""
         self._full: ResizeAskedError | None = None
-        """Recipe and layout before losses made the run smaller; None: it has its full size, or cannot grow."""
+        """Recipe and sizes before losses made the run smaller; None: it has its full size, or cannot grow."""
         self._search: asyncio.Task[None] | None = None
-        """Search for nodes for the full size, in the background; done when there are some."""
+        """Background search for nodes for the full size. Done: there are some."""
         self.checked_nodes: set[str] = set()
         """Nodes that passed the checks before models were built."""
         self._received = 0.0
@@ -97,10 +97,9 @@ class RankProcesses:
     async def start(
         self, log_folder: Path, avoided_nodes: Sequence[str] = (), notify: Callable[[str], object] = lambda text: None
     ) -> RunRanks:
-        """Start the ranks of an attempt, with logs in `log_folder`. The first attempt starts the nodes' agents.
+        """Start the ranks, with logs in `log_folder`. The first call also starts the nodes' agents.
 
-        Ray uses none of the faulty nodes in `avoided_nodes`. A later attempt goes on without an engine that does not
-        start; `notify` is called with a message then.
+        Ray avoids `avoided_nodes`. A later call continues without an engine that does not start, and notifies of it.
         """
         is_first = self.nodes is None
         if self.nodes is None:
@@ -126,10 +125,10 @@ class RankProcesses:
         folder: RunFolder,
         notify: Callable[[str], object],
     ) -> None:
-        """Prepare the next attempt, after a loss or for other parallel sizes.
+        """Prepare the next start of ranks, after a loss or for other parallel sizes. `notify` gets messages.
 
-        Raises the loss if the run cannot continue. `notify` is called with messages about it. Raises EndedError if a
-        stop was requested (`stop`): the progress since the last checkpoint is lost.
+        Raises the loss if the run cannot continue. Raises EndedError if `stop` was requested: the progress since the
+        last checkpoint is lost.
         """
         if self.nodes is None or (isinstance(cause, PeerLostError) and self.recipe.cluster.recover == "stop"):
             raise cause
@@ -157,7 +156,7 @@ class RankProcesses:
             folder.use_recipe(self.recipe)
 
     def _lost_ranks(self, error: PeerLostError) -> list[int]:
-        """Return the trainer ranks whose processes died and so caused `error`. Raises `error` if no trainer died."""
+        """Return the trainer ranks that died and so caused `error`. Raises `error` if none died."""
         if self._ranks is not None and self._ranks.trainers.end.lost:
             return [handle.rank for handle in self._ranks.trainers.end.lost]
         # The attempt ended while its ranks started.
@@ -166,7 +165,7 @@ class RankProcesses:
         raise error
 
     async def _replace_lost(self, error: PeerLostError, lost: Sequence[int], notify: Callable[[str], object]) -> None:
-        """Choose sizes and places of the attempt after a loss. Raises the error if the run cannot continue."""
+        """Choose sizes and places after a loss. Raises the error if the run cannot continue."""
         assert self.nodes is not None
         num_before = self.parallel.world_size
         alive = [
@@ -199,11 +198,11 @@ class RankProcesses:
             self._search = asyncio.create_task(self._await_nodes(self._full.parallel, pause, notify))
 
     def growth(self) -> ResizeAskedError | None:
-        """Return the change back to the size before losses, if there are nodes for it again; else None."""
+        """Return the change back to the size before losses if there are nodes for it, else None."""
         return self._full if self._search is not None and self._search.done() else None
 
     async def _await_nodes(self, parallel: ParallelConfig, pause: float, notify: Callable[[str], object]) -> None:
-        """Wait until there are nodes for the ranks of a layout. The first attempt is after `pause` seconds."""
+        """Wait until there are nodes for these parallel sizes. The first search is after `pause` seconds."""
         assert self.nodes is not None
         count = parallel.world_size
         while True:
@@ -236,7 +235,7 @@ class RankProcesses:
         await drop_others(self.nodes.agents, step)
 
     def find_copied_state(self, origin: Origin, earlier: RunRecord) -> Origin | None:
-        """Return the copies in host memory as the run's origin; None if they are incomplete or older than a checkpoint.
+        """Return the copies in host memory as origin; None if they are incomplete or older than a checkpoint.
 
         `origin` is where the run started before. `earlier` lists the checkpoints on disk.
         """
@@ -256,7 +255,7 @@ class RankProcesses:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of a recovery, once, when its first step begins; else an empty dictionary."""
+        """Return the metrics of a recovery once, when its first step begins; empty otherwise."""
         if self._lost_at is None:
             return {}
         seconds, self._lost_at = time.monotonic() - self._lost_at, None

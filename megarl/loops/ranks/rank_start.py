@@ -1,4 +1,4 @@
-"""Start of a run's ranks: their processes, the checks of their nodes, their workers, and new ones for lost engines."""
+"""Start of a run's ranks: processes, node checks, workers, and new workers for lost engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megarl.tracking.tracker import Tracker
 from megarl.types import FaultyNodeError
 
 COLOCATED_WORKER = "megarl.worker.colocated:Worker"
-"""Class of the worker on each rank: it trains and samples. Benchmarks replace it by a measuring class."""
+"""Class of a worker that trains and samples. Benchmarks replace it by a measuring class."""
 
 
 def count_of_ranks(recipe: Recipe) -> str:
@@ -52,10 +52,7 @@ async def start_ranks(
 async def construct_workers(
     processes: RankProcesses, folder: RunFolder, tracker: Tracker, ranks: RunRanks, reshard_calls: ReshardCalls
 ) -> None:
-    """Construct a worker on each rank, and send separate engines their first weights.
-
-    Raises ConfigError naming the unfit nodes.
-    """
+    """Construct a worker on each rank, and send separate engines their first weights. Raises as `_check_nodes`."""
     recipe, parallel = processes.recipe, processes.parallel
     await _check_nodes(processes, folder, tracker, ranks)
     # The node checks used cluster.start_timeout_seconds. From here on each method has its own deadline.
@@ -73,10 +70,10 @@ async def construct_workers(
 
 
 async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tracker, ranks: RunRanks) -> None:
-    """Print the nodes of the ranks, and the results of their checks.
+    """Print the ranks' nodes and the results of their checks.
 
-    Raises ConfigError naming the unfit nodes, DiskFullError if they only lack room, or FaultyNodeError if they
-    joined the run after a loss.
+    Raises ConfigError for unfit nodes, DiskFullError if they only lack space, or FaultyNodeError if they joined after a
+    loss.
     """
     recipe = processes.recipe
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
@@ -102,7 +99,7 @@ async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tra
 
 
 def _refuse_bad_nodes(recipe: Recipe, folder: RunFolder, tracker: Tracker, nodes: Sequence[str]) -> None:
-    """Raise FaultyNodeError if one of the nodes is recorded as faulty. On a single machine, only warn."""
+    """Raise FaultyNodeError for a node recorded as faulty. On a single machine, only warn."""
     bad = [node for node in nodes if node in folder.bad_nodes]
     if not bad:
         return
@@ -121,7 +118,7 @@ def _refuse_bad_nodes(recipe: Recipe, folder: RunFolder, tracker: Tracker, nodes
 async def replacing_lost_engines(
     recipe: Recipe, parallel: ParallelConfig, folder: RunFolder, tracker: Tracker, ranks: RunRanks
 ) -> AsyncIterator[Replacements]:
-    """Restart lost engine replicas (separate engines) while the others sample, until the context exits."""
+    """Context that restarts lost separate engines while the others sample."""
     cluster = recipe.cluster
 
     async def start(lost: WorkerGroup) -> WorkerGroup:
@@ -148,7 +145,7 @@ async def replacing_lost_engines(
 
 
 async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: ParallelConfig) -> None:
-    """Construct the worker (an engine shard) on each rank of a separate engine replica."""
+    """Construct the worker (an engine shard) on each rank of a separate engine."""
     # A replica keeps its number for life: its first rank determines it.
     number = parallel.leaders().index(group.part.first_rank)
     settings = {"recipe": recipe, "parallel": parallel, "replica": number}
@@ -156,7 +153,7 @@ async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: Parall
 
 
 async def hardware(ranks: RunRanks) -> dict[str, str]:
-    """Return the ranks by node, and the GPUs of the driver's node, for attempt.json."""
+    """Return the number of ranks by node, and the GPUs of the driver's node, for attempt.json."""
     on_nodes = Counter(place[0] for place in ranks.topology)
     gpu_counts = Counter(await asyncio.to_thread(gpus))
     gpu_text = "; ".join(f"{count} x {gpu}" for gpu, count in gpu_counts.items()) or "none: on the CPU"

@@ -1,4 +1,4 @@
-"""Change of a running run's parallel sizes between two steps: `megarl resize`, and the smaller layout after a loss."""
+"""Changes of a run's parallel sizes between two steps: `megarl resize`, and smaller sizes after a loss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FIELDS = (
 )  # fmt: skip
 """Recipe fields that a resize may change."""
 _MOST = 100_000
-"""Highest size of a request: more ranks than any cluster has."""
+"""Largest size in a request: more ranks than any cluster has."""
 _REQUEST = "resize.json"
-"""File in the run folder with a requested change, by field. The run removes it when it has read it."""
+"""File in the run folder with requested values by field. The run reads and removes it."""
 
 
 class ResizeAskedError(Exception):
-    """Raised between two steps to continue the run with another recipe, which differs in parallel sizes only."""
+    """Raised between two steps to continue the run with a recipe that has other parallel sizes."""
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig) -> None:
         super().__init__(f"the run continues with {parallel}")
@@ -37,15 +37,15 @@ class ResizeAskedError(Exception):
 
 
 def refuse_other_fields(fields: Iterable[str]) -> None:
-    """Raise ConfigError if one of these is not a field that a resize can change."""
+    """Raise ConfigError if a resize cannot change one of these fields."""
     if wrong := [field for field in fields if field not in FIELDS]:
         raise ConfigError(f"{wrong[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
 
 
 def request(run_folder: Path, values: Mapping[str, Any]) -> None:
-    """Ask a running run to change these fields after its current step.
+    """Request a run to change these fields after its current step.
 
-    Raises ConfigError for other fields, and if the run has not read an earlier request yet.
+    Raises ConfigError for other fields, or if the run has not read an earlier request yet.
     """
     refuse_other_fields(values)
     path = run_folder / _REQUEST
@@ -62,7 +62,7 @@ def request(run_folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _link_or_create(complete: Path, path: Path) -> None:
-    """Give a complete file the name `path`. Raises FileExistsError if it exists, where a rename would replace it."""
+    """Give a complete file the name `path`. Raises FileExistsError, where a rename would replace a file."""
     try:
         os.link(complete, path)
     except FileExistsError:
@@ -74,9 +74,9 @@ def _link_or_create(complete: Path, path: Path) -> None:
 
 
 def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
-    """Return the requested change of a run, checked, and remove the request. None without a request.
+    """Return the requested change of a run, checked, and remove the request. None without one.
 
-    Raises ConfigError or DataError if the run cannot continue with it; then nothing changes.
+    Raises ConfigError or DataError if the run cannot change like this.
     """
     path = run_folder / _REQUEST
     if not path.exists():
@@ -102,14 +102,14 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
 
 
 def refuse_same_sizes(recipe: Recipe, changed: Recipe, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if a resize would change nothing. `parallel` is the one of the `changed` recipe."""
+    """Raise ConfigError if a resize would change nothing. `parallel` belongs to the `changed` recipe."""
     sizes = attrgetter("cluster.nodes", "cluster.ranks_per_node")
     if sizes(recipe) == sizes(changed) and check(recipe, is_start=False) == parallel:
         raise ConfigError(f"the run has these sizes already ({parallel}); nothing changes")
 
 
 def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
-    """Return whether a value of a request is a size that the field can have."""
+    """Return whether a value is a size that the field can have."""
     if value is not None:
         return type(value) is int and 1 <= value <= _MOST
     section, _, name = field.partition(".")
@@ -117,19 +117,19 @@ def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
 
 
 def change_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
-    """Return the recipe with other parallel sizes, and their layout. Raises ConfigError if they do not fit."""
+    """Return the recipe and ParallelConfig with these sizes. Raises ConfigError if they do not fit."""
     _refuse_incomplete_copies(recipe)
     return _with_checked_sizes(recipe, values)
 
 
 def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with other parallel sizes, not checked. Raises ConfigError if a run of it cannot change."""
+    """Return the recipe with these sizes, unchecked. Raises ConfigError if its runs cannot be resized."""
     _refuse_incomplete_copies(recipe)
     return with_field_values(recipe, values)
 
 
 def _refuse_incomplete_copies(recipe: Recipe) -> None:
-    """Raise ConfigError if copies of a run's state lack a part of it. A resize continues from copies."""
+    """Raise ConfigError if copies of the state, which a resize needs, would lack a part of it."""
     if not _is_copied_whole(recipe):
         raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
 
@@ -140,7 +140,7 @@ def _is_copied_whole(recipe: Recipe) -> bool:
 
 
 def can_grow(recipe: Recipe) -> bool:
-    """Return whether a run can return to its size between two steps, after a loss made it smaller."""
+    """Return whether a run can return to its size after a loss made it smaller."""
     # On this machine a lost rank means a fault of this machine, and no node can come back.
     return recipe.cluster.launcher != "local" and _is_copied_whole(recipe)
 
@@ -153,11 +153,11 @@ def _with_checked_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Reci
 def shrink_to(
     recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
 ) -> tuple[Recipe, ParallelConfig, list[int]]:
-    """Return the recipe and layout with as many data-parallel replicas as the surviving ranks can hold.
+    """Return the recipe and sizes with as many data-parallel replicas as the surviving ranks can hold.
 
-    Also returns, for each rank of the new layout, the surviving rank whose place it gets. Numbers of
-    replicas that the recipe refuses are left out, for example 3 for a batch of 8 sequences. Raises ConfigError if the
-    survivors cannot hold one replica, or the recipe refuses every number.
+    Also returns, for each new rank, the surviving rank whose place it gets. Numbers of replicas that the recipe refuses
+    are left out, such as 3 for a batch of 8 sequences. Raises ConfigError if the survivors cannot hold one replica, or
+    the recipe refuses every number.
     """
     size = parallel.world_size // parallel.dp
     replicas = len(survivors) // size
@@ -175,7 +175,7 @@ def shrink_to(
 
 
 def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> tuple[Recipe, ParallelConfig]:
-    """Return the recipe and layout with at most `max_replicas` data-parallel replicas, of `size` ranks each.
+    """Return the recipe and sizes with at most `max_replicas` data-parallel replicas of `size` ranks.
 
     Raises ConfigError if the recipe refuses every number.
     """

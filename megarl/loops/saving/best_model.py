@@ -1,4 +1,4 @@
-"""The model of a run's best evaluation (checkpoint.best): its export, its verdict, and its record in best.json."""
+"""The model of a run's best evaluation (checkpoint.best): its export, and its record in best.json."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.tracking.tracker import Tracker
 from megarl.types import DataError
 
 BEST = "best.json"
-"""File in a retained model folder with its step, metric and value."""
+"""File in a model folder with the model's step, metric and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class BestRecord:
-    """Contents of best.json: the step of an exported model, and its evaluation. None: not evaluated yet."""
+    """Contents of best.json: step and evaluation of an exported model. None: not evaluated yet."""
 
     step: int
     metric: str | None = None
@@ -33,7 +33,7 @@ class BestRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the record in a model folder, None if there is none. Raises DataError if it is damaged."""
+        """Return the record in a model folder, or None. Raises DataError if it is damaged."""
         path = folder / BEST
         if not path.is_file():
             return None
@@ -63,20 +63,18 @@ class BestRecord:
 class BestModel:
     """Model of the best evaluated step so far.
 
-    Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. If the evaluation is
-    the best so far, the folder is renamed to `hf_best/`, else it is removed. A run killed in between still has the
-    previous best model.
+    Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. The best one so far
+    is then renamed to `hf_best/`, any other is removed. A run killed in between still has the previous best model.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
-        """Read the step and the metric of the best model so far (hf_best/best.json). Raises StorageError or DataError
-        if it cannot be read."""
+        """Read hf_best/best.json, and complete interrupted renames. Raises StorageError or DataError."""
         self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
         self._metric = recipe.checkpoint.best
         self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
         self._taken_at: int | None = None
         self.step: int | None = None
-        """Step of the best model. None: no step was evaluated."""
+        """Step of the best model; None: no step was evaluated."""
         self._value = math.nan
         if self._metric is None:
             return
@@ -97,7 +95,7 @@ class BestModel:
             self.step, self._value = best.step, best.value
 
     async def take(self, step: int) -> None:
-        """Export the model of a step followed by an evaluation. The engines must sleep. Raises DiskFullError."""
+        """Export the model of a step with an evaluation. The engines must sleep. Raises DiskFullError."""
         if self._metric is None or not self._recipe.evaluates_at(step):
             return
         with self._tracker.phase("export"):
@@ -143,7 +141,7 @@ class BestModel:
 
 
 def _companions(folder: Path) -> list[Path]:
-    """Return the folders that an export may write next to a model folder: LoRA adapters, and a trained drafter."""
+    """Return the folders that an export may write next to a model folder: LoRA adapters, a trained drafter."""
     return [sibling_folder(folder, name) for name in ("adapter", "drafter")]
 
 
@@ -152,7 +150,7 @@ def _removal_path(folder: Path) -> Path:
 
 
 def _replace(folder: Path, newer: Path) -> None:
-    """Rename `newer` to `folder`, which may be missing. `_settle` completes an interrupted call."""
+    """Rename `newer` to `folder`, which may exist. `_settle` completes an interrupted call."""
     shutil.rmtree(_removal_path(folder), ignore_errors=True)
     if folder.exists():
         folder.rename(_removal_path(folder))
@@ -164,7 +162,7 @@ def _replace(folder: Path, newer: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Complete a `_replace` interrupted by the end of the process."""
+    """Complete an interrupted `_replace`."""
     if not _removal_path(folder).exists():
         return
     if folder.exists():

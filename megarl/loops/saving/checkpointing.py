@@ -1,7 +1,7 @@
-"""Driver side of checkpoints: atomic saves, verification before use, removal of old ones, export of the best model.
+"""Driver side of checkpoints: atomic saves, verification, removal of old ones, export of the best model.
 
-`checkpoints/step_NNNNNN/` contains the trainer's state, `driver.json` and `manifest.json`, written last. RL runs add
-their position in the data (`collection`). `checkpoints/latest` names the newest checkpoint.
+`checkpoints/step_NNNNNN/` has the trainer's state, `driver.json` and `manifest.json`, written last. RL runs add their
+position in the data (`collection`). `checkpoints/latest` names the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 class Checkpoints:
     """Saves a run's checkpoints at the steps of its recipe.
 
-    Adds `time/checkpoint_seconds`, the time for which training waited for saves, to a step's metrics.
+    Adds `time/checkpoint_seconds`, for which training waited for saves, to a step's metrics.
     """
 
     def __init__(
@@ -55,27 +55,26 @@ class Checkpoints:
         position: DataPosition,
         spikes: SpikeDetector | None = None,
     ) -> None:
-        """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
+        """Prepare the saves. `inputs` identifies models and data; a resumed run compares it with its own.
 
-        `position` is the position in the data at the start. `checksum_after` returns the checksum of the weights after
-        a step, None if it was not computed. `check_weights` is called before weights are saved or exported. It raises
-        an error if their checksum differs. `copies` are the copies of the state in host memory, made along with the
-        saves. The state of `spikes` is saved too.
+        `position` is that in the data at the start. `checksum_after` returns the checksum of the weights after a step,
+        or None. `check_weights` is called before weights are saved or exported, and raises an error if their checksum
+        differs. `copies` in host memory are made along with the saves. The state of `spikes` is saved too.
         """
         self.copies = copies
         self._checksum_after, self._check_weights = checksum_after, check_weights
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs, self._spikes, self._position = inputs, spikes, position
         self._spikes_then: Mapping[str, Any] | None = None
-        """Memory of the spikes at the begin of the save. A background save ends when later updates have been added."""
+        """State of the spike detector when the save began: later updates change it before a background save ends."""
         self._begun: int | None = None
         self._exported_at: int | None = None
         self._best = BestModel(recipe, folder, tracker, ranks)
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Start the model export and the checkpoint save if they are due after a step's updates.
+        """Start the model export and the checkpoint save that are due after a step's updates.
 
-        `save_driver` writes the driver's state into the checkpoint folder. Raises DiskFullError.
+        `save_driver` writes the driver's state into a folder. Raises DiskFullError.
         """
         settings, last = self._recipe.checkpoint, self._recipe.train.steps
         is_exported = bool(settings.export_every_steps) and step % settings.export_every_steps == 0
@@ -94,9 +93,9 @@ class Checkpoints:
         await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._memory_of_spikes())
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the step's model to `hf_best/` if its evaluation is the best so far. `metrics` are the evaluation's.
+        """Keep the step's model in `hf_best/` if its evaluation, with these metrics, is the best so far.
 
-        Also write the cards of models exported at this step. All its metrics must have been logged.
+        Also write the cards of models exported at this step, whose metrics must have been logged.
         """
         self._best.judge(step, metrics)
         exported = {self._step_folder(step): self._exported_at, self._folder.path / "hf_best": self._best.step}
@@ -109,14 +108,14 @@ class Checkpoints:
         step: int,
         save_driver: Callable[[Path], None] | None = None,
     ) -> None:
-        """Save the state after a step and its reshard, and wait for the save. Does nothing if the checkpoint exists."""
+        """Save the state after a step and its reshard, and wait. Does nothing if the checkpoint exists."""
         await self._check_weights()
         if self._begun != step and not self._published(step).exists():
             await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
 
     async def copy(self, step: int, save_driver: Callable[[Path], None] | None) -> None:
-        """Copy the state after a step and its reshard to host memory, and wait until all ranks have the copies."""
+        """Copy the state after a step and its reshard to host memory, and wait for all ranks."""
         await self._check_weights()
         await self.copies.begin(
             self._ranks,
@@ -148,10 +147,7 @@ class Checkpoints:
             await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
-        """Publish the save in progress if all ranks have written their part.
-
-        `wait`: wait until they have.
-        """
+        """Publish the save in progress if all ranks have written their parts. `wait` for them."""
         await self.copies.complete(self._ranks, wait=wait)
         if self._begun is None:
             return
@@ -208,13 +204,13 @@ class Checkpoints:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
 
     async def _of_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all trainer ranks. On a DiskFullError, remove the incomplete save."""
+        """Call a method of all trainer ranks. A DiskFullError removes the incomplete save."""
         with self._removed_when_full():
             return await self._ranks.call(method, *arguments)
 
     @contextmanager
     def _removed_when_full(self) -> Iterator[None]:
-        """Context that removes the incomplete save if a DiskFullError is raised in it."""
+        """Context that removes the incomplete save on a DiskFullError."""
         try:
             yield
         except DiskFullError:
@@ -244,7 +240,7 @@ class Survey:
 
 
 def remove_incomplete_saves(home: Path) -> None:
-    """Remove saves in the folder `home` of a run's checkpoints that were interrupted. Reads no file of a checkpoint."""
+    """Remove interrupted saves in the folder `home` of a run's checkpoints. Reads no file."""
     for leftover in home.glob(".step_*"):
         if _LEFTOVER.fullmatch(leftover.name):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -253,8 +249,8 @@ def remove_incomplete_saves(home: Path) -> None:
 def survey(earlier: RunRecord) -> Survey:
     """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
-    A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at
-    all. Raises DataError if there are checkpoints but no valid one.
+    A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError for an unreadable checkpoint, or
+    DataError if there are checkpoints but no valid one.
     """
     # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
     from megarl.checkpoint.torch_dist_reader import check_harmless
@@ -287,7 +283,7 @@ def plain_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rename_damaged(folder: Path) -> None:
-    """Rename a folder to NAME.damaged, or NAME.damaged_2 and so on, so it can be inspected."""
+    """Rename a folder to NAME.damaged, NAME.damaged_2 and so on, so it can be inspected."""
     target, number = folder.with_name(f"{folder.name}.damaged"), 1
     while target.exists():
         number += 1

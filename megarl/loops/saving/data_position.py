@@ -1,4 +1,4 @@
-"""Position of a run in the data that each step draws a fixed number of records from."""
+"""Position of a run in data that gives each step a fixed number of records."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _BATCH_SIZES: Mapping[str, tuple[str, int]] = {
     "data.train": ("train.prompts_per_step", TrainConfig().prompts_per_step),
     "data.ptx": ("algorithm.ptx_conversations", AlgorithmConfig().ptx_conversations),
 }
-"""Recipe field with the number of records per step, and its default, by the field of the data."""
+"""Recipe field with the records per step, and its default, by the field of the data."""
 
 _ON_POLICY = ("rl", "distillation")
-"""Loops with positions of their own in `data.train`."""
+"""Loops that count their position in `data.train` themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Number of records drawn up to the end of a step, by recipe field: `data.train`, `data.ptx`.
+    """Records drawn up to the end of a step, by recipe field (`data.train`, `data.ptx`).
 
-    A resumed run can draw another number per step, so the step alone does not say the position. On-policy loops have
-    positions of their own in `data.train` (`rollout.state`).
+    A resumed run can draw another number per step, so the step alone does not determine the position. On-policy loops
+    count their position in `data.train` themselves (`rollout.state`).
     """
 
     step: int = 0
@@ -33,10 +33,9 @@ class DataPosition:
 
     @classmethod
     def from_checkpoint(cls, step: int, driver: Mapping[str, Any]) -> Self:
-        """Return the data position in the driver's part of a checkpoint, in the form that `as_json` writes.
+        """Return the position in driver.json, in the form that `as_json` writes.
 
-        Checkpoints of earlier versions hold no position. Each of their steps drew as many records as the checkpoint's
-        recipe says.
+        Checkpoints of earlier versions have none. Each of their steps drew as many records as their recipe says.
         """
         if (drawn := driver.get("drawn")) is not None:
             return cls(step, {name: int(count) for name, count in drawn.items()})
@@ -56,7 +55,7 @@ class DataPosition:
         return type(self)(step, {**self.drawn, **grown})
 
     def order(self, recipe: Recipe, name: str, num_items: int) -> DataOrder:
-        """Return which records each step draws from the data in a recipe field, continuing from this position."""
+        """Return which records each step draws from the data in field `name`, from this position on."""
         return DataOrder(
             num_items,
             _batch_sizes(recipe)[name],
@@ -72,7 +71,7 @@ class DataPosition:
 
 
 def _batch_sizes(recipe: Recipe) -> dict[str, int]:
-    """Return the number of records drawn per step, by the field of the data."""
+    """Return the records drawn per step, by the field of the data."""
     sizes = {} if recipe.is_on_policy else {"data.train": recipe.train.prompts_per_step}
     return sizes | ({"data.ptx": recipe.algorithm.ptx_conversations} if recipe.data.ptx else {})
 

@@ -1,4 +1,4 @@
-"""Resuming a run: find the newest valid checkpoint of the same model and the same data.
+"""Resuming a run: finds the newest valid checkpoint of the same models and data.
 
 Everything is read and checked before the run folder is changed.
 """
@@ -35,19 +35,19 @@ Resume = Literal["if-any", "must"]
 """"must": a checkpoint is required. "if-any": without a checkpoint the run starts from the beginning."""
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Fields of config.json that do not identify a model. They change with the path or the version of transformers."""
+"""Fields of config.json that do not identify a model: they change with its path or transformers' version."""
 _DRAW_FIELDS = ("stragglers", "placement", "max_staleness")
 """Fields of `rollout` that decide whether single prompts or batches are drawn."""
 _MODEL_SECTIONS = ("text_config", "vision_config")
-"""Sections of config.json with the fields of a whole model, in models with a vision tower."""
+"""Sections of config.json with a whole model's fields, in models with a vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
-    `template` is the sha256 of the chat template's text. `kept` has number and digest of the training
-    records left after too long ones were dropped, by data file.
+    `template` is the sha256 of the chat template's text. `kept` has, by data file, number and digest of the training
+    records that are not too long.
     """
 
     models: Mapping[str, str]
@@ -85,12 +85,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a run starts: at a checkpoint, or (None) from the beginning.
+    """Where a run starts: `checkpoint`, or the beginning (None).
 
-    `position` is that in the data.
-    `checksum` is that of the policy's weights; None if the saving run computed none (weights.check_every).
-    `spikes` is the memory of the spike detector; None if the saving run had none. With `copied_step`, the ranks have
-    copies of the state after this step in memory; `checkpoint` is then a folder with the driver's part alone.
+    `position` is that in the data. `checksum` is the policy's; None if the saving run computed none
+    (weights.check_every). `spikes` is the state of the spike detector, if any. With `copied_step`, the ranks have
+    copies of the state after this step in memory, and `checkpoint` is a folder with the driver's part alone.
     """
 
     checkpoint: Path | None
@@ -106,11 +105,9 @@ def find_origin(
 ) -> Origin:
     """Find the checkpoint to resume from, then register a new start of the run in its folder.
 
-    A change of `record_digests` since the checkpoint is an error.
-
     Raises ConfigError for another model, chat template or order of the data. Raises DataError for a checkpoint of
-    another schema, changed training data, another set of dropped records, or if all checkpoints are damaged. Raises
-    StorageError for failed reads or writes. The folder is unchanged after an error.
+    another schema, changed training data, other `record_digests` (dropped records), or if all checkpoints are damaged.
+    Raises StorageError for failed reads or writes. An error leaves the folder unchanged.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, record_digests)
@@ -157,9 +154,8 @@ def find_origin(
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
     """Register a new start of the run from copies of its state in memory, and return their origin.
 
-    Raises MegarlError if the run has started from this step too often. Raises ConfigError or DataError if a model, the
-    chat template or training data changed meanwhile, as `find_origin` does. Raises StorageError for failed reads or
-    writes.
+    Raises MegarlError if the run has started from this step too often. Raises ConfigError, DataError or StorageError as
+    `find_origin` does.
     """
     # The driver's part of a copy has no driver.json. The inputs that the run began with are at hand.
     earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
@@ -188,7 +184,7 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
 
 
 def _is_recipe(value: Any) -> bool:
-    """Return whether a value is a recipe of JSON values, as far as a resume reads it."""
+    """Return whether a value is a recipe in JSON values, as far as a resume reads it."""
     if not isinstance(value, dict) or not isinstance(value.get("loop"), str | None):
         return False
     sections = (value.get(name) for name, field in Recipe.model_fields.items() if _is_section(field.annotation))
@@ -230,7 +226,7 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if a model differs from the one the run began with."""
+    """Raise ConfigError if a model differs from the run's first one."""
     folders = {"model.path": recipe.model.folder, **recipe.further_models}
     before = earlier.get("models", {})
     wrong = [
@@ -245,7 +241,7 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
 
 
 def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if the chat template's text differs from the one the run began with."""
+    """Raise ConfigError if the chat template's text differs from the run's first one."""
     if earlier.get("template") in (None, inputs.template):
         return
     template_name = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
@@ -258,7 +254,7 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
 
 
 def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if a checkpoint lacks the momentum of matrices that the recipe needs, or has another state."""
+    """Raise ConfigError if the checkpoint's optimizer has another kind of state: only one of both is muon."""
     for section in ("optimizer", *(("critic.optimizer",) if recipe.has_critic else ())):
         field = f"{section}.name"
         name, before = _value_at(recipe.model_dump(), field), _value_at(earlier["recipe"], field)
@@ -270,7 +266,7 @@ def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None
 
 
 def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe trains a drafter and the checkpoint has none, or the other way round."""
+    """Raise ConfigError if only one of recipe and checkpoint has a trained drafter."""
     field = "trainer.drafter_learning_rate"
     before = _value_at(earlier["recipe"], field)
     if recipe.trains_drafter and before is None:
@@ -288,10 +284,10 @@ def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if the way to draw prompts changed.
+    """Raise ConfigError if prompts are drawn in another way than before.
 
-    A run whose groups continue over several steps draws single prompts; other runs draw batches. Positions in the data
-    cannot be converted.
+    A run whose groups continue over several steps draws single prompts, other runs draw batches. Their positions in the
+    data cannot be converted.
     """
     before = _draw_settings(earlier["recipe"])
     if recipe.loop != "rl" or before.carries_groups == recipe.rollout.carries_groups:
@@ -307,13 +303,13 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _draw_settings(recipe: Mapping[str, Any]) -> RolloutConfig:
-    """Return the fields of a plain recipe that decide how prompts are drawn. Raises ValueError for impossible ones."""
+    """Return a plain recipe's fields that decide how prompts are drawn. Raises ValueError for impossible values."""
     values = {name: _value_at(recipe, f"rollout.{name}") for name in _DRAW_FIELDS}
     return RolloutConfig.model_validate({name: value for name, value in values.items() if value is not None})
 
 
 def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if `seed` or `data.shuffle` changed: the position in the data would mean other records."""
+    """Raise ConfigError if `seed` or `data.shuffle` changed: the position would mean other records."""
     before = earlier["recipe"]
     shuffled = _value_at(before, "data.shuffle")
     shuffled = True if shuffled is None else shuffled
@@ -338,9 +334,9 @@ def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position: DataPosition) -> None:
-    """Raise ConfigError if train.epochs gives another number of records than the run will have drawn in the end.
+    """Raise ConfigError if train.epochs does not match the records drawn so far.
 
-    Then `train.steps` was computed as if each step, also of earlier starts, drew train.prompts_per_step records.
+    `train.steps` was computed as if each earlier step drew train.prompts_per_step records.
     """
     now, epochs = recipe.train.prompts_per_step, recipe.train.epochs
     if epochs is None:
@@ -357,8 +353,7 @@ def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Return a warning for each validation file changed since the run began. Raises DataError for a changed training
-    file."""
+    """Return a warning per changed validation file. Raises DataError for a changed training file."""
     before, paths = earlier.get("data", {}), data_paths(recipe)
     changed = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
@@ -379,7 +374,7 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
 def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise DataError if other records than before are dropped as too long.
 
-    The run's position in the data counts only the other records, so it would point at other records than before.
+    The position in the data counts only the remaining records, so it would point at others.
     """
     before = earlier.get("kept", {})
     wrong = [
@@ -395,14 +390,13 @@ def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: In
 
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
-    """Return the sha256 of a model's config.json with overrides, without the fields that do not identify it."""
+    """Return the sha256 of a model's config.json with overrides, without fields that do not identify it."""
     config = _identifying(overridden(read_object(folder / "config.json"), override))
     sections = {name: _identifying(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)}
     return canonical_sha256({**config, **sections})
 
 
 def _identifying(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json or a section of it without `_PASSING_FIELDS`."""
     return {name: value for name, value in fields.items() if name not in _PASSING_FIELDS}
 
 

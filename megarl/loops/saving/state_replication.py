@@ -1,4 +1,4 @@
-"""Copies of a run's state in host memory (checkpoint.replicate), from which it continues after the loss of a rank."""
+"""Copies of a run's state in host memory (checkpoint.replicate), used after the loss of a rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ METRICS = (
 class CopiedStep:
     """A step whose state all ranks have copied. `driver` is a folder with the driver's part, as in a checkpoint.
 
-    `checksum` is that of the policy's weights; None if it was not computed. `spikes` is the memory of the spike
-    detector; None without one.
+    `checksum` is the policy's, `spikes` the state of the spike detector; None: there is none.
     """
 
     step: int
@@ -45,17 +44,17 @@ class CopiedStep:
 
 
 class StateReplication:
-    """Copies the state every `every` steps (0: never). The driver's part is written into subfolders of `folder`.
+    """Copies the state every `every` steps (0: never). The driver's part goes to subfolders of `folder`.
 
     Ranks send their copies to a rank on another node during the next step. A new copy begins only when all ranks have
-    the one before.
+    the previous one.
     """
 
     def __init__(self, every: int, folder: Path) -> None:
         self._every, self._folder = every, folder
         self._begun: CopiedStep | None = None
         self.newest: CopiedStep | None = None
-        """The newest step whose copies are complete on all ranks."""
+        """Newest step with complete copies on all ranks."""
         self._metrics: dict[str, float] = {}
 
     async def begin(
@@ -69,11 +68,10 @@ class StateReplication:
         is_forced: bool = False,
         is_resharded: bool = False,
     ) -> None:
-        """Start copying the state after a step, if this is due or `is_forced`. Waits for an unfinished earlier copy.
+        """Start copying the state after a step, if due or `is_forced`. Waits for an unfinished earlier copy.
 
         Does nothing if complete copies of this step exist. `save_driver` writes the driver's state into a folder.
-        `checksum` of the weights and the state of `spikes` are stored with the copy. `is_resharded`: the engines
-        already have these weights.
+        `checksum` and `spikes` are stored with the copy. `is_resharded`: the engines already have these weights.
         """
         if not is_forced and (not self._every or step % self._every):
             return
@@ -95,14 +93,14 @@ class StateReplication:
         }
 
     async def renew(self, ranks: WorkerGroup) -> None:
-        """Start copying the state just restored from copies: another layout copies other parts. Not if `every` is 0."""
+        """Copy the state just restored from copies, unless `every` is 0: other parallel sizes need other parts."""
         if not self._every or self.newest is None:
             return
         await ranks.call("replicated_state.begin", self.newest.step, False)
         self._begun = self.newest
 
     async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
-        """Record the copy in progress as complete if all ranks have it. `wait`: wait until they have."""
+        """Record the copy in progress as complete if all ranks have it. `wait` for them."""
         if self._begun is None:
             return
         files_of_ranks = await ranks.call("replicated_state.finish", wait)
@@ -121,10 +119,10 @@ class StateReplication:
             shutil.rmtree(before.driver, ignore_errors=True)
 
     def forget_begun(self) -> None:
-        """Forget the copy in progress, because a rank was lost before it was complete."""
+        """Forget the copy in progress, because a rank was lost."""
         self._begun = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the step's copy, and reset them."""
+        """Return the metrics of the step's copy, once."""
         metrics, self._metrics = self._metrics, {}
         return metrics
