@@ -33,13 +33,13 @@ class Work:
     flops: float = 0.0
     """Model FLOPs of all updates and forward passes."""
     represented_tokens: int = 0
-    """Tokens of sequences whose packing can compute a shared prefix once."""
+    """Tokens of sequences in all passes of models whose packing can save tokens."""
     stored_tokens: int = 0
-    """Tokens computed for these sequences."""
+    """Tokens computed for these passes."""
     saved_flops: float = 0.0
-    """Model FLOPs that shared prefixes saved. `flops` does not include them."""
+    """Model FLOPs that the packing saved. `flops` does not include them."""
     refused_rows: int = 0
-    """Rows computed without sharing a prefix, although sharing would save enough."""
+    """Rows computed without saving, although it would save enough."""
 
     def take(self) -> Work:
         """Return the counts so far, and reset them."""
