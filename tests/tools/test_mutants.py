@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,56 @@ def test_a_try_is_read_again_after_an_interruption(tmp_path: Path) -> None:
     rows = [{"change": "a", "killer": ""}, {"change": "b", "killer": "t"}, {"change": "a", "killer": "t"}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert mutations.read_results(tmp_path) == {"a": [rows[0], rows[2]], "b": [rows[1]]}
+
+
+PATH = "megarl/algorithms/kl.py"
+
+
+def _kl_tries(**fields: object) -> dict[str, list[dict[str, Any]]]:
+    """Return one try of each mutant of `PATH`."""
+    row = {"room": "algorithms", "place": f"{PATH}:1", "kind": "constant", "killer": "", "tiers": ["fast"]}
+    row["module"] = mutations.module_digest(PATH)
+    return {mutant.key: [{**row, "change": mutant.key, **fields}] for mutant in find_mutants(ROOT, ROOT / PATH)}
+
+
+def test_a_survivor_is_tried_again_in_a_tier_that_it_has_not_met() -> None:
+    tries = [{"killer": "", "tiers": ["fast"]}]
+    assert not mutations.is_wanted(tries, ["fast"], again=False)
+    assert mutations.is_wanted(tries, ["fast", "slow"], again=False) and mutations.is_wanted(
+        tries, ["fast"], again=True
+    )
+    killed = [*tries, {"killer": "test", "tiers": ["fast"]}]
+    assert not mutations.is_wanted(killed, ["fast", "slow"], again=True) and mutations.is_wanted(
+        [], ["fast"], again=False
+    )
+
+
+def test_a_result_holds_for_the_statements_of_its_module_alone() -> None:
+    mutants = find_mutants(ROOT, ROOT / PATH)
+    tries = _kl_tries()
+    assert mutations.valid_tries(tries, mutants) == tries
+    assert mutations.valid_tries(_kl_tries(module="an earlier text"), mutants) == {}
+    assert list(mutations.valid_tries(tries, mutants[:1])) == [mutants[0].key]
+
+
+def test_a_record_holds_for_the_statements_of_the_mutated_modules(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    tests = [{"test": "t", "seconds": 1.0, "reached": []}]
+    other = "megarl/algorithms/advantages.py"
+    file.write_text(json.dumps({"modules": {PATH: mutations.module_digest(PATH), other: "x"}, "tests": tests}))
+    assert mutations.read_record(file, [PATH]) == tests
+    assert mutations.read_record(file, [PATH, other]) is None
+    assert mutations.read_record(file, ["megarl/algorithms/trial.py"]) is None
+    assert mutations.read_record(tmp_path / "missing.json", [PATH]) is None
+
+
+def test_the_table_counts_killed_mutants_and_fails_without_any() -> None:
+    mutants = find_mutants(ROOT, ROOT / PATH)
+    assert [row["met"] for row in mutations.table([], {})] == [False]
+    killed = list(mutations.table(mutants, _kl_tries(killer="test")))
+    assert [row["kind"] for row in killed] == [f"{len(mutants)} of {len(mutants)} killed"] * 2 and killed[-1]["met"]
+    survived = list(mutations.table(mutants, _kl_tries()))
+    assert len(survived) == len(mutants) + 2 and not survived[-1]["met"]
 
 
 def test_the_rooms_of_the_goal_exist() -> None:

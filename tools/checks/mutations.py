@@ -8,13 +8,16 @@ wait, two swapped arguments. First each test file runs once in a copy whose stat
 first failure: those of the fast tier, then the slower ones. They run in copies of the repository, in processes forked
 after the libraries were imported (`tools/forked_pytest.py`).
 
-The folder `--work` holds records and results, one line of JSON for each try, so that a check that was ended goes on.
+The folder `--work` holds records and results, one line of JSON for each try, so that a check that was ended goes on. A
+record holds for one text of a test file and for the statements that a module had. A result holds for these statements
+and for the tiers that were run.
 Mutants that change nothing are in `tools/mutants_without_effect.json`, each with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,7 +43,7 @@ from megarl.files.atomic import replace_text
 from megarl.processes.process_tree import kill_tree
 from tests.hidden_slurm import path_without_slurm
 from tools.forked_pytest import VARIABLES
-from tools.marked_statements import mark_statements, name_at
+from tools.marked_statements import mark_statements, name_at, statements_of
 from tools.mutants import Mutant, find_mutants, python_files
 from tools.runs import ROOT
 
@@ -237,20 +240,38 @@ class Reach:
     statements: frozenset[str]
 
 
-def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
+@cache
+def module_digest(path: str) -> str:
+    """Return a hash of a module's statements by name. A record or result of a mutant holds while it is the same."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = [name for name, _ in statements_of(tree, path)]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+
+
+def read_record(file: Path, mutated: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Return the tests of a record. None: there is no record of the statements that the `mutated` modules have now."""
+    if not file.exists():
+        return None
+    recorded: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    is_valid = all(recorded["modules"].get(path) == module_digest(path) for path in mutated)
+    return recorded["tests"] if is_valid else None
+
+
+def record(room: str, tier: str, mutated: Sequence[str], jobs: int, work: Path) -> list[Reach]:
     """Return the tests of a room with the statements of all rooms' modules that they reach.
 
-    Files of tests that were recorded before and have not changed are read from `work`.
+    A record in `work` is read, not made again, if neither the test file nor a `mutated` module has changed.
     """
     files = [path for folder in ROOMS[room][1] for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
     # All rooms' modules, because a record serves other rooms too.
     modules = sorted({path for room in ROOMS for path in modules_of(room)})
+    digests = {path: module_digest(path) for path in modules}
     records = {
         path: work / tier / f"{path.replace('/', '.')}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
         for path, text in texts.items()
     }
-    missing = [path for path, file in records.items() if not file.exists()]
+    missing = [path for path, file in records.items() if read_record(file, mutated) is None]
     if missing:
         (work / tier).mkdir(parents=True, exist_ok=True)
         with _checkouts(min(jobs, len(missing)), room) as free, ThreadPoolExecutor(jobs) as pool:
@@ -275,11 +296,11 @@ def record(room: str, tier: str, jobs: int, work: Path) -> list[Reach]:
                         for row in outcome.rows
                         if row["test"].startswith(f"{path}::") and not row["skipped"]
                     ]
-                    replace_text(records[path], json.dumps(tests))
+                    replace_text(records[path], json.dumps({"modules": digests, "tests": tests}))
 
             batches = [missing[first : first + _BATCH_FILES] for first in range(0, len(missing), _BATCH_FILES)]
             list(pool.map(record_files, batches))
-    rows = [row for file in records.values() for row in json.loads(file.read_text(encoding="utf-8"))]
+    rows = [row for file in records.values() for row in read_record(file, mutated) or []]
     return [Reach(row["test"], row["seconds"], frozenset(row["reached"])) for row in rows if not row["failed"]]
 
 
@@ -318,25 +339,40 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for mutant in mutants:
             yield {"place": f"{mutant.path}:{mutant.line}", "kind": mutant.kind, "change": mutant.key}
         return
-    tries = read_results(options.work)
-    wanted = [mutant for mutant in mutants if _is_wanted(tries.get(mutant.key, []), again=options.again)]
+    tiers = ["fast"] if options.fast else list(TIERS)
+    tries = valid_tries(read_results(options.work), mutants)
+    wanted = [mutant for mutant in mutants if is_wanted(tries.get(mutant.key, []), tiers, again=options.again)]
     # The rooms whose tests are quick come first.
     for room in ROOMS:
         mutants_of_room = [mutant for mutant in wanted if room_of(mutant.path) == room]
         if mutants_of_room:
-            _try_all(mutants_of_room, room, options)
-    tries = read_results(options.work)
-    yield from _table(mutants, tries)
+            _try_all(mutants_of_room, room, tiers, options)
+    yield from table(mutants, valid_tries(read_results(options.work), mutants))
 
 
-def _is_wanted(tries: Sequence[dict[str, Any]], *, again: bool) -> bool:
-    return not tries or (again and not tries[-1]["killer"])
+def valid_tries(
+    tries: Mapping[str, list[dict[str, Any]]], mutants: Sequence[Mutant]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the tries of the mutants, by key, that were made on the statements which their modules have now."""
+    valid = {
+        mutant.key: [row for row in tries.get(mutant.key, []) if row.get("module") == module_digest(mutant.path)]
+        for mutant in mutants
+    }
+    return {key: rows for key, rows in valid.items() if rows}
 
 
-def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) -> None:
+def is_wanted(tries: Sequence[Mapping[str, Any]], tiers: Sequence[str], *, again: bool) -> bool:
+    """Return whether a mutant must be tried. A survivor must be if its last try left out a tier, or with `again`."""
+    if not tries:
+        return True
+    last = tries[-1]
+    return not last["killer"] and (again or not set(tiers) <= set(last["tiers"]))
+
+
+def _try_all(mutants: Sequence[Mutant], room: str, tiers: Sequence[str], options: argparse.Namespace) -> None:
     """Try the mutants of a room. Append a line of JSON for each to the results."""
-    tiers = ["fast"] if options.fast else list(TIERS)
-    reaches = {tier: record(room, tier, options.jobs, options.work) for tier in tiers}
+    mutated = sorted({mutant.path for mutant in mutants})
+    reaches = {tier: record(room, tier, mutated, options.jobs, options.work) for tier in tiers}
     lock = threading.Lock()
     # Read once, because a mutant is a place in a text.
     sources = {mutant.path: (ROOT / mutant.path).read_text(encoding="utf-8") for mutant in mutants}
@@ -365,6 +401,8 @@ def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) 
                 "place": f"{mutant.path}:{mutant.line}",
                 "kind": mutant.kind,
                 "change": mutant.key,
+                "module": module_digest(mutant.path),
+                "tiers": tiers,
                 "tests": num_tests,
                 "killer": killer,
                 "seconds": round(time.monotonic() - began, 1),
@@ -376,8 +414,11 @@ def _try_all(mutants: Sequence[Mutant], room: str, options: argparse.Namespace) 
             done.result()
 
 
-def _table(mutants: Sequence[Mutant], tries: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each survivor and each time limit, then one for each room, then one for all."""
+def table(mutants: Sequence[Mutant], tries: Mapping[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each survivor and each time limit, then one for each room, then one for all.
+
+    Without a tried mutant the last row fails: nothing was proved.
+    """
     last = {mutant.key: tries[mutant.key][-1] for mutant in mutants if mutant.key in tries}
     for row in last.values():
         if row["killer"] in ("", TIME_LIMIT):
@@ -391,7 +432,7 @@ def _table(mutants: Sequence[Mutant], tries: dict[str, list[dict[str, Any]]]) ->
         num_first, num_last = (sum(bool(tries[key][index]["killer"]) for key in keys) for index in (0, -1))
         yield {"place": room, "kind": f"{num_last} of {len(keys)} killed", "change": f"{num_first} at the first try"}
     num_killed = sum(bool(row["killer"]) for row in last.values())
-    share = num_killed / len(last)
+    share = num_killed / len(last) if last else 0.0
     yield {
         "place": "all rooms",
         "kind": f"{num_killed} of {len(last)} killed",
