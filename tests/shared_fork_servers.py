@@ -139,12 +139,10 @@ class _Lender:
 
 
 def _server_process(wanted: Mapping[str, Any], log: BinaryIO) -> ForkServerProcess:
-    """Start a server for a request. Forked processes have their driver's search path, without this repository."""
-    path = [*wanted["path"], _ROOT]
+    """Start a server for a request."""
     # With the broker's late variables, such as the mark of the run of tests that its processes belong to.
     environment = late_variables(os.environ) | wanted["environment"]
-    changed = {"path": path, "environment": environment}
-    return ForkServerProcess(**{**wanted, **changed}, log=log, function=f"{_MODULE}:lend")
+    return ForkServerProcess(**{**wanted, "environment": environment}, log=log, function=f"{_MODULE}:lend")
 
 
 def late_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -299,18 +297,25 @@ def is_own(connection: socket.socket) -> bool:
 def _shared_path(path: Sequence[str], imports: Sequence[str]) -> list[str]:
     """Return the search path without the folders that `imports` do not need, such as a test's own.
 
-    Drivers with different folders can then share a server. Each forked process gets its own driver's path.
+    Drivers with different folders can then share a server. Each forked process gets its own driver's path. This
+    repository comes before Python's folders: an installed megarl may be another checkout. It stays behind a changed
+    copy of the package that the driver has before it.
     """
     packages = {module.partition(".")[0] for module in imports}
     files = [name for package in packages for name in (package, f"{package}.py")]
-
-    def is_needed(entry: str) -> bool:
+    repository = next((index for index, entry in enumerate(path) if _is_repository(entry)), len(path))
+    first: list[str] = []
+    rest: list[str] = []
+    for index, entry in enumerate(path):
         folder = Path(entry).absolute()
-        # All servers have this repository on their path.
-        if folder == Path(_ROOT):
-            return False
-        is_of_python = any(folder.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
         # An entry without a folder is an archive, or the name of an import hook.
-        return is_of_python or not folder.is_dir() or any((folder / name).exists() for name in files)
+        is_of_python = not folder.is_dir() or any(folder.is_relative_to(one) for one in (sys.prefix, sys.base_prefix))
+        if is_of_python:
+            rest.append(entry)
+        elif not _is_repository(entry) and any((folder / name).exists() for name in files):
+            (first if index < repository else rest).append(entry)
+    return [*first, _ROOT, *rest]
 
-    return list(filter(is_needed, path))
+
+def _is_repository(entry: str) -> bool:
+    return Path(entry).absolute() == Path(_ROOT)

@@ -16,7 +16,7 @@ from megarl.processes.fork_server import ForkServer
 from megarl.types import ConfigError
 from tests.child_processes import is_alive, rank_processes
 from tests.rewards.pools import wait_until
-from tests.shared_fork_servers import SHARED, shared_fork_servers
+from tests.shared_fork_servers import _ROOT, SHARED, _shared_path, shared_fork_servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/shared.py"
@@ -212,3 +212,16 @@ def test_a_broker_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         finally:
             os.seteuid(0)
         assert "another user" in refused(tmp_path)
+
+
+def test_a_server_imports_this_repository_and_no_installed_one(tmp_path: Path) -> None:
+    changed, installed, unneeded = (str(tmp_path / name) for name in ("changed", "installed", "unneeded"))
+    for folder in (changed, installed):
+        (Path(folder) / "megarl").mkdir(parents=True)
+    Path(unneeded).mkdir()
+    path = [entry for entry in sys.path if Path(entry).is_relative_to(sys.prefix) and Path(entry) != Path(_ROOT)]
+    assert path
+    assert _shared_path([_ROOT, unneeded, *path, installed], ["megarl.api"]) == [_ROOT, *path, installed]
+    assert _shared_path([*path, _ROOT], ["megarl.api"]) == [_ROOT, *path]
+    # A changed copy of the package comes before it.
+    assert _shared_path([changed, _ROOT, *path], ["megarl.api"]) == [changed, _ROOT, *path]
