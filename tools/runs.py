@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,14 +76,16 @@ def heldout_accuracies(run_folder: Path) -> list[float]:
     return [step[name] for step in read_metrics(run_folder) if name in step]
 
 
-def make_environment(folder: Path, packages: Sequence[str], *, shares_packages: bool = False) -> Path:
+def make_environment(
+    folder: Path, packages: Sequence[str], *, shares_packages: bool = False, interpreter: str = sys.executable
+) -> Path:
     """Return the Python of a virtual environment with these packages, made unless the folder has one.
 
     shares_packages: packages of this interpreter are found there too, and not installed again.
     """
     python = folder / "bin/python"
     if not python.exists():
-        venv.create(folder, with_pip=True)
+        subprocess.run([interpreter, "-m", "venv", folder], check=True)
         if shares_packages:
             version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
             path_file = folder / "lib" / version / "site-packages/shared.pth"

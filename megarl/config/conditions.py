@@ -204,7 +204,7 @@ NOT_SINGLE_TURN = Condition(
     "set rollout.environment to another",
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
-AGENTS = ("command", "verifiers")
+AGENTS = ("command", "verifiers", "harbor")
 """Environments whose agent loop replaces megarl's, so the limits of megarl's loop do not apply. A user's environment
 counts only after its import."""
 AGENT = Condition(

@@ -31,6 +31,7 @@ ENVIRONMENTS = {
     "gem": "megarl.environments.gem:Gem",
     "openenv": "megarl.environments.openenv:OpenEnv",
     "verifiers": "megarl.environments.verifiers:Verifiers",
+    "harbor": "megarl.environments.harbor:Harbor",
 }
 """Environments by their name in a recipe, with the import path of the class."""
 

@@ -56,7 +56,7 @@ class Verifiers:
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
         """Play the problem's task against the endpoint and return its reward. Raises ForeignError and ChildError."""
         process = await self._loaded_process()
-        task = task_of(problem["index"], problem["record"].get("split"), _num_tasks(process), self._heldout)
+        task = task_of(problem["index"], problem["record"].get("split"), count_tasks(process), self._heldout)
         value = await process.request({"task": task, "base_url": base_url, "api_key": api_key})
         reward = value.get("reward")
         if not isinstance(reward, float) or not math.isfinite(reward):
@@ -66,7 +66,7 @@ class Verifiers:
     def check(self) -> None:
         """Load the taskset, as a test before a run. Raises ConfigError if the test fails."""
         try:
-            if _num_tasks(run_alone(self._loaded_process)) < 2:
+            if count_tasks(run_alone(self._loaded_process)) < 2:
                 raise ChildError(
                     "the taskset has less than two tasks; at least one each is needed for training and validation"
                 )
@@ -80,7 +80,8 @@ class Verifiers:
         return await child.process()
 
 
-def _num_tasks(process: LibraryProcess) -> int:
+def count_tasks(process: LibraryProcess) -> int:
+    """Return the number of tasks that a library's process has loaded. Raises ChildError for an invalid number."""
     num_tasks = process.introduction.get("num_tasks")
     if not isinstance(num_tasks, int) or num_tasks < 0:
         raise ChildError(f"the number of tasks is {num_tasks!r:.80}, not a whole number")

@@ -55,8 +55,8 @@ async def test_agents_of_a_mixture_share_the_memory_of_the_nodes(
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(folder)
         sources = await make_sources(recipe, data, rewards, pool, tokenizer, stack, tmp_path, screen)
-        programs: list[Any] = [source.sampler.agent.__self__ for source in sources]  # type: ignore[union-attr]
-        [first, second] = [program.containers.nodes[0] for program in programs]
+        attempts: list[Any] = [source.sampler.agent for source in sources]
+        [first, second] = [attempt.__self__.containers.nodes[0] for attempt in attempts]
         assert first.address != second.address and first.memory is second.memory
 
 

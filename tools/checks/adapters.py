@@ -93,6 +93,104 @@ class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
             yield LettersTask(data, self.config.task)
 """
 
+HARBOR_AGENT = '''
+import asyncio, json, os, urllib.request
+from harbor.agents.agent_auth_resolution import ModelConnectionSpec, ProviderAccess
+from harbor.agents.base import BaseAgent
+from harbor.agents.capabilities import AgentCapabilities
+from harbor.models.model_api_format import ModelApiFormat
+
+
+class LettersAgent(BaseAgent):
+    """Asks once, writes the answer to a file of the environment, and keeps a trajectory."""
+
+    capabilities = AgentCapabilities(base_url=True)
+    MODEL_CONNECTION = ModelConnectionSpec(
+        agent_provider_access=ProviderAccess(api_key_candidate_names=["OPENAI_API_KEY"]),
+        supported_api_formats=[ModelApiFormat.OPENAI_CHAT_COMPLETIONS],
+    )
+
+    @staticmethod
+    def name():
+        return "letters"
+
+    def version(self):
+        return "1"
+
+    async def setup(self, environment):
+        pass
+
+    async def run(self, instruction, environment, context):
+        messages = [{"role": "user", "content": instruction}]
+        request = urllib.request.Request(
+            f"{self._base_url}/chat/completions",
+            json.dumps({"model": "policy", "messages": messages}).encode(),
+            {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+        )
+        answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
+        message = answer["choices"][0]["message"]
+        (self.logs_dir / "trajectory.json").write_text(json.dumps([*messages, message]))
+        answer_file = self.logs_dir / "answer.txt"
+        answer_file.write_text(message["content"] or "")
+        await environment.upload_file(answer_file, "/workspace/answer.txt")
+'''
+
+HARBOR_ENVIRONMENT = '''
+import asyncio, os, shutil, tempfile
+from pathlib import Path
+from harbor.environments.base import BaseEnvironment, ExecResult
+
+
+class FolderEnvironment(BaseEnvironment):
+    """A temporary folder instead of a container. It isolates nothing, and needs no daemon."""
+
+    @staticmethod
+    def type():
+        return "folder"
+
+    def _validate_definition(self):
+        pass
+
+    async def start(self, force_build):
+        self.root = tempfile.mkdtemp()
+        for folder in ("logs/agent", "logs/verifier", "logs/artifacts", "tests", "workspace"):
+            os.makedirs(f"{self.root}/{folder}")
+
+    async def stop(self, delete):
+        shutil.rmtree(self.root)
+
+    def place(self, path):
+        return Path(self.root, str(path).lstrip("/"))
+
+    async def upload_file(self, source_path, target_path):
+        shutil.copy(source_path, self.place(target_path))
+
+    async def upload_dir(self, source_dir, target_dir):
+        shutil.copytree(source_dir, self.place(target_dir), dirs_exist_ok=True)
+
+    async def download_file(self, source_path, target_path):
+        shutil.copy(self.place(source_path), target_path)
+
+    async def download_dir(self, source_dir, target_dir):
+        shutil.copytree(self.place(source_dir), target_dir, dirs_exist_ok=True)
+
+    async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None):
+        for folder in ("/logs", "/tests", "/workspace"):
+            command = command.replace(folder, self.root + folder)
+        pipe, variables = asyncio.subprocess.PIPE, {**os.environ, **(env or {})}
+        process = await asyncio.create_subprocess_exec(
+            "sh", "-c", command, stdout=pipe, stderr=pipe, cwd=self.place("workspace"), env=variables
+        )
+        out, errors = await asyncio.wait_for(process.communicate(), timeout_sec)
+        return ExecResult(stdout=out.decode(), stderr=errors.decode(), return_code=process.returncode)
+'''
+
+HARBOR_TEST = """#!/bin/sh
+# A text of an even length earns a half.
+cd "$(dirname "$0")/.."
+if [ $(( $(wc -m < workspace/answer.txt) % 2 )) = 0 ]; then echo 0.5; else echo 0; fi > logs/verifier/reward.txt
+"""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -103,6 +201,8 @@ class Adapter:
     """`rollout.environment_kwargs`, for the interpreter that has the packages."""
     files: dict[str, str]
     overrides: tuple[str, ...] = ("rollout.truncated_turn=close",)
+    interpreter: str = sys.executable
+    """Python of the virtual environment. A library may need another version than megarl."""
 
 
 ADAPTERS = {
@@ -123,6 +223,29 @@ ADAPTERS = {
         {"letters.py": VERIFIERS_TASKSET},
         (),
     ),
+    "harbor": Adapter(
+        ("harbor==0.26.0",),
+        lambda python: {
+            "tasks": "tasks",
+            "agent": "letters_agent:LettersAgent",
+            "environment": "folder_environment:FolderEnvironment",
+            "trials": "trials",
+            "python": python,
+        },
+        {"letters_agent.py": HARBOR_AGENT, "folder_environment.py": HARBOR_ENVIRONMENT}
+        | {
+            f"tasks/letters-{number}/{file}": text
+            for number in range(3)
+            for file, text in {
+                "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 300\n',
+                "instruction.md": f"Say a text of an even length. {number}\n",
+                "environment/Dockerfile": "FROM scratch\n",
+                "tests/test.sh": HARBOR_TEST,
+            }.items()
+        },
+        (),
+        "python3.12",
+    ),
 }
 
 
@@ -135,9 +258,12 @@ def check_adapter(name: str, folder: Path, environments: Path, overrides: list[s
     """Run one adapter in a folder with a model. Returns its row."""
     adapter = ADAPTERS[name]
     started = time.perf_counter()
-    python = str(make_environment(environments / name, adapter.packages)) if adapter.packages else sys.executable
+    python = sys.executable
+    if adapter.packages:
+        python = str(make_environment(environments / name, adapter.packages, interpreter=adapter.interpreter))
     install_seconds = time.perf_counter() - started
     for file, text in adapter.files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
     seconds = train(
         "launch/recipes/tiny_rl.yaml", "--restart", f"name={name}", "runs_folder=runs", "model.path=model",
@@ -151,7 +277,7 @@ def check_adapter(name: str, folder: Path, environments: Path, overrides: list[s
     errors = max(step["rollout/ended/error"] for step in steps)
     return {
         "adapter": name,
-        "version": version_of(python, adapter.packages[0] if adapter.packages else "reasoning-gym"),
+        "version": version_of(python, adapter.packages[0].partition("==")[0] if adapter.packages else "reasoning-gym"),
         "install_seconds": install_seconds,
         "seconds": seconds,
         "rollout_seconds": steps[-1]["time/rollout_seconds"],

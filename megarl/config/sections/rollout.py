@@ -208,7 +208,7 @@ class RolloutConfig(Section):
     # megarl.environments.interact.
     environment: str = "single_turn"
     """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
-    reasoning_gym, gem, openenv, verifiers or command (your agent program). For your own: package.module:Class,
+    reasoning_gym, gem, openenv, verifiers, harbor or command (your agent program). For your own: package.module:Class,
     path/to/file.py:Class, or path/to/file.py:interact (a function as in RL2). See megarl/environments/README.md."""
     environment_kwargs: Annotated[dict[str, JsonValue], OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = Field(
         default_factory=dict

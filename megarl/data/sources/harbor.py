@@ -50,12 +50,15 @@ def read_task(path: Path) -> dict[str, Any]:
     if not (folder / "tests/test.sh").is_file():
         raise DataError(f"{path}: the task has no verifier; write {folder}/tests/test.sh, or remove the task")
     if compose := next((name for name in _COMPOSE if (folder / "environment" / name).exists()), None):
-        raise DataError(f"{path}: environment/{compose}: several containers for a task are not supported; remove it")
+        raise DataError(
+            f"{path}: environment/{compose}: several containers for a task are not supported; remove it, "
+            "or use rollout.environment=harbor"
+        )
     verifier, environment = _section(path, settings, "verifier"), _section(path, settings, "environment")
     if verifier.get("environment_mode", "shared") != "shared":
         raise DataError(
             f"{path}: verifier.environment_mode = {verifier['environment_mode']!r}: the verifier runs in the agent's "
-            "container; set it to shared"
+            "container; set it to shared, or use rollout.environment=harbor"
         )
     if environment.get("network_mode", "no-network") == "allowlist":
         raise DataError(f"{path}: environment.network_mode = allowlist is not supported; set it to no-network")

@@ -1,0 +1,115 @@
+"""Tasks of the library Harbor, tried by its agents in its environments, against the training engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.environments.libraries.library_process import (
+    ChildError,
+    ForeignError,
+    LibraryChild,
+    LibraryProcess,
+    check_installed,
+    child_settings,
+)
+from megarl.environments.shared import get_shared, run_alone
+from megarl.environments.verifiers import count_tasks, task_of
+from megarl.types import ConfigError
+
+_OWN_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
+"""Fields of Harbor's TrialConfig set by the arguments of `Harbor`."""
+
+
+class Harbor:
+    """Agent making trials of Harbor's tasks. Its model calls go to the endpoint that records them for training.
+
+    `tasks` is a folder of tasks. `agent` is one of Harbor's, or your own as `module:Class`. It gets the endpoint's
+    address and the attempt's key. `environment` is one of Harbor's, docker for example, or `module:Class`. Both get
+    their arguments from `agent_kwargs` and `environment_kwargs`. `trial` has further fields of Harbor's TrialConfig.
+    Each attempt has a folder in `trials` with Harbor's result, logs and trajectory. With data `environment:COUNT` the
+    last tasks, a share of `heldout`, are for validation only, and the others for training only. `python` is the
+    interpreter of a virtual environment with harbor (Python 3.12 or newer).
+    """
+
+    makes_problems = True
+
+    def __init__(
+        self,
+        tasks: str,
+        *,
+        agent: str,
+        environment: str = "docker",
+        agent_kwargs: Mapping[str, Any] | None = None,
+        environment_kwargs: Mapping[str, Any] | None = None,
+        trial: Mapping[str, Any] | None = None,
+        trials: str = "trials",
+        heldout: float = 0.2,
+        python: str | None = None,
+    ) -> None:
+        if not 0 < heldout < 1:
+            raise ValueError("heldout must be between 0 and 1")
+        if taken := sorted({*(trial or {})} & {*_OWN_FIELDS}):
+            raise ValueError(
+                f"trial.{taken[0]}: is set by the other arguments; use agent, environment, tasks or trials"
+            )
+        self._heldout = heldout
+        self._python = python or sys.executable
+        self._settings = {
+            "tasks": str(Path(tasks).resolve()),
+            "trial": {
+                **(trial or {}),
+                "trials_dir": str(Path(trials).resolve()),
+                "agent": _choice(agent, "name", agent_kwargs),
+                "environment": _choice(environment, "type", environment_kwargs),
+            },
+        }
+        check_installed(self._python, "harbor", "harbor")
+
+    async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        """Make a trial of the problem's task against the endpoint and return its reward.
+
+        Raises ForeignError and ChildError.
+        """
+        process = await self._loaded_process()
+        task = task_of(problem["index"], problem["record"].get("split"), count_tasks(process), self._heldout)
+        # Random, because an attempt may be made again after a kill.
+        trial_name = f"{problem['index']}-{secrets.token_hex(4)}"
+        request = {"task": task, "trial_name": trial_name, "base_url": base_url, "api_key": api_key}
+        rewards = (await process.request(request)).get("rewards")
+        if not isinstance(rewards, dict) or not rewards:
+            raise ForeignError(f"the verifier of trial {trial_name} gave no reward")
+        if "reward" not in rewards and len(rewards) > 1:
+            raise ForeignError(f"the verifier gave {sorted(rewards)[:5]}, and none is named reward")
+        # A task with one number may give it any name.
+        reward = rewards.get("reward", next(iter(rewards.values())))
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ForeignError(f"the reward is {reward!r:.80}, not a finite number")
+        return float(reward)
+
+    def check(self) -> None:
+        """Read the tasks and try agent and environment, as a test before a run. Raises ConfigError if it fails."""
+        try:
+            if count_tasks(run_alone(self._loaded_process)) < 2:
+                raise ChildError(
+                    f"{self._settings['tasks']} has less than two tasks; at least one each is needed for training and "
+                    "validation"
+                )
+        except Exception as error:
+            raise ConfigError(f"rollout.environment = harbor: {error}") from error
+
+    async def _loaded_process(self) -> LibraryProcess:
+        """Return the process that has read the tasks. All attempts with equal settings share it."""
+        key = "harbor", self._python, json.dumps(self._settings)
+        child = get_shared(key, lambda: LibraryChild(child_settings("harbor", self._settings, python=self._python)))
+        return await child.process()
+
+
+def _choice(name: str, field: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the config of an agent or environment: one of Harbor's, or an import path `module:Class`."""
+    return {"import_path" if ":" in name else field: name, "kwargs": dict(kwargs or {})}

@@ -1,0 +1,137 @@
+"""Trials of Harbor in a process that forks for each: a stand-in of the library, which may do anything.
+
+`tools/check.py adapters --only harbor` trains with the library itself, which needs Python 3.12.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.environments import find_environment, is_agent
+from megarl.environments.harbor import Harbor
+from megarl.environments.libraries.library_process import ForeignError, check_installed
+from megarl.environments.shared import close_shared
+from megarl.types import ConfigError
+
+LIBRARY = {
+    "models/task/task.py": """
+import pathlib
+class Task:
+    def __init__(self, folder):
+        self.task_dir = folder
+        (pathlib.Path(folder) / "tests/test.sh").read_text()
+""",
+    "models/trial/config.py": """
+from types import SimpleNamespace
+class Config:
+    @classmethod
+    def model_validate(cls, values):
+        return SimpleNamespace(**{"type": None, "import_path": None} | values)
+AgentConfig = EnvironmentConfig = Config
+class TrialConfig(Config):
+    model_fields = dict.fromkeys(["task", "trial_name", "trials_dir", "agent", "environment", "verifier"])
+""",
+    "environments/factory.py": """
+class EnvironmentFactory:
+    @staticmethod
+    def run_preflight(kind, import_path, kwargs):
+        if kind == "docker":
+            raise SystemExit("Docker is not installed or not on PATH.")
+""",
+    "agents/factory.py": """
+from types import SimpleNamespace
+class AgentFactory:
+    @staticmethod
+    def get_agent_class_from_config(config):
+        return SimpleNamespace(MODEL_CONNECTION=None if vars(config).get("name") == "oracle" else object())
+""",
+    "trial/trial.py": """
+import json, os, pathlib
+from types import SimpleNamespace as Space
+class Trial:
+    @classmethod
+    async def create(cls, config):
+        trial = cls()
+        trial.config = config
+        return trial
+    async def run(self):
+        config = self.config
+        folder = pathlib.Path(config.trials_dir, config.trial_name)
+        folder.mkdir(parents=True)
+        (folder / "trajectory.json").write_text(json.dumps(config.agent | {"key": os.environ["OPENAI_API_KEY"]}))
+        outcome = json.loads(pathlib.Path(config.task["path"], "outcome").read_text())
+        errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if outcome == "error" else []
+        return Space(recorded_exceptions=lambda: errors, verifier_result=Space(rewards=outcome))
+""",
+}
+OUTCOMES = ({"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of tasks with these outcomes, and a library `harbor` that the children find."""
+    for file, text in LIBRARY.items():
+        path = tmp_path / "library/harbor" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for number, outcome in enumerate(OUTCOMES):
+        folder = tmp_path / f"tasks/{number}"
+        (folder / "tests").mkdir(parents=True)
+        (folder / "task.toml").touch()
+        (folder / "tests/test.sh").touch()
+        (folder / "outcome").write_text(json.dumps(outcome))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "library"))
+    monkeypatch.chdir(tmp_path)
+    check_installed.cache_clear()
+    yield tmp_path / "tasks"
+    check_installed.cache_clear()
+
+
+async def test_a_trial_gives_its_verifier_s_reward_and_keeps_its_trajectory(tasks: Path) -> None:
+    async def play(task: int) -> float:
+        agent = Harbor("tasks", agent="my:Agent", environment="my:Environment", agent_kwargs={"depth": 2})
+        return await agent.run({"index": task, "record": {}}, "http://endpoint/v1", "secret")
+
+    try:
+        rewards = await asyncio.gather(*map(play, range(len(OUTCOMES))), return_exceptions=True)
+    finally:
+        await close_shared()
+    assert rewards[:2] == [0.5, 1.0]
+    for reward, reason in zip(
+        rewards[2:],
+        ("none is named reward", "Out of range float", "gave no reward", "AgentTimeoutError: late"),
+        strict=True,
+    ):
+        assert isinstance(reward, ForeignError) and reason in str(reward)
+    trials = [json.loads(path.read_text()) for path in tasks.parent.glob("trials/*/trajectory.json")]
+    assert len(trials) == len(OUTCOMES)
+    assert trials[0] == {
+        "import_path": "my:Agent", "kwargs": {"depth": 2}, "model_name": "openai/policy",
+        "base_url": "http://endpoint/v1", "model_api_key_name": "OPENAI_API_KEY", "key": "secret",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_tried_is_refused(tasks: Path) -> None:
+    Harbor("tasks", agent="oracle", environment="my:Environment").check()
+    with pytest.raises(ConfigError, match="Docker is not installed"):
+        Harbor("tasks", agent="oracle").check()
+    with pytest.raises(ConfigError, match="less than two tasks"):
+        Harbor("gone", agent="oracle", environment="my:Environment").check()
+    with pytest.raises(ConfigError, match=r"trial\.timeouts: Harbor's TrialConfig has no such field"):
+        Harbor("tasks", agent="oracle", environment="my:Environment", trial={"timeouts": 3}).check()
+    (tasks / "3/tests/test.sh").unlink()
+    with pytest.raises(ConfigError, match=r"3/tests/test\.sh"):
+        Harbor("tasks", agent="oracle", environment="my:Environment").check()
+    with pytest.raises(ValueError, match=r"trial\.agent"):
+        Harbor("tasks", agent="oracle", trial={"agent": {}})
+    with pytest.raises(ValueError, match="heldout"):
+        Harbor("tasks", agent="oracle", heldout=1.0)
+
+
+def test_it_is_an_agent() -> None:
+    assert find_environment("harbor") is Harbor and is_agent("harbor")
