@@ -93,7 +93,7 @@ further variables.
 _LEAVE_SECONDS = 2.0
 """Seconds to wait for a cancelled agent to end."""
 _LOOK_SECONDS = 1.0
-"""Interval of looks at the refused calls of a running program."""
+"""Seconds between two checks of a running program: its refused calls, and limits of its session."""
 _MAX_REFUSED_CALLS = 100
 """Refused calls after which a program is ended: it repeats them without end."""
 _TAIL_CHARACTERS = 400
@@ -108,7 +108,7 @@ Pauses of the engines extend the limit, so a single long wait would end too earl
 _MAX_LOSSES = 2
 """Lost containers after which an attempt ends with an error. Its program may be what ends them."""
 _LOSSES = ("ContainerLost: ", "PeerLostError: ")
-"""Beginnings of the failures of an attempt without its container or its node's agent."""
+"""Prefixes of failure texts of attempts that lost their container, or the agent of its node."""
 _LABEL = "agent"
 """Label of the agent's program among the programs of its container."""
 
@@ -460,7 +460,7 @@ async def agent_program(
 
 
 async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
-    """Return the reward of a task's verifier, or None and why it gives none."""
+    """Run the verifier of a task. Returns (reward, None), or (None, the reason why there is no reward)."""
     try:
         return await harbor.verify(container), None
     except VerifierError as error:
@@ -525,7 +525,7 @@ def _trajectory(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """Return the trajectory recorded by a session, without a reward."""
+    """Return the trajectory recorded by a session. Its reward is not set."""
     answers = session.answers
     calls = [answer.call for answer in answers]
     ended: Ended = "done"

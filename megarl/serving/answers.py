@@ -74,16 +74,16 @@ class ModelCallUnderWay:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether a repeat of its request can still get its answer. An aborted call will have none."""
+        """Whether a repeated request can get the answer of this call. An aborted call never has an answer."""
         return not self.task.cancelled() and not self.task.cancelling()
 
     @property
     def is_delivered(self) -> bool:
-        """Whether a client has received its answer."""
+        """Whether a client has received the answer of this call."""
         return self.num_received > 0 or self.is_continued
 
     @property
     def lacks_delivery(self) -> bool:
-        """Whether it has, or will have, an answer that no client has received so far."""
+        """Whether this call has, or will have, an answer that no client has received so far."""
         has_failed = self.task.done() and self.task.exception() is not None
         return not self.is_delivered and not has_failed

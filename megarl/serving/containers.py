@@ -23,9 +23,9 @@ from megarl.serving.node_memory import NodeMemory, RunMemory
 from megarl.types import MegarlError
 
 _RENEW_SECONDS = 10.0
-"""Interval of renewals of all leases."""
+"""Seconds between two renewals of all leases."""
 _TRIES = 2
-"""Starts of a container. The second one is on another node, if there is one."""
+"""Maximum number of starts of a container. The second start is on another node, if there is one."""
 _NUM_AHEAD = 4
 """Containers started before the attempts under way have ended, so no attempt waits for its start."""
 _NUM_STARTS = 8
@@ -36,7 +36,7 @@ _SLOW_FACTOR, _SLOW_SECONDS = 3.0, 1.0
 _NUMBERS = count(1)
 """Numbers in the names of containers. The sources of a mixture share the hosts of nodes, and so these numbers too."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}
-"""Where programs of the driver's machine reach an endpoint listening on these addresses."""
+"""Hosts at which programs of the driver's machine reach an endpoint, by the host that it listens on."""
 
 Request = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
@@ -204,7 +204,10 @@ class Containers:
     async def _start(
         self, attempt: str, image: str | None, limits: Mapping[str, Any]
     ) -> tuple[Node, str, Mapping[str, Any]]:
-        """Start a container on the node with the most free memory. Returns node, name and answer."""
+        """Start a container on the node with the most free memory. Raises ContainerError.
+
+        Returns the node, the container's name, and the answer of the node's host.
+        """
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
         tried: set[Node] = set()
         memory_bytes = self._needed_memory(limits)
@@ -339,7 +342,7 @@ class Containers:
         return True
 
     async def _renew(self) -> None:
-        """Renew the leases of all containers, again and again."""
+        """Renew the leases of all containers until the task is cancelled."""
         while True:
             await asyncio.gather(*(self._renew_on(node) for node in self.nodes))
             await asyncio.sleep(min(_RENEW_SECONDS, self._lease_seconds / 6))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _EXCERPT = 160
-"""Characters shown of each of the two messages differing at a fork."""
+"""Maximum characters shown of each of the two messages that differ at a fork."""
 
 ForkReason = Literal["tools", "system", "history"]
 """Kind of a change made by the client to an earlier conversation: in the tools, the system message, or a later

@@ -176,7 +176,7 @@ class HttpServer:
 
 @dataclass(slots=True)
 class _OpenConnections:
-    """The open connections of a server. The oldest stranger comes first."""
+    """The open connections of a server. `strangers`, oldest first, have not sent a request with a known key so far."""
 
     strangers: dict[_Connection, None]
     admitted: set[_Connection]
@@ -223,7 +223,7 @@ class _Connection(asyncio.Protocol):
         self._connections.admitted.add(self)
 
     def abort(self) -> None:
-        """End the connection without sending what is still to be sent."""
+        """End the connection at once. Bytes that are not sent yet are discarded."""
         self._forget()
         if self._transport is not None:
             self._transport.abort()

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 class Session:
     """Record of one agent's attempt.
 
-    `answers` are the answers delivered to the agent, in the order of their calls' starts. `counts` has numbers of
-    dropped calls, joined retries, overridden fields and others, by name.
+    `counts` has numbers of dropped calls, joined retries, overridden fields and others, by name.
     """
 
     def __init__(
