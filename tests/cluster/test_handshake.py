@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from megarl.cluster.agents.handshake import STRANGERS, introduce, meet
+from megarl.cluster.agents.handshake import STRANGERS, introduce, meet, notice_silence
 
 KEY = bytes(32)
 
@@ -26,3 +26,16 @@ async def test_a_process_enters_at_once_though_silent_strangers_hold_more_places
         for stranger in strangers:
             stranger.close()
     assert list(met) == [0]
+
+
+def test_a_connection_ends_after_half_a_minute_of_silence() -> None:
+    with socket.socket() as connected:
+        notice_silence(connected)
+        idle, interval, count, unread = (
+            connected.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        )
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert idle + interval * count == 30
+    # Milliseconds. A shorter limit would cut off an agent that is only slow to read.
+    assert unread >= 30_000

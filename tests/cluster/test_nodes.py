@@ -241,6 +241,11 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         socket.create_connection(("127.0.0.1", seen["port"]))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert NodeReport(1, 2).look([], str(tmp_path)) is None
+    # Numbers in the run: this group begins with rank 4.
+    assert NodeReport(1, 2).look([], str(tmp_path), chosen=[3], first_rank=4) is None
+    chosen = NodeReport(1, 2)
+    assert chosen.look([], str(tmp_path), chosen=[5], first_rank=4) is not None
+    chosen.close()
 
 
 def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,6 +451,16 @@ def test_senders_share_the_load() -> None:
     assert traffic.staging.max() == pytest.approx(max(staged), rel=0.01)
 
 
+@pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33, 64, 100])
+def test_a_tensor_larger_than_a_bucket_is_sent_in_slices_of_at_most_half(rows: int) -> None:
+    """Then a slice of another tensor fits beside it."""
+    first, second = ((Piece(Box(name, (0, 0), (rows, 8)), name, 0, (8, 1)),) for name in ("a", "b"))
+    plan = make_plan([(*first, *second), ()], [(), (*first, *second)], itemsize=4, bucket_bytes=4 * 128)
+    slices = [t.numel for bucket in transfers(plan) for t in bucket]
+    assert sum(slices) == 2 * 8 * rows and max(slices) <= 64
+    assert all(plan.for_rank(rank).staging_numel <= 128 for rank in (0, 1))
+
+
 def test_counts_are_those_of_the_transfers() -> None:
     plan = reshard_case(small_shape("qwen2_moe"), layout(tp=2, pp=2, dp=2, rollout_tp=4, ep=2), bucket_bytes=3000)
     traffic, nodes = count(plan), [rank // 4 for rank in range(8)]

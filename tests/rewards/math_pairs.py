@@ -123,7 +123,16 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "3,2,1": ("1,2,3",),
     "(1,0),(0,1)": ("(0,1),(1,0)",),
     r"[0,\infty)": (r"x \ge 0",),
-    r"(-\infty,\infty)": (r"\mathbb{R}",),
+    r"(-\infty,\infty)": (r"\mathbb{R}", r"\mathbb R"),
+    # where a side has no value, an inequality does not hold
+    r"(0,\infty)": ("1/x>0",),
+    "[0,4)": (r"\sqrt{x}<2",),
+    # the binomial of a fraction
+    "15/8": (r"\binom{5/2}{2}",),
+    # a set of one element
+    r"\{x+1\}": ("1+x",),
+    # a congruence without its left side
+    r"\equiv 3\pmod 7": (r"\equiv 3 \bmod 7", r"\equiv 10 \bmod 7"),
     "7": ("7.0",),
     "x/2": ("1/2 x",),
     r"16\pi": (r"16\pi \text{ cm}^2",),
@@ -174,6 +183,9 @@ RIGHT: dict[str, tuple[str, ...]] = {
 """Predictions that are right, by gold answer."""
 
 WRONG: dict[str, tuple[str, ...]] = {
+    r"\binom{5/2}{2}": ("1", "3"),
+    # a named point is one factor before its coordinates
+    "(4,5)": ("A+(4,5)", "A(4,5)(3,4)", "A,(4,5)", r"\frac{A}{(4,5)}"),
     # plain numbers
     "0.000000456": ("0.000000123", "0.000000457", "0", "4.56e-8", "0.0000004560001"),
     "0.1": ("0.1000000000001", "0.0999999999", "0.10000001", "1.0", "0.01", "10"),

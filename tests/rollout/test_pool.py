@@ -17,6 +17,7 @@ from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
+from tests.rollout import simulated
 from tests.rollout.engines import engines
 
 ONE = ParallelConfig(1, 1, 1, 1)
@@ -264,6 +265,38 @@ def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerGroup, 
         assert await group.call("unfinished") == [0, 0]
 
     runner.run(drive())
+
+
+def test_a_replica_starts_no_more_requests_than_fit() -> None:
+    unused: Any = None
+    pool = EnginePool(unused, TWO, max_running=4)
+    pool._waiting.update({f"{n}": request(f"{n}", (5,), 8) for n in range(11)})
+    first, second = pool._replicas
+    assert [[r.request_id for r in pool._admit(replica)] for replica in (first, second)] == [list("0123"), list("4567")]
+    assert pool._admit(first) == ()
+    # Two places are free now, and its share is all that waits but one: rounded up, half of nine.
+    for name in "01":
+        first.running.pop(name)
+    assert [r.request_id for r in pool._admit(first)] == ["8", "9"]
+
+
+async def test_the_first_error_of_an_attempt_ends_the_others_at_once() -> None:
+    ended: list[str] = []
+
+    async def fail() -> None:
+        raise ValueError("an attempt's own error")
+
+    async def wait_forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    pool: Any = simulated.Engines()
+    # The limit is reached only if the error waits for the other attempt.
+    with pytest.raises(ValueError, match="an attempt's own error"):
+        await asyncio.wait_for(gather_unless_abandoned(pool, [wait_forever(), fail()], lambda: False), 60)
+    assert ended == ["cancelled"]
 
 
 @pytest.mark.distributed
