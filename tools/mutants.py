@@ -7,8 +7,9 @@ order of two arguments, or it leaves out a statement. Messages, docstrings, anno
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 COMPARISONS = {
@@ -40,11 +41,14 @@ class Mutant:
     """The lines with the place."""
     new_lines: str
     """The same lines with the change."""
+    repetition: int = 1
+    """Number of this change among equal changes of equal lines in a function, from 1."""
 
     @property
     def key(self) -> str:
         """Name of the mutant that does not change when lines move."""
-        return f"{self.path} {self.function}: {self.kind}: {self.old_lines} -> {self.new_lines}"
+        number = f" ({self.repetition})" if self.repetition > 1 else ""
+        return f"{self.path} {self.function}: {self.kind}: {self.old_lines} -> {self.new_lines}{number}"
 
     def apply(self, source: str) -> str:
         """Return the file's text with this change."""
@@ -57,7 +61,12 @@ def find_mutants(root: Path, path: Path) -> list[Mutant]:
     source = path.read_text(encoding="utf-8")
     finder = _Finder(source, str(path.relative_to(root)))
     finder.visit(ast.parse(source))
-    return sorted(finder.mutants, key=lambda mutant: (mutant.start, mutant.kind))
+    mutants = sorted(finder.mutants, key=lambda mutant: (mutant.start, mutant.kind))
+    repetitions = Counter[str]()
+    for index, mutant in enumerate(mutants):
+        repetitions[mutant.key] += 1
+        mutants[index] = replace(mutant, repetition=repetitions[mutant.key])
+    return mutants
 
 
 class _Finder(ast.NodeVisitor):

@@ -61,6 +61,13 @@ def test_changes_of_one_kind_in_a_function_have_keys_of_their_own(tmp_path: Path
     ]
 
 
+def test_equal_changes_of_equal_lines_have_keys_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("def f(a):\n    a.flush()\n    a.flush()\n", encoding="utf-8")
+    first, second = (mutant.key for mutant in find_mutants(tmp_path, path))
+    assert first == "module.py f: dropped line: a.flush() -> pass" and second == f"{first} (2)"
+
+
 def test_the_kinds_take_turns_in_a_draw_by_seed() -> None:
     packages = ["algorithms"]
     drawn = mutations.draw(packages, 14, seed=3)
