@@ -15,6 +15,7 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.attempt_engine import AttemptEngine
+from megarl.rollout.engine_requests import PendingRequest
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
 from tests.rollout import simulated
@@ -278,6 +279,28 @@ def test_a_replica_starts_no_more_requests_than_fit() -> None:
     for name in "01":
         first.running.pop(name)
     assert [r.request_id for r in pool._admit(first)] == ["8", "9"]
+
+
+async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
+    unused: Any = None
+    pool = EnginePool(unused, TWO, max_running=4)
+    first, second = pool._replicas
+    for name, replica in (("a", first), ("b", second)):
+        future = asyncio.get_running_loop().create_future()
+        pool._pending[name] = PendingRequest(request(name, (5,), 8), future, [])
+        replica.running[name] = None
+    pool.set_live_replicas({second.ranks[0]})
+    assert (list(pool._waiting), list(first.running), list(second.running)) == (["a"], [], ["b"])
+    assert (pool.take_lost(), pool.take_lost()) == (1, 0)
+
+
+async def test_no_turn_follows_its_prefix_over_a_pause() -> None:
+    """The weights may change meanwhile, and the cached keys and values with them."""
+    unused: Any = None
+    pool = EnginePool(unused, TWO, max_running=4)
+    pool._homes["trajectory"] = pool._replicas[1]
+    await pool.pause()
+    assert pool.is_paused and not pool._homes
 
 
 async def test_the_first_error_of_an_attempt_ends_the_others_at_once() -> None:
