@@ -217,15 +217,22 @@ def _tensor_faults(
 
 def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
     """Yield a fault of `d2t`, which maps drafted tokens to the policy's tokens."""
-    for name in weight_files(folder):
+    offsets = np.asarray(read_vocabulary_maps(folder)[OFFSETS], np.int64)
+    tokens = offsets + np.arange(len(offsets))
+    if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:
+        yield f"its tensor d2t does not name {len(tokens)} different tokens of the policy's {policy.vocab_size}"
+
+
+def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
+    """Return the maps of a drafter's vocabulary, `OFFSETS` and `IS_DRAFTED`, by published name. Without a smaller
+    vocabulary there are none. Raises DataError for broken files.
+    """
+    maps: dict[str, np.ndarray] = {}
+    for name, tensors in weight_files(folder).items():
+        stored = {published_name(tensor): tensor for tensor in read_safetensors_header(Path(folder) / name, tensors)}
         with safe_open(Path(folder) / name, "np") as file:
-            names = [tensor for tensor in file.keys() if tensor.removeprefix("model.") == "d2t"]  # noqa: SIM118
-            offsets = file.get_tensor(names[0]) if names else None
-        if offsets is None:
-            continue
-        tokens = np.asarray(offsets, np.int64) + np.arange(len(offsets))
-        if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:
-            yield f"its tensor d2t does not name {len(tokens)} different tokens of the policy's {policy.vocab_size}"
+            maps |= {key: file.get_tensor(stored[key]) for key in (OFFSETS, IS_DRAFTED) if key in stored}
+    return maps
 
 
 def read_stored_bytes(folder: str) -> int:

@@ -7,14 +7,16 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.checkpoint.manifest import file_record, write_manifest
@@ -25,6 +27,7 @@ from megarl.loops.saving.resume import Inputs, Origin, begin_from_copy, find_ori
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.run_record import DRIVER, SCHEMA, RunRecord
 from megarl.types import ConfigError, DataError, StorageError
+from tests.eagle3 import make_eagle3
 
 
 @pytest.fixture
@@ -58,7 +61,9 @@ def home(recipe: Recipe) -> Path:
     return folder.checkpoints_folder
 
 
-def _write_checkpoint(folder: Path, recipe: Recipe, step: int, kept: dict[str, str] | None = None) -> None:
+def _write_checkpoint(
+    folder: Path, recipe: Recipe, step: int, kept: dict[str, str] | None = None, without: Sequence[str] = ()
+) -> None:
     folder.mkdir(parents=True)
     torch.save({}, folder / "common.pt")
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
@@ -66,7 +71,7 @@ def _write_checkpoint(folder: Path, recipe: Recipe, step: int, kept: dict[str, s
         "schema": SCHEMA, "step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe, kept).as_json(),
         "unlogged": {"x": 1.0, "step": 9, "text": "no number"}, "outcome": {},
     }  # fmt: skip
-    (folder / DRIVER).write_text(json.dumps(driver))
+    (folder / DRIVER).write_text(json.dumps({name: driver[name] for name in driver if name not in without}))
     write_manifest(folder, {path.name: file_record(path) for path in folder.iterdir()}, {"format": "torch_dist"})
 
 
@@ -206,12 +211,26 @@ def test_a_state_of_another_optimizer_is_refused(recipe: Recipe, home: Path, bef
     assert str(caught.value).startswith(f"optimizer.name = {now}: ") and f"optimizer.name={before}" in str(caught.value)
 
 
-def test_a_drafter_that_a_checkpoint_lacks_is_refused(recipe: Recipe, home: Path) -> None:
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    """Files of a drafter, of 20 of the policy's 60 tokens."""
+    (tmp_path / "policy").mkdir()
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    config = sizes | {"vocab_size": 60, "max_position_embeddings": 32}
+    (tmp_path / "policy/config.json").write_text(json.dumps(config))
+    return make_eagle3(tmp_path / "drafter", tmp_path / "policy", draft_vocab_size=20)
+
+
+def training_drafter(recipe: Recipe, drafter: Path, learning_rate: float | None = 1e-4) -> Recipe:
     values = plain_recipe(recipe)
-    drafter = {"method": "eagle3", "model": "d", "num_speculative_tokens": 2}
-    values["rollout"] = {"vllm": {"speculative_config": drafter}}
-    values["trainer"] = {"drafter_learning_rate": 1e-4}
-    training = Recipe.model_validate(values)
+    speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
+    values["rollout"] = {"vllm": {"speculative_config": speculation}}
+    values["trainer"] = {"drafter_learning_rate": learning_rate}
+    return Recipe.model_validate(values)
+
+
+def test_a_drafter_that_a_checkpoint_lacks_is_refused(recipe: Recipe, home: Path, drafter: Path) -> None:
+    training = training_drafter(recipe, drafter)
     with RunFolder(training, resume=True) as folder, pytest.raises(ConfigError, match="the checkpoint has no drafter"):
         find_origin(training, folder, "if-any")
     _write_checkpoint(home / "step_000008", training, 8)
@@ -222,6 +241,73 @@ def test_a_drafter_that_a_checkpoint_lacks_is_refused(recipe: Recipe, home: Path
         find_origin(recipe, folder, "if-any")
     assert str(caught.value).startswith("trainer.drafter_learning_rate is left out: the checkpoint has a drafter")
     assert "set trainer.drafter_learning_rate=0.0001, or" in str(caught.value)
+
+
+def _change_config(drafter: Path) -> None:
+    """Let the drafter read other layers, which changes no shape."""
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+
+
+def _change_map(drafter: Path) -> None:
+    """Let the drafter's last token stand for the next token of the policy, or the one before."""
+    tensors = load_file(drafter / "model.safetensors")
+    tensors["d2t"][-1] += 1 if tensors["d2t"][-1] + 19 < 59 else -1
+    save_file(tensors, drafter / "model.safetensors")
+
+
+def _drop_maps(drafter: Path) -> None:
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({name: tensors[name] for name in tensors.keys() - {"d2t", "t2d"}}, drafter / "model.safetensors")
+
+
+CHANGED_DRAFTERS = {
+    "config": (_change_config, "config.json of this drafter differ"),
+    "map": (_change_map, "tensor d2t of this drafter differ"),
+    "no maps": (_drop_maps, "tensor d2t and tensor t2d of this drafter differ"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_DRAFTERS)
+def test_a_changed_drafter_is_refused_where_it_is_trained(
+    recipe: Recipe, home: Path, drafter: Path, tmp_path: Path, change: str
+) -> None:
+    edit, text = CHANGED_DRAFTERS[change]
+    training = training_drafter(recipe, drafter)
+    _write_checkpoint(home / "step_000008", training, 8)
+    # An export of this run in another dtype continues the same training.
+    exported = shutil.copytree(drafter, tmp_path / "exported")
+    fields = json.loads((exported / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    (exported / "config.json").write_text(json.dumps(fields))
+    moved = training_drafter(recipe, exported)
+    with RunFolder(moved, resume=True) as folder:
+        origin = find_origin(moved, folder, "if-any")
+        edit(exported)
+        before = contents(home.parent)
+        for start in (lambda: find_origin(moved, folder, "if-any"), lambda: begin_from_copy(origin, moved, folder)):
+            with pytest.raises(ConfigError) as caught:
+                start()
+            message = str(caught.value)
+            assert message.startswith(f"rollout.vllm.speculative_config.model = {exported}: {text}"), message
+            assert "Restore that drafter's files, choose another name=NAME, or start over" in message
+        assert contents(home.parent) == before
+
+
+def test_a_frozen_drafter_may_change(recipe: Recipe, home: Path, drafter: Path) -> None:
+    """The distribution of samples is the policy's with any drafter."""
+    frozen = training_drafter(recipe, drafter, learning_rate=None)
+    _write_checkpoint(home / "step_000008", frozen, 8)
+    _change_map(drafter)
+    with RunFolder(frozen, resume=True) as folder:
+        assert find_origin(frozen, folder, "if-any").checkpoint == home / "step_000008"
+
+
+def test_a_drafter_of_an_earlier_version_is_not_compared(recipe: Recipe, home: Path, drafter: Path) -> None:
+    training = training_drafter(recipe, drafter)
+    _write_checkpoint(home / "step_000008", training, 8, without=("drafter",))
+    _change_map(drafter)
+    with RunFolder(training, resume=True) as folder:
+        assert find_origin(training, folder, "if-any").checkpoint == home / "step_000008"
 
 
 def test_a_model_with_a_text_section_is_the_same_in_another_dtype(recipe: Recipe, tmp_path: Path) -> None:

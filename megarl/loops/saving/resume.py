@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import BaseModel
 
 from megarl.checkpoint.manifest import canonical_sha256, file_record
@@ -21,8 +22,9 @@ from megarl.data.kinds.problems import num_made
 from megarl.data.sources.rows import data_files
 from megarl.datasets.counts import RecordDigests
 from megarl.datasets.fields import data_paths
+from megarl.families.eagle3 import read_vocabulary_maps
 from megarl.files.atomic import storage_faults_named
-from megarl.files.model_folder import read_object
+from megarl.files.model_folder import find_folder, read_object
 from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
 from megarl.loops.saving.data_position import DataPosition
 from megarl.terminal import Console
@@ -42,25 +44,30 @@ _MODEL_SECTIONS = ("text_config", "vision_config")
 """Sections of config.json with a whole model's fields, in models with a vision tower."""
 
 
+_DRAFTER_FIELD = "rollout.vllm.speculative_config.model"
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
     `template` is the sha256 of the chat template's text. `kept` has, by data file, number and digest of the training
-    records that are not too long.
+    records that are not too long. `drafter` has the sha256 of config.json and of each vocabulary map of a drafter that
+    is trained with the policy, by file and tensor.
     """
 
     models: Mapping[str, str]
     data: Mapping[str, str]
     template: str | None
     kept: Mapping[str, str]
+    drafter: Mapping[str, str]
 
     @classmethod
     def read(cls, recipe: Recipe, record_digests: RecordDigests | None = None) -> Self:
         """Hash the files that the recipe names.
 
-        Raises DataError for a broken config.json, ConfigError for a missing chat template file, StorageError for
-        unreadable files.
+        Raises DataError for a broken config.json or a drafter's broken weights, ConfigError for a missing chat
+        template file, StorageError for unreadable files.
         """
         folders = {"model.path": recipe.model.folder, **recipe.further_models}
         models = {field: _model_identity(Path(folder), recipe.override_of(folder)) for field, folder in folders.items()}
@@ -75,11 +82,12 @@ class Inputs:
                 hashes = [file_record(file)["sha256"] for file in files]
             data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
         template = template_text(recipe.model)
-        return cls(models, data, template and canonical_sha256({"template": template}), record_digests or {})
+        drafter = _drafter_identity(recipe)
+        return cls(models, data, template and canonical_sha256({"template": template}), record_digests or {}, drafter)
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for `driver.json`."""
-        fields = {"models": self.models, "data": self.data, "kept": self.kept}
+        fields = {"models": self.models, "data": self.data, "kept": self.kept, "drafter": self.drafter}
         return {name: dict(by_field) for name, by_field in fields.items()} | {"template": self.template}
 
 
@@ -105,9 +113,9 @@ def find_origin(
 ) -> Origin:
     """Find the checkpoint to resume from, then register a new start of the run in its folder.
 
-    Raises ConfigError for another model, chat template or order of the data. Raises DataError for a checkpoint of
-    another schema, changed training data, other `record_digests` (dropped records), or if all checkpoints are damaged.
-    Raises StorageError for failed reads or writes. An error leaves the folder unchanged.
+    Raises ConfigError for another model, drafter, chat template or order of the data. Raises DataError for a checkpoint
+    of another schema, changed training data, other `record_digests` (dropped records), or if all checkpoints are
+    damaged. Raises StorageError for failed reads or writes. An error leaves the folder unchanged.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, record_digests)
@@ -126,6 +134,7 @@ def find_origin(
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
         _refuse_other_drafter(earlier, recipe)
+        _refuse_changed_drafter(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
         position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
@@ -162,6 +171,7 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     inputs = Inputs.read(recipe, dict(origin.inputs.kept))
     _refuse_other_models(earlier, recipe, inputs)
     _refuse_other_template(earlier, recipe, inputs)
+    _refuse_changed_drafter(earlier, recipe, inputs)
     _warn(Console(highlight=False, soft_wrap=True, markup=False), _data_changes(earlier, recipe, inputs))
     folder.begin(origin.copied_step, recipe.cluster.max_restarts)
     # A save that the lost rank interrupted is incomplete. The checkpoints are not read: their hashes took 80 % of the
@@ -215,6 +225,7 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "models": _are_texts,
     "data": _are_texts,
     "kept": _are_texts,
+    "drafter": _are_texts,
     "drawn": _are_counts,
     "template": lambda value: isinstance(value, str | None),
     "checksum": lambda value: isinstance(value, str | None),
@@ -280,6 +291,24 @@ def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
             f"{field} is left out: the checkpoint has a drafter trained until then, and its weights would be lost; set "
             f"{field}={before:g}, or begin a new run with model.path and rollout.vllm.speculative_config.model set to "
             "exports of this one"
+        )
+
+
+def _refuse_changed_drafter(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if a trained drafter's config.json or a map of its vocabulary is not that of the run's begin.
+
+    The checkpoint has the drafter's weights. Its computation and its tokens come from these files.
+    """
+    before = earlier.get("drafter")
+    # Checkpoints of earlier versions name no drafter.
+    if not before or not inputs.drafter:
+        return
+    parts = [part for part in sorted({*before, *inputs.drafter}) if before.get(part) != inputs.drafter.get(part)]
+    if parts:
+        raise ConfigError(
+            f"{_DRAFTER_FIELD} = {recipe.drafter}: {' and '.join(parts)} of this drafter differ from those of the "
+            f"drafter whose training the checkpoint continues (then: {_value_at(earlier['recipe'], _DRAFTER_FIELD)}). "
+            "Restore that drafter's files, choose another name=NAME, or start over with --restart"
         )
 
 
@@ -394,6 +423,20 @@ def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
     config = _identifying(overridden(read_object(folder / "config.json"), override))
     sections = {name: _identifying(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)}
     return canonical_sha256({**config, **sections})
+
+
+def _drafter_identity(recipe: Recipe) -> dict[str, str]:
+    """Return the sha256 of a trained drafter's config.json and vocabulary maps, by file and tensor. A drafter that is
+    not trained has none: engines may draft with another one at any time.
+    """
+    if not recipe.trains_drafter or recipe.drafter is None:
+        return {}
+    folder = find_folder(recipe.drafter)
+    maps = {
+        f"tensor {name}": canonical_sha256({"shape": values.shape, "values": values.astype(np.int64).tobytes().hex()})
+        for name, values in read_vocabulary_maps(folder).items()
+    }
+    return {"config.json": _model_identity(Path(folder), {}), **maps}
 
 
 def _identifying(fields: Mapping[str, Any]) -> dict[str, Any]:
