@@ -57,6 +57,14 @@ def test_the_recipe_offers_the_presets():
     assert set(get_args(offered)) == set(PRESETS)
 
 
+@pytest.mark.parametrize("name", sorted({*PRESETS, *ADVANTAGES, *POLICY_LOSSES, "rae"} - {"clipped"}))
+def test_the_guide_says_when_to_take_a_method(name):
+    """`clipped` is the default loss."""
+    guide = Path(__file__).parents[2] / "megarl/algorithms/README.md"
+    choices, _, _ = guide.read_text(encoding="utf-8").partition("## Fields and defaults")
+    assert f"`{name}`" in choices or f": {name}`" in choices
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_changed_field_by_field(name):
     config = AlgorithmConfig.model_validate({"preset": name, "kl_coefficient": 0.5})
