@@ -39,7 +39,16 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "cispo": {"policy_loss": "cispo", **CLIPS},
     "sapo": {"policy_loss": "sapo", **BY_SEQUENCE},
     "dppo_kl": {"policy_loss": "dppo_kl", "clip_low": 0.001, "clip_high": 0.001, "log_ratio_penalty": 0.05},
-    "vespo": {"policy_loss": "vespo", "policy_loss_kwargs": {"decay_positive": 0.01, "decay_negative": 0.01}},
+    # Half of the default powers and decays: three steps multiply the rounding of whole sequences by them.
+    "vespo": {
+        "policy_loss": "vespo",
+        "policy_loss_kwargs": {
+            "power_positive": 1.0,
+            "decay_positive": 1.5,
+            "power_negative": 1.5,
+            "decay_negative": 1.0,
+        },
+    },
     "sequences dropped": {**CLIPS, "off_policy_limit": 0.2, "kl_coefficient": 0.1, "kl_unbiased": True},
     "drift penalised": {**CLIPS, "dual_clip": 2.5},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
@@ -168,6 +177,10 @@ def make_steps(objective: str, vocab_size: int, group_size: int = 1, num_steps: 
                 "advantages": random.normal(0.5, 1.0, length).astype(np.float32),
                 "old_logprobs": random.normal(-6.0, 0.7, length).astype(np.float32),
             }
+            if objective == "vespo":
+                # Its weight has the product of up to 40 ratios, and of their rounding. Farther from the policy
+                # a few sequences with weights in the thousands decide the gradient, and rounding in them is all it has.
+                policy["old_logprobs"] = np.float32(-6.0) + np.float32(0.1) * (policy["old_logprobs"] + 6)
             if objective == "critic":
                 policy = {name: random.normal(0.0, 0.3, length).astype(np.float32) for name in ("values", "returns")}
             if objective in ("all added", "kept sets", "dpo", "sequences dropped"):
