@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.kept import FILE as KEPT
-from megarl.checkpoint.kept import KeptTensor, file_content, kept_and_copies, kept_tensors, total_bytes
+from megarl.checkpoint.kept import UnchangedTensor, file_content, kept_and_copies, kept_tensors, total_bytes
 from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, check_sizes, new_folder
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
@@ -316,7 +316,7 @@ def _write_files(
     model: ModelShape,
     forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     copies: Mapping[str, str],
-    unchanged_tensors: Mapping[str, KeptTensor],
+    unchanged_tensors: Mapping[str, UnchangedTensor],
     manifest: ManifestWriter,
 ) -> dict[str, int]:
     """Write safetensors files from front to back. `forms` are shape and dtype of the model's tensors in the files.
@@ -369,7 +369,7 @@ def _write_files(
     return checksums
 
 
-def _write_kept(tensors: Mapping[str, KeptTensor], file: str, manifest: ManifestWriter) -> int:
+def _write_kept(tensors: Mapping[str, UnchangedTensor], file: str, manifest: ManifestWriter) -> int:
     """Write the tensors that are copied unchanged to a separate file, if there are any. Returns their number."""
     for piece in file_content(tensors) if tensors else ():
         manifest.append(file, piece)

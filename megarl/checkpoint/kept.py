@@ -29,7 +29,7 @@ FILE = "kept.safetensors"
 _CHUNK_BYTES = 1 << 24
 
 
-class KeptTensor(NamedTuple):
+class UnchangedTensor(NamedTuple):
     """A tensor in a file: safetensors' code of its dtype, its shape, its bytes `start` to `stop` in the file."""
 
     path: Path
@@ -64,12 +64,12 @@ class KeptTensor(NamedTuple):
                 yield piece
 
 
-def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]:
+def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTensor]:
     """Return the kept tensors in a folder, by name. Raises DataError for a truncated file."""
     prefixes = list_copied_prefixes(model)
     if not prefixes:
         return {}
-    tensors: dict[str, KeptTensor] = {}
+    tensors: dict[str, UnchangedTensor] = {}
     for path, expected in _files(Path(folder)):
         header = read_safetensors_header(path, expected)
         if any(name.startswith(prefixes) for name in header):
@@ -77,7 +77,7 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
     return dict(sorted(tensors.items()))
 
 
-def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, KeptTensor], dict[str, str]]:
+def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
     """Return the tensors to copy from a folder, and those of a trained draft layer that equal other tensors of the
     model.
 
@@ -88,11 +88,11 @@ def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, Ke
     return {name: tensor for name, tensor in tensors.items() if name not in copies}, copies
 
 
-def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
+def total_bytes(tensors: Mapping[str, UnchangedTensor]) -> int:
     return sum(tensor.num_bytes for tensor in tensors.values())
 
 
-def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
+def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
     """Yield the content of a safetensors file with these tensors, in pieces of at most 16 MiB.
 
     Raises DataError for a file that became shorter since its header was read.
@@ -114,7 +114,7 @@ def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
     return [(folder / file, expected) for file, expected in weight_files(folder).items()]
 
 
-def places_in(path: Path) -> Iterator[tuple[str, KeptTensor]]:
+def places_in(path: Path) -> Iterator[tuple[str, UnchangedTensor]]:
     """Yield the tensors of a file, by name. Its header must have passed `read_safetensors_header`."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -123,4 +123,4 @@ def places_in(path: Path) -> Iterator[tuple[str, KeptTensor]]:
     for name, entry in header.items():
         if name != "__metadata__":
             start, stop = (8 + size + offset for offset in entry["data_offsets"])
-            yield name, KeptTensor(path, entry["dtype"], tuple(entry["shape"]), start, stop)
+            yield name, UnchangedTensor(path, entry["dtype"], tuple(entry["shape"]), start, stop)

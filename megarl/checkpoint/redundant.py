@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.checkpoint.kept import KeptTensor, places_in
+from megarl.checkpoint.kept import UnchangedTensor, places_in
 from megarl.families.config_json.frequencies import scaled_frequencies
 from megarl.families.model_tensors import checkpoint_name, list_draft_copies
 from megarl.families.pages.llama import EMBEDDING, HEAD
@@ -72,13 +72,13 @@ def _reason(name: str, model: ModelShape) -> str:
     )
 
 
-def _are_equal(tensor: KeptTensor, original: KeptTensor) -> bool:
+def _are_equal(tensor: UnchangedTensor, original: UnchangedTensor) -> bool:
     if (tensor.code, tensor.shape) != (original.code, original.shape):
         return False
     return all(piece == copy for piece, copy in zip(tensor.content(), original.content(), strict=True))
 
 
-def _has_frequencies_of(tensor: KeptTensor, model: ModelShape) -> bool:
+def _has_frequencies_of(tensor: UnchangedTensor, model: ModelShape) -> bool:
     """Return whether a tensor has a model's rotary frequencies, rounded to the tensor's dtype."""
     if tensor.code not in _PRECISION or tensor.shape != (model.rotary_channels // 2,):
         return False
@@ -88,7 +88,7 @@ def _has_frequencies_of(tensor: KeptTensor, model: ModelShape) -> bool:
     return np.allclose(_numbers(tensor), expected, rtol=_PRECISION[tensor.code], atol=_SMALLEST)
 
 
-def _numbers(tensor: KeptTensor) -> np.ndarray:
+def _numbers(tensor: UnchangedTensor) -> np.ndarray:
     """Return a tensor's numbers, flat: float64 [elements]."""
     content = b"".join(tensor.content())
     if tensor.code == "BF16":

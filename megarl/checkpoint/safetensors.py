@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.checkpoint.kept import KeptTensor, file_content, kept_and_copies, total_bytes
+from megarl.checkpoint.kept import UnchangedTensor, file_content, kept_and_copies, total_bytes
 from megarl.checkpoint.mxfp4 import dequantise
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.checkpoint.weight_checksums import check_weights, checksums_text, compute_checksums
@@ -312,7 +312,9 @@ def write_folder(
     _barrier()
 
 
-def kept_file(num_files: int, unchanged_tensors: Mapping[str, KeptTensor]) -> dict[str, Mapping[str, KeptTensor]]:
+def kept_file(
+    num_files: int, unchanged_tensors: Mapping[str, UnchangedTensor]
+) -> dict[str, Mapping[str, UnchangedTensor]]:
     """Return the tensors that are only copied by the name of their file, the last one after `num_files` others."""
     return {_file_name(num_files + 1, num_files + 1): unchanged_tensors} if unchanged_tensors else {}
 

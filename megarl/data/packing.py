@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,15 @@ MOST_PARTNERS = 12
 """Rows searched for an exchange. Rows with the most idle time come first."""
 WORTH_ANOTHER_START = 0.0075
 """Idle share of the ranks' time above which a second packing is balanced too. The better one is used."""
+
+
+class BalancedRows(NamedTuple):
+    """Sets of sequences grouped into rows, which all ranks process one after the other."""
+
+    rows: list[Bins]
+    """[rows][num_ranks][sets]: the sets of each microbatch."""
+    makespan: float
+    """Sum of the rows' maximum costs, which is the time of a rank in units of cost."""
 
 
 def count_tokens(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -66,8 +76,8 @@ def pack(
             "trainer.max_tokens_per_microbatch"
         )
     described = f"{len(lengths)} sequences{_order_key(together)}"
-    rows, _ = assign(tokens, set_costs, max_tokens, num_ranks, rows_multiple, described)
-    return expand(rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    balanced = balance_sets(tokens, set_costs, max_tokens, num_ranks, rows_multiple, described)
+    return expand(balanced.rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
 
 def expand(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
@@ -78,15 +88,15 @@ def expand(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[in
     return [[sorted(int(sequence) for item in row for sequence in sets[item]) for row in rank] for rank in by_rank]
 
 
-def assign(
+def balance_sets(
     tokens: NDArray[np.int64],
     costs: NDArray[np.float64],
     max_tokens: int,
     num_ranks: int,
     rows_multiple: int,
     described: str,
-) -> tuple[list[Bins], float]:
-    """Return sets of sequences by row and rank, [rows][num_ranks][sets], and the sum of the rows' maximum costs.
+) -> BalancedRows:
+    """Group sets of sequences into rows of microbatches with similar costs.
 
     `tokens` and `costs` are [sets]. `described` names the sequences in an error. Raises ValueError if `rows_multiple`
     is above 1 and there are fewer sets than microbatches.
@@ -102,17 +112,16 @@ def assign(
             f"{described} cannot fill {num_bins} microbatches: each of {num_ranks} "
             f"ranks needs a multiple of {rows_multiple}; use more sequences per minibatch"
         )
-    rows, makespan = [], np.inf
+    balanced = BalancedRows([], np.inf)
     # Filling evenly may fail if the bins must be nearly full. Then only the tight filling below fits.
     if bins := _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins):
-        rows, makespan = _balanced_rows(bins, tokens, costs, max_tokens, num_ranks)
+        balanced = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
     # The left side is the time of all ranks, the right side their work; the rest is waiting.
-    if makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
+    if balanced.makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
         bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
-        rows, makespan = min(
-            (rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1]
-        )
-    return rows, makespan
+        second = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
+        balanced = min(balanced, second, key=lambda candidate: candidate.makespan)
+    return balanced
 
 
 def _order_key(together: int | NDArray[np.int64]) -> str:
@@ -181,13 +190,10 @@ def _fill_evenly(
     return bins
 
 
-def _balanced_rows(
+def _balance_rows(
     bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int
-) -> tuple[list[Bins], float]:
-    """Return bins grouped into rows of similar cost, [rows][num_ranks], and the sum of the rows' maximum costs.
-
-    Sequences are exchanged between bins to balance the rows.
-    """
+) -> BalancedRows:
+    """Group bins of similar cost into rows, and exchange sets between bins to balance the rows."""
     # An empty microbatch wastes its rank's time in the row, so it gets a sequence from the bin with the most.
     for bin in bins:
         if not bin and len(donor := max(bins, key=len)) > 1:
@@ -211,7 +217,7 @@ def _balanced_rows(
     for item, bin in enumerate(bin_of[: len(tokens) - len(bins)].tolist()):
         bins[bin].append(item)
     rows = [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
-    return rows, float(loads.max(axis=1).sum())
+    return BalancedRows(rows, float(loads.max(axis=1).sum()))
 
 
 def _exchange_one(

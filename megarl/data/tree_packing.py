@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.packing import Costs, assign, count_tokens, expand, pack
+from megarl.data.packing import Costs, balance_sets, count_tokens, expand, pack
 from megarl.data.prefixes import lexicographic_order
 
 WORTH_SHARING = 0.05
@@ -71,7 +71,7 @@ def pack_trees(
             continue
         cluster_costs = np.array([cluster.cost for cluster in clusters])
         try:
-            rows, makespan = assign(tokens, cluster_costs, max_tokens, num_ranks, rows_multiple, "")
+            rows, makespan = balance_sets(tokens, cluster_costs, max_tokens, num_ranks, rows_multiple, "")
         except ValueError:
             continue
         is_filled = all(bin for row in rows for bin in row)

@@ -261,7 +261,7 @@ class _Savings:
         fullest = min(table.phases, key=self.judge.free_gib)
         requests = wanted_requests = 0
         if is_cache_chosen and table.cache is not None:
-            wanted_requests = table.cache.under_way
+            wanted_requests = table.cache.decoding_requests
             requests = min(wanted_requests, int(table.cache.tokens / self._request_tokens))
         return _Prediction(
             fullest=fullest, free_gib=self.judge.free_gib(fullest), requests=requests, wanted_requests=wanted_requests

@@ -407,13 +407,13 @@ class EnginePool:
             "advance",
             per_rank,
             budget_seconds,
-            self._leave_after(replica),
+            self._completions_per_report(replica),
             budget_seconds=budget_seconds,
         )
         return completions
 
-    def _leave_after(self, replica: Replica) -> int | None:
-        """Return after how many finished completions the engine reports again. None: only at the time limit.
+    def _completions_per_report(self, replica: Replica) -> int | None:
+        """Return the finished completions after which the engine reports. None: it reports only at the time limit.
 
         A report costs driver and engine as much time as some sampled tokens.
         """

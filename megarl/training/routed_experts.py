@@ -124,7 +124,7 @@ class ExpertExchange:
         return self._stored.read_span(number, first, end)[:, self._layers_by_rank[rank]]
 
 
-class OwnTokens:
+class RankTokens:
     """The tokens of a packed row that this rank's MoE layers see, and their places in the row."""
 
     def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
@@ -165,7 +165,7 @@ class RouteFeed(RowFeed):
         own_tokens = []
         for row, batch in zip(rows, batches, strict=True):
             places = np.split(batch.represented_tokens(), shard.token_parts)[part]
-            own_tokens.append(OwnTokens(row, batch.padded, places))
+            own_tokens.append(RankTokens(row, batch.padded, places))
         routes = fetch_routes(self._exchange, own_tokens)
         return list(zip(routes, self._count(routes), strict=True))
 
@@ -189,7 +189,7 @@ def make_route_feed(stored: StoredExperts, shard: ModelShard) -> RouteFeed:
     return RouteFeed(ExpertExchange(stored, expert_layers(shard.chunks), shard.shape.top_k), shard)
 
 
-def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
+def fetch_routes(exchange: ExpertExchange, rows: Sequence[RankTokens]) -> list[torch.Tensor]:
     """Fetch the experts of each row's tokens, int16 [own tokens, own layers, top_k]. A collective over the world.
 
     Padding is routed to the first top_k experts. Raises DataError if a token's route names an expert twice.

@@ -62,7 +62,7 @@ class CacheCapacity:
     longest: int
     """Tokens of the longest possible request, prompt and completion."""
     max_concurrent_requests: int
-    under_way: int
+    decoding_requests: int
     """Requests that one engine decodes at once in a training step."""
 
     @property
@@ -73,11 +73,12 @@ class CacheCapacity:
     @property
     def warning(self) -> str | None:
         """Return a warning if fewer than a quarter of the concurrent requests fit at their mean length, else None."""
-        if 4 * self.mean_requests >= self.under_way:
+        if 4 * self.mean_requests >= self.decoding_requests:
             return None
         return (
-            f"an engine's KV cache of {self.tokens:,} tokens holds only {self.mean_requests} of {self.under_way} "
-            f"concurrent requests at their mean length of {self.longest // 2:,} tokens; the others wait"
+            f"an engine's KV cache of {self.tokens:,} tokens holds only {self.mean_requests} of "
+            f"{self.decoding_requests} concurrent requests at their mean length of {self.longest // 2:,} tokens; the "
+            "others wait"
         )
 
     @property

@@ -175,7 +175,7 @@ class RankMemory:
             tokens=tokens,
             longest=self.recipe.context_tokens,
             max_concurrent_requests=max_requests,
-            under_way=min(max_requests, self._requests_of_step),
+            decoding_requests=min(max_requests, self._requests_of_step),
         )
 
     @property

@@ -195,9 +195,12 @@ def test_the_default_is_a_remedy_only_if_it_is_larger(make: Make) -> None:
 
 
 def test_a_quarter_of_the_requests_is_enough() -> None:
-    room = CacheCapacity(tokens=16_000, longest=1000, max_concurrent_requests=256, under_way=128)
+    room = CacheCapacity(tokens=16_000, longest=1000, max_concurrent_requests=256, decoding_requests=128)
     assert room.mean_requests == 32 and room.warning is None
-    assert CacheCapacity(tokens=15_499, longest=1000, max_concurrent_requests=256, under_way=128).warning is not None
+    assert (
+        CacheCapacity(tokens=15_499, longest=1000, max_concurrent_requests=256, decoding_requests=128).warning
+        is not None
+    )
 
 
 def test_a_recipe_in_full_has_the_derived_cache(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_the_least_that_leaves_8_gib_is_chosen(
         free = gib - max(phase.device_bytes for phase in table.phases) / GIB
         cache = table.cache
         # Completions of a quarter of the limit on average: a decoded request has a fifth of it, and its prompt.
-        holds = cache is not None and cache.tokens >= 0.2 * cache.longest * cache.under_way
+        holds = cache is not None and cache.tokens >= 0.2 * cache.longest * cache.decoding_requests
         return free >= 8 and (holds or not fills_cache)
 
     # Every cheaper choice is too large.

@@ -141,7 +141,7 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
     assert rows <= 1.25 * recipe.trained_tokens or peak(longer) > gib
 
     cache = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU).cache
-    assert cache is not None and cache.longest_requests >= cache.under_way // 8
+    assert cache is not None and cache.longest_requests >= cache.decoding_requests // 8
     assert [*lengths(recipe), *batches(recipe, parallel_of(recipe).dp)] == []
 
 

@@ -163,10 +163,12 @@ def test_rows_in_flight(pp: int, vpp: int, rows: list[float]) -> None:
 
 
 def test_requests_that_fit_in_a_cache() -> None:
-    room = CacheCapacity(tokens=629_120, longest=18_432, max_concurrent_requests=256, under_way=256)
+    room = CacheCapacity(tokens=629_120, longest=18_432, max_concurrent_requests=256, decoding_requests=256)
     assert room.longest_requests == 34 and room.mean_length == 2457
     assert "34 requests of the maximum length of 18,432" in str(room) and "mean length of 2,457 tokens" in str(room)
-    assert "always fit" in str(CacheCapacity(tokens=1000, longest=100, max_concurrent_requests=10, under_way=10))
+    assert "always fit" in str(
+        CacheCapacity(tokens=1000, longest=100, max_concurrent_requests=10, decoding_requests=10)
+    )
 
 
 def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[..., Recipe]) -> None:
