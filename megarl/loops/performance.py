@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.cluster.rank_model import RankModel, Work
 from megarl.cluster.ranks.activity import Activity, phase_of_method
@@ -110,8 +110,6 @@ METRICS = (
     ),
 )
 
-_OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
-"""Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""
 
 WINDOW = 5
 """Recent steps averaged to find the bottleneck."""
@@ -127,6 +125,27 @@ _SAME_CLOCK_SECONDS = 0.1
 """Clock offsets below this count as 0. Monotonic clocks start at boot, and two machines hardly boot within 0.1 s, so a
 small offset means one machine.
 """
+
+
+class _EngineMeasurements(NamedTuple):
+    """Measurements of engines since the previous ones."""
+
+    activities: list[Activity]
+    """Call statistics of separate engines' ranks. Those of colocated engines are the trainers'."""
+    metrics: list[dict[str, Metric]]
+    """Metrics of all engines, by rank."""
+
+
+class _Clocks(NamedTuple):
+    """Monotonic clocks of ranks, read between a request and its last answer at the driver. All in seconds."""
+
+    asked: float
+    answered: float
+    readings: list[float]
+
+    @property
+    def duration(self) -> float:
+        return self.answered - self.asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +177,7 @@ class Performance:
         self._goes_on = recipe.rollout.carries_groups
         self._has_begun = False
         self._first_began: float | None = None
-        self._asked: asyncio.Future[_OfEngines] | None = None
+        self._asked: asyncio.Future[_EngineMeasurements] | None = None
         self._measured: _MeasuredStep | None = None
         """The last measured step, until its evaluation is measured."""
 
@@ -171,12 +190,12 @@ class Performance:
             self._work.take()
             self._first_began = time.monotonic()
 
-    def ask_engines(self) -> asyncio.Future[_OfEngines]:
+    def ask_engines(self) -> asyncio.Future[_EngineMeasurements]:
         """Request the engines' measurements now, for the next `measure_step`, which requests them itself otherwise."""
 
-        async def ask() -> _OfEngines:
+        async def ask() -> _EngineMeasurements:
             activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
-            return activities, await self._ranks.call_engines("engine_metrics")
+            return _EngineMeasurements(activities, await self._ranks.call_engines("engine_metrics"))
 
         # A request sent before a background reshard is answered at once. A later one would wait for the weights.
         self._asked = asyncio.ensure_future(ask())
@@ -246,8 +265,8 @@ class Performance:
         """Fetch and reset the ranks' call statistics, trainers first, and the engines' metrics."""
         activities: list[Activity] = await self._ranks.trainers.call("__activity__")
         asked, self._asked = self._asked or self.ask_engines(), None
-        of_engines, engine_reports = await asked
-        return [*activities, *of_engines], values(merge(engine_reports))
+        engines = await asked
+        return [*activities, *engines.activities], values(merge(engines.metrics))
 
     def _predicted_metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Return `memory/PHASE_predicted_gib` for the measured phases."""
@@ -332,18 +351,18 @@ class Balance:
         """Return the METRICS of a step, from its `seconds` so far and its metric `time/engines_idle`."""
         step_seconds, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(step_seconds, 1e-9))
-        found = {"time/rollout_waited_seconds": waited}
+        step_metrics = {"time/rollout_waited_seconds": waited}
         # The first step includes work done only once, so its shares would mislead.
         if self._is_first:
             self._is_first = False
-            return found
+            return step_metrics
         self._idle.append((idle, metrics["time/engines_idle"]))
         if len(self._idle) < FEWEST:
-            return found
+            return step_metrics
         trainer, engines = (sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True))
         ranks = self._balanced_ranks(trainer, engines)
         self._judge(trainer, engines, ranks)
-        return found | {"rollout/balanced_ranks": ranks}
+        return step_metrics | {"rollout/balanced_ranks": ranks}
 
     def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
         """Return the number of engine ranks for equal load on both sides, if work divides evenly over ranks."""
@@ -467,15 +486,15 @@ class Profiles:
         """
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
-            spans = spans + [found for _, found in await self._ranks.call_engines("__spans__", False)]
+            spans = spans + [rank_spans for _, rank_spans in await self._ranks.call_engines("__spans__", False)]
         number = facts["step"]
         # Spans and offsets are matched by position, so a changed set of engines would mix up ranks.
         if len(spans) != len(offsets):
             self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
             return
         tracks = [Track("driver", driver_spans)] + [
-            Track(f"rank {rank} on {self._ranks.topology[rank][0]}", found).moved(offset)
-            for rank, (found, offset) in enumerate(zip(spans, offsets, strict=True))
+            Track(f"rank {rank} on {self._ranks.topology[rank][0]}", rank_spans).moved(offset)
+            for rank, (rank_spans, offset) in enumerate(zip(spans, offsets, strict=True))
         ]
         share, of_ranks_alone = covered(tracks, step_span), covered(tracks[1:], step_span)
         facts = facts | {
@@ -496,14 +515,14 @@ async def _begin(call: Call) -> list[float]:
     """Start recording spans on ranks. Return for each rank the seconds by which the driver's clock is ahead."""
     # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
     rounds = [await _ask_clocks(call) for _ in range(2)]
-    asked, answered, clocks = min(rounds, key=lambda one: one[1] - one[0])
+    clocks = min(rounds, key=lambda clocks: clocks.duration)
     # As in NTP: the clock was read about halfway between request and answer.
-    found = [(asked + answered) / 2 - clock for clock in clocks]
-    return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, answered - asked) else offset for offset in found]
+    offsets = [(clocks.asked + clocks.answered) / 2 - reading for reading in clocks.readings]
+    return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, clocks.duration) else offset for offset in offsets]
 
 
-async def _ask_clocks(call: Call) -> tuple[float, float, list[float]]:
+async def _ask_clocks(call: Call) -> _Clocks:
     """Start recording spans on ranks. Return the times of request and last answer, and each rank's clock."""
     asked = time.monotonic()
-    clocks = [clock for clock, _ in await call("__spans__", True)]
-    return asked, time.monotonic(), clocks
+    readings = [clock for clock, _ in await call("__spans__", True)]
+    return _Clocks(asked, time.monotonic(), readings)

@@ -164,25 +164,25 @@ async def make_sources(
     memory = RunMemory()
     return [
         await make_source(
-            replace(given, recipe=with_stop_tokens(given.recipe, ends)),
-            data[given.name],
-            rewards[given.name],
-            environments.get(given.name),
+            replace(source, recipe=with_stop_tokens(source.recipe, ends)),
+            data[source.name],
+            rewards[source.name],
+            environments.get(source.name),
             pool,
             tokenizer,
             stack,
             is_abandoned,
             screen,
-            had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
+            had_ended(earlier, source.name, data[source.name][1], is_mixture=bool(recipe.mixture)),
             agents,
             memory,
         )
-        for given in recipe.sources
+        for source in recipe.sources
     ]
 
 
 async def make_source(
-    given: SourceRecipe,
+    source: SourceRecipe,
     data: Data,
     rewards: RewardPool,
     environments: EnvironmentPool | None,
@@ -200,14 +200,14 @@ async def make_source(
     `screen` gets its settings and the first failure of each kind. `had_ended`: an earlier step already had an answer
     without a verdict, so accuracy is not measured (`rollout.accuracy`).
     """
-    recipe = given.recipe
+    recipe = source.recipe
     rollout = recipe.rollout
     has_turns = rollout.turns_of_attempt > 1
     # Agents send their history themselves, so the template cannot change it unnoticed.
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
         screen.info(history_notice(history_faults(tokenizer), rollout.history))
     judges = judges_answers(recipe)
-    if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, given.name)):
+    if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, source.name)):
         screen.notice(text)
     sampling = sampling_settings(rollout.sampling)
     agent = await stack.enter_async_context(
@@ -219,7 +219,7 @@ async def make_source(
         pool=pool,
         dialogue=Dialogue(tokenizer, rollout.tool_parser),
         score=rewards.score,
-        environment=given.name,
+        environment=source.name,
         make_environment=environment_maker(rollout.environment, _settings(recipe)) if agent is None else None,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_turns=rollout.turns_of_attempt,
@@ -231,7 +231,7 @@ async def make_source(
         agent=agent.attempt if agent is not None else None,
         expect_programs=agent.expect if agent is not None else None,
         environment_pool=environments,
-        answers=Answers(judges, given.name, screen.notice_once, had_ended),
+        answers=Answers(judges, source.name, screen.notice_once, had_ended),
     )
     train, validation = data
-    return Source(given.name, given.weight, recipe, sampler, train, validation, rewards.metrics)
+    return Source(source.name, source.weight, recipe, sampler, train, validation, rewards.metrics)

@@ -192,7 +192,7 @@ def _length(head: bytes) -> int:
     return count
 
 
-def _proof(key: bytes, who: bytes, challenge: bytes, number: bytes) -> bytes:
+def _proof(key: bytes, role: bytes, challenge: bytes, number: bytes) -> bytes:
     """Return an HMAC-SHA256 of both random numbers and of the proving side (`who`)."""
     # The role `who` differs by direction, so that a stranger cannot return an end's own proof to it.
-    return hmac.digest(key, who + challenge + number, hashlib.sha256)
+    return hmac.digest(key, role + challenge + number, hashlib.sha256)

@@ -43,22 +43,22 @@ class Bandwidth:
 
         `WITHIN` and `ACROSS` have the best partner's value. `all-reduce` is a collective of all ranks.
         """
-        found: dict[str, float] = {}
+        bandwidths: dict[str, float] = {}
         world, size = dist.get_world_size(), self._mine.nbytes
         # The collective runs first: a backend with connections on first use then connects all ranks at once.
         seconds = min(self._timed(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
         # Bus bandwidth, as in nccl-tests: in a ring, each rank sends 2 (n - 1) / n times the buffer.
-        found["all-reduce"] = 2 * (world - 1) / world * size / seconds
+        bandwidths["all-reduce"] = 2 * (world - 1) / world * size / seconds
         for kind, partners in self._rounds:
             exchange = partial(self._exchange, partners.get(self._rank))
             seconds = min(self._timed(exchange) for _ in range(_TRIALS))
             if self._rank in partners:
                 # Factor 2: a pair sends in both directions at the same time.
-                found[kind] = max(found.get(kind, 0.0), 2 * size / seconds)
+                bandwidths[kind] = max(bandwidths.get(kind, 0.0), 2 * size / seconds)
         self._mine = self._theirs = torch.zeros(1)
         # An engine started later sizes its KV cache by the free memory.
         torch.cuda.empty_cache()
-        return found
+        return bandwidths
 
     def close(self) -> None:
         """Leave the torch world, because the process ends or lost a peer."""
@@ -95,7 +95,7 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
     for pairs in _rounds(len(on_node)):
         across.append([both for a, b in pairs for both in zip(on_node[a], on_node[b], strict=False)])
     return [
-        (kind, {one: other for a, b in pairs for one, other in ((a, b), (b, a))})
+        (kind, {rank: partner for a, b in pairs for rank, partner in ((a, b), (b, a))})
         for kind, rounds in ((WITHIN, within), (ACROSS, across))
         for pairs in rounds
         if pairs
@@ -114,9 +114,9 @@ def slow_links(
 ) -> Iterator[Finding]:
     """Yield a fault for each rank with less than `least_share` of the median bandwidth, per kind of link."""
     for kind in (WITHIN, ACROSS):
-        if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
+        if not (speeds_of_kind := [speeds[kind] for speeds in measured if kind in speeds]):
             continue
-        median = statistics.median(known)
+        median = statistics.median(speeds_of_kind)
         for rank, speeds in enumerate(measured):
             if (speed := speeds.get(kind, median)) < least_share * median:
                 text = f"rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank {median / 1e9:.2f}"
@@ -128,6 +128,9 @@ def summary(measured: Sequence[Mapping[str, float]]) -> str:
     """Return one line with the median and the lowest bandwidth for each kind of link."""
     lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
-        if known := [speeds[kind] for speeds in measured if kind in speeds]:
-            lines.append(f"{kind} {statistics.median(known) / 1e9:.1f} GB/s (slowest rank {min(known) / 1e9:.1f})")
+        if speeds_of_kind := [speeds[kind] for speeds in measured if kind in speeds]:
+            lines.append(
+                f"{kind} {statistics.median(speeds_of_kind) / 1e9:.1f} GB/s "
+                f"(slowest rank {min(speeds_of_kind) / 1e9:.1f})"
+            )
     return f"links: {', '.join(lines)}"

@@ -85,15 +85,17 @@ def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
 
 def examine_machine() -> list[Finding]:
     """Return the findings that do not depend on ranks."""
-    there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
-    installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
+    package_versions = {
+        str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()
+    }
+    installed = {name: package_versions[name] for name in ("megarl", *STACK) if name in package_versions}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
     gpu_list = gpus()
     extra = version_set("gpu" if gpu_list or torch.version.cuda else "cpu", installed, requires)
     formats = number_formats(installed_gpus(), library_versions())
     return [
         *versions(installed, requires, extra),
-        apex(there.get("apex")),
+        apex(package_versions.get("apex")),
         *_imports(),
         *_devices(gpu_list),
         *_compilers(),
@@ -126,15 +128,15 @@ async def examine_nodes(
         finally:
             await ranks.close()
     nodes = [place[0] for place in ranks.topology]
-    found = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
+    findings_by_node = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
     for node, findings in zip(nodes, places, strict=True):
-        found[node] += findings
+        findings_by_node[node] += findings
     for text in map(str, wrong):
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
         named = text.removeprefix("node ").partition(": ")
-        for node in [named[0]] if named[0] in found else found:
-            found[node].append(Finding("bad", "checks", named[2] if named[0] in found else text))
-    return found, notices
+        for node in [named[0]] if named[0] in findings_by_node else findings_by_node:
+            findings_by_node[node].append(Finding("bad", "checks", named[2] if named[0] in findings_by_node else text))
+    return findings_by_node, notices
 
 
 def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
@@ -146,14 +148,16 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)
         unmet = [
-            (who, asked) for who, asked in asks if version is None or not asked.contains(version, prereleases=True)
+            (package, asked)
+            for package, asked in asks
+            if version is None or not asked.contains(version, prereleases=True)
         ]
-        untried = "".join(f", tested with {asked}" for who, asked in unmet if who == "megarl" and version)
+        untried = "".join(f", tested with {asked}" for package, asked in unmet if package == "megarl" and version)
         if version is None:
-            faults = [f"{who} needs {name}{asked}, not installed" for who, asked in unmet]
+            faults = [f"{package} needs {name}{asked}, not installed" for package, asked in unmet]
         else:
-            others = [(who, asked) for who, asked in unmet if who != "megarl"]
-            faults = [f"{version}, but {who} {installed[who]} needs {asked}" for who, asked in others]
+            others = [(package, asked) for package, asked in unmet if package != "megarl"]
+            faults = [f"{version}, but {package} {installed[package]} needs {asked}" for package, asked in others]
             if name.startswith("vllm") and not VLLM_VERSIONS.contains(version):
                 faults.append(f"{version}, megarl supports {VLLM_VERSIONS}")
         if faults:
@@ -169,7 +173,9 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
     """
 
     def num_met(extra: str) -> int:
-        asks = [(name, asked) for name in STACK for who, asked in _asks(name, requires, extra) if who == "megarl"]
+        asks = [
+            (name, asked) for name in STACK for package, asked in _asks(name, requires, extra) if package == "megarl"
+        ]
         return sum(name in installed and asked.contains(installed[name]) for name, asked in asks)
 
     return max((kind, f"{kind}-next"), key=num_met)
@@ -192,10 +198,10 @@ def apex(version: str | None) -> Finding:
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
     """Return the packages that require `name`, each with the versions it accepts."""
     requirements = []
-    for who, texts in requires.items():
-        markers = {"extra": extra if who == "megarl" else ""}
+    for package, texts in requires.items():
+        markers = {"extra": extra if package == "megarl" else ""}
         asked = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
-        requirements += [(who, r.specifier) for r in asked if r.marker is None or r.marker.evaluate(markers)]
+        requirements += [(package, r.specifier) for r in asked if r.marker is None or r.marker.evaluate(markers)]
     return requirements
 
 
@@ -212,17 +218,17 @@ def _imports() -> Iterator[Finding]:
             yield Finding("bad", name, f"cannot be imported ({type(error).__name__}: {error})", _SETUP)
 
 
-def _devices(shown: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about GPUs and collectives. The NVIDIA driver reports the GPUs `shown`; torch may see fewer."""
+def _devices(gpu_lines: Sequence[str]) -> Iterator[Finding]:
+    """Yield findings about GPUs and collectives. The NVIDIA driver reports `gpu_lines`; torch may see fewer GPUs."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
-        drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in shown})) or "unknown"
+        drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in gpu_lines})) or "unknown"
         detail = f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}"
         yield Finding("good" if len(kinds) == 1 else "bad", "GPUs", detail)
         yield Finding("good", "collectives", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    elif shown:
-        yield Finding("bad", "GPUs", device.fault("auto") or f"{len(shown)} ({shown[0]}), hidden from torch")
+    elif gpu_lines:
+        yield Finding("bad", "GPUs", device.fault("auto") or f"{len(gpu_lines)} ({gpu_lines[0]}), hidden from torch")
     else:
         yield Finding("absent", "GPUs", "no NVIDIA driver answers: everything runs on the CPU")
         yield Finding("good", "collectives", "gloo")
@@ -246,12 +252,12 @@ def _compilers() -> Iterator[Finding]:
         )
 
 
-def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
+def number_formats(gpu_list: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
     """Yield, for each recipe field with a number format like FP8, whether GPUs and libraries support it."""
-    if not shown:
+    if not gpu_list:
         return
     for field, need in field_needs().items():
-        faults = [text.removeprefix(f"{field}: ") for text in unmet_needs({field: need}, shown, libraries)]
+        faults = [text.removeprefix(f"{field}: ") for text in unmet_needs({field: need}, gpu_list, libraries)]
         yield Finding(
             "absent" if faults else "good", field, "; ".join(faults) or "GPUs and libraries support FP8 for it"
         )
@@ -313,16 +319,16 @@ def _machine() -> Iterator[Finding]:
     yield Finding("good" if sbatch else "absent", "Slurm", sbatch or "no sbatch here")
 
 
-def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
+def differences(findings_by_node: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
     """Merge the findings of several nodes. Returns each distinct finding with its nodes' names (`all`, or a list)."""
     nodes: dict[Finding, list[str]] = {}
-    for node, findings in found.items():
+    for node, findings in findings_by_node.items():
         for finding in map(Finding._make, findings):
             nodes.setdefault(finding, []).append(node)
     # Sorted by place, so that findings that differ are next to each other.
     places = list(dict.fromkeys(finding.place for finding in nodes))
     return [
-        ("all" if len(names) == len(found) else ", ".join(names), finding)
+        ("all" if len(names) == len(findings_by_node) else ", ".join(names), finding)
         for place in places
         for finding, names in nodes.items()
         if finding.place == place

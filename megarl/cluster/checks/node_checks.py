@@ -51,7 +51,9 @@ async def inspect(
     if wrong or not linked or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return wrong, []
     measured = [
-        speeds for found in await together([_bandwidths(group, recipe) for group in linked]) for speeds in found
+        speeds
+        for group_speeds in await together([_bandwidths(group, recipe) for group in linked])
+        for speeds in group_speeds
     ]
     topology = [place for group in linked for place in group.topology]
     return list(slow_links(topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]

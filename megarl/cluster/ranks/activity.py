@@ -51,6 +51,6 @@ class Activity:
 
     def take(self) -> Activity:
         """Return the statistics recorded so far, and reset them."""
-        taken = Activity(self.busy_seconds, self.peak_bytes)
+        snapshot = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
-        return taken
+        return snapshot

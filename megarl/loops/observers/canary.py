@@ -40,6 +40,18 @@ class Verdict(NamedTuple):
     is_decided: bool
 
 
+class _ReplicaDifference(NamedTuple):
+    """First output of the canary that differs between ranks with the same part of the model.
+
+    `place` orders outputs by computation. `ranks` are the wrong ones if a majority agrees, else all of them.
+    """
+
+    place: Place
+    output: str
+    ranks: tuple[int, ...]
+    is_majority: bool
+
+
 class Canary(StepObserver):
     """Computes the canary before the updates of every n-th step. A wrong result ends the run and excludes the node."""
 
@@ -102,14 +114,15 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
     if parallel.ep > 1:
         return None
     differences = [
-        difference for group in _replicas(parallel) if (difference := _first_between(reports, group)) is not None
+        difference for group in _replicas(parallel) if (difference := _find_difference(reports, group)) is not None
     ]
     if not differences:
         return None
-    place, name = min((place, name) for place, name, _, _ in differences)
-    first_ones = [(ranks, is_majority) for output_place, _, ranks, is_majority in differences if output_place == place]
-    ranks = tuple(sorted({rank for ranks, _ in first_ones for rank in ranks}))
-    return Verdict(ranks, name, is_unstable=False, is_decided=all(is_majority for _, is_majority in first_ones))
+    earliest = min(differences, key=lambda difference: (difference.place, difference.output))
+    first_ones = [difference for difference in differences if difference.place == earliest.place]
+    ranks = tuple(sorted({rank for difference in first_ones for rank in difference.ranks}))
+    is_decided = all(difference.is_majority for difference in first_ones)
+    return Verdict(ranks, earliest.output, is_unstable=False, is_decided=is_decided)
 
 
 def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
@@ -129,12 +142,7 @@ def _replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-def _first_between(
-    reports: Sequence[CanaryReport], group: Sequence[int]
-) -> tuple[Place, str, tuple[int, ...], bool] | None:
-    """Return the first output that differs within a group of ranks: place, name, wrong ranks, whether a majority
-    agrees. Without a majority all ranks are returned.
-    """
+def _find_difference(reports: Sequence[CanaryReport], group: Sequence[int]) -> _ReplicaDifference | None:
     for outputs in zip(*(reports[rank].outputs for rank in group), strict=True):
         counts = Counter(output.number for output in outputs)
         if len(counts) == 1:
@@ -142,5 +150,6 @@ def _first_between(
         [(number, num_equal)] = counts.most_common(1)
         is_majority = 2 * num_equal > len(group)
         wrong = [rank for rank, output in zip(group, outputs, strict=True) if output.number != number]
-        return outputs[0].place, outputs[0].name, tuple(wrong if is_majority else group), is_majority
+        ranks = tuple(wrong if is_majority else group)
+        return _ReplicaDifference(outputs[0].place, outputs[0].name, ranks, is_majority)
     return None
