@@ -120,12 +120,16 @@ class EnginePool:
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
-        if self._failure is not None:
-            raise self._failure
-        if request.request_id in self._pending:
-            raise ValueError(
+        error = self._failure
+        if error is None and request.request_id in self._pending:
+            error = ValueError(
                 f"request id {request.request_id} is in use by a request still running; choose a unique id"
             )
+        if error is not None:
+            # The end of a session waits for this report.
+            if on_abort is not None:
+                on_abort(num_sampled(parts or []))
+            raise error
         opened = request.request_id if affinity is None else affinity
         (self._open.discard if is_last else self._open.add)(opened)
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()

@@ -350,8 +350,13 @@ def test_a_request_id_is_used_once_at_a_time(group: WorkerGroup, runner: asyncio
         pool = EnginePool(group, ONE, max_running=8)
         first = asyncio.create_task(pool.generate(request("one", (5, 17), 4)))
         await asyncio.sleep(0)
+        reports: list[int] = []
         with pytest.raises(ValueError, match="one is in use"):
-            await pool.generate(request("one", (5, 17), 4))
+            await pool.generate(request("one", (5, 17), 4), on_abort=reports.append)
         await first
+        pool.fail(RuntimeError("the engines are lost"))
+        with pytest.raises(RuntimeError, match="lost"):
+            await pool.generate(request("two", (5, 17), 4), on_abort=reports.append)
+        assert reports == [0, 0]
 
     runner.run(drive())
