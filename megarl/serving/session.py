@@ -65,6 +65,7 @@ class Session:
         self._by_body: dict[bytes, ModelCallUnderWay] = {}
         self._calls: dict[int, ModelCallUnderWay] = {}
         self._num_started = 0
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def answers(self) -> list[Answer]:
@@ -237,16 +238,23 @@ class Session:
         self._calls[number].is_continued = True
 
     async def end(self, reward: float | None = None) -> None:
-        """End the session and abort running model calls. Only the first call has an effect, including its reward."""
-        if self.ended.is_set():
-            return
-        self.ended.set()
-        self.reward = reward
-        # Cancelling a call aborts its request in the engine.
-        tasks = [call.task for call in self._calls.values() if not call.task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End the session and abort running model calls. Only the reward of the first call counts. All calls wait until
+        the session has ended.
+        """
+        if self._ending is None:
+            self.ended.set()
+            self.reward = reward
+            # Cancelling a call aborts its request in the engine.
+            tasks = [call.task for call in self._calls.values() if not call.task.done()]
+            for task in tasks:
+                task.cancel()
+            self._ending = asyncio.create_task(self._finish(tasks))
+        # Shielded: the client that posts the reward may disconnect before the engines have reported.
+        await asyncio.shield(self._ending)
+
+    async def _finish(self, cancelled: Sequence[asyncio.Task[Answer]]) -> None:
+        """Wait for the cancelled calls, and count the sampled tokens that no client received."""
+        await asyncio.gather(*cancelled, return_exceptions=True)
         # The engines end aborted requests later, and only then know how many tokens these have.
         await self._sampler.wait_for_reports()
         num_delivered = sum(answer.num_sampled_tokens for answer in self.answers)

@@ -19,8 +19,9 @@ from megarl.rollout.recording import RecordedCall
 from megarl.rollout.stitch import stitch
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
-from megarl.types import Problem, Reward, Trajectory
+from megarl.types import Completion, Problem, Request, Reward, Trajectory
 from tests.rollout.engines import CONTEXT_TOKENS
+from tests.serving.scripted_pool import ScriptedPool, scripted_endpoint
 from tests.serving.served import ONE, SAMPLING, Served
 from tests.serving.tool_model import LOOP
 
@@ -134,3 +135,41 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
         assert account.untrained[2] > 0 and account.lost > 0
 
     served(test)
+
+
+class LatePool(ScriptedPool):
+    """Its requests never end, and `reports` has their callbacks for aborted tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[Any] = []
+        self.forgotten: list[str] = []
+
+    async def generate(self, request: Request, *, on_abort: Any = None, **_: Any) -> Completion:
+        self.reports.append(on_abort)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def forget(self, affinity: str) -> None:
+        self.forgotten.append(affinity)
+
+
+async def test_a_session_ends_although_the_client_that_ends_it_disconnects() -> None:
+    """The endpoint cancels the request of a client that posts a reward and leaves."""
+    pool = LatePool()
+    async with scripted_endpoint(pool) as s:
+        session = s.open()
+        session.complete("The", SAMPLING, b"1", is_retry=False)
+        while not pool.reports:
+            await asyncio.sleep(0)
+        posting = asyncio.create_task(s.sessions.end(session, 1.0))
+        await asyncio.sleep(0)
+        posting.cancel()
+        attempt = asyncio.create_task(s.sessions.end(session))
+        await asyncio.wait({posting, attempt}, timeout=0.1)
+        assert posting.cancelled() and not attempt.done()
+        [report] = pool.reports
+        report(7)
+        await attempt
+        assert session.reward == 1.0 and session.counts["untrained_tokens"] == 7
+        assert pool.forgotten == [session.name]
