@@ -120,6 +120,57 @@ def test_calls_that_differ_are_named(
     assert message in errors[0][name] or message in errors[1][name], errors
 
 
+WAITING_RANK = """
+import os, time, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(0)
+dist.init_process_group("cpu:gloo,cuda:nccl")
+# As in a group of a trainer and two engines with worlds of their own.
+os.environ["RANK"] = "0"
+for seconds in (0, 6):
+    lengths = (1, 2) if rank == 0 else (rank,)
+    tensors = [torch.full((length,), float(rank == 0), device="cuda") for length in lengths]
+    if rank == 0:
+        time.sleep(seconds)
+        calls = [dist.P2POp(dist.isend, tensor, length) for length, tensor in zip(lengths, tensors)]
+    else:
+        calls = [dist.P2POp(dist.irecv, tensors[0], 0)]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    torch.cuda.synchronize()
+    print(*tensors[-1].tolist(), flush=True)
+os._exit(0)
+"""
+
+
+def test_two_processes_of_rank_0_may_wait_for_a_third(run_ranks: Callable[..., list[str]]) -> None:
+    outputs = run_ranks("-c", WAITING_RANK, size=3)
+    assert [output.split()[-2:] for output in outputs] == [["1.0", "1.0"]] * 3, outputs
+
+
+SLOW_WORLDS = """
+import os, sys, time, torch, torch.distributed as dist
+number, world = int(os.environ["RANK"]) % 2, int(os.environ["RANK"]) // 2
+os.environ["RANK"] = str(number)
+torch.cuda.set_device(number)
+dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{sys.argv[1]}/{world}", rank=number, world_size=2)
+group = dist.new_group(group_desc=f"world {world}")
+ones = torch.ones(2, device="cuda")
+# Rank 0 of one world and rank 1 of the other wait for long: by ranks alone, for each other.
+for seconds in (0, 6):
+    time.sleep(seconds if number != world else 0)
+    dist.all_reduce(ones, group=group)
+    torch.cuda.synchronize()
+print(*ones.tolist(), flush=True)
+os._exit(0)
+"""
+
+
+def test_ranks_of_two_worlds_do_not_wait_for_each_other(run_ranks: Callable[..., list[str]], tmp_path: Path) -> None:
+    outputs = run_ranks("-c", SLOW_WORLDS, str(tmp_path), size=4)
+    assert [output.split()[-2:] for output in outputs] == [["4.0", "4.0"]] * 4, outputs
+
+
 def test_memory_of_the_host_and_of_another_device_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     nccl, invalid = ctypes.CDLL("libnccl.so.2"), 4
     communicator, identity = ctypes.c_void_p(), (ctypes.c_char * 128)()

@@ -63,7 +63,8 @@ std::vector<int> ranks_of(c10d::ProcessGroup& group) {
 // This thread is in a collective of torch, also while torch waits for a communicator of the group.
 struct Entered {
     Entered(c10d::ProcessGroup& group, const std::string& operation)
-        : known{name_of(group), ranks_of(group)}, slot(known, operation + " at " + standin::python_caller(), false) {
+        : known{name_of(group), ranks_of(group), standin::processes_of(name_of(group))},
+          slot(known, operation + " at " + standin::python_caller(), false) {
         standin::set_group(known);
     }
     ~Entered() { standin::set_group({}); }

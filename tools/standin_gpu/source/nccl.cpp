@@ -122,10 +122,10 @@ ncclResult_t open_message(const ncclComm* comm, const std::string& file, const C
     const auto waiting = [&] {
         return "rank " + std::to_string(comm->rank) + " waits for rank " + std::to_string(peer) + " in " + own.text();
     };
-    const std::vector<int>& members = comm->group.ranks;
     const auto member = static_cast<size_t>(peer);
-    // A communicator that is being made has no members yet.
-    const int peer_rank = member < members.size() ? members[member] : kNoRank;
+    // The members are known once the communicator is made.
+    const std::vector<int>& members = comm->group.processes;
+    const int process = member < members.size() ? members[member] : kNoProcess;
     const double begin = seconds();
     bool is_reported = false;
     std::optional<WaitSlot> slot;
@@ -134,9 +134,9 @@ ncclResult_t open_message(const ncclComm* comm, const std::string& file, const C
     for (useconds_t pause = 20; (*descriptor = open(file.c_str(), O_RDONLY | O_CLOEXEC)) < 0;) {
         if (comm->is_aborted) return refuse(ncclInternalError, "the communicator was aborted");
         const double waited = seconds() - begin;
-        if (waited > kSlotSeconds && !slot) slot.emplace(comm->group, own.text(), true, peer_rank);
+        if (waited > kSlotSeconds && !slot) slot.emplace(comm->group, own.text(), true, process);
         if (waited > next_look) {
-            const std::string fault = order_fault(comm->group, own.text(), peer_rank);
+            const std::string fault = order_fault(comm->group, own.text(), process);
             if (!fault.empty()) {
                 // Other ranks of the circle shall still see this call.
                 usleep(static_cast<useconds_t>(kOrderSeconds * 1e6));
@@ -206,16 +206,24 @@ ncclResult_t exchange_equal(ncclComm* comm, const Call& call, const void* data, 
 
 ncclResult_t make_comm(ncclComm_t* comm, int size, const std::string& id, int rank) {
     auto* made = new ncclComm{id, size, rank, current_device(), current_group()};
+    // Those of the group's other communicators are in another order.
+    made->group.processes.clear();
     *comm = made;
-    const int number = own_rank();
+    const int numbers[] = {own_rank(), getpid()};
     const Call call = call_of("ncclCommInitRank", static_cast<size_t>(size), ncclInt8);
     std::vector<Bytes> all;
-    if (const auto code = exchange_equal(made, call, &number, sizeof number, &all)) return code;
+    if (const auto code = exchange_equal(made, call, numbers, sizeof numbers, &all)) return code;
     // vLLM's communicators belong to no group of torch.
     if (made->group.name.empty()) made->group.name = "the communicator made at " + std::string(call.place);
-    made->group.ranks.resize(all.size());
-    for (size_t member = 0; member < all.size(); member++)
-        memcpy(&made->group.ranks[member], all[member].data(), sizeof number);
+    made->group.ranks.clear();
+    made->group.processes.clear();
+    for (const Bytes& of_member : all) {
+        int received[2];
+        memcpy(received, of_member.data(), sizeof received);
+        made->group.ranks.push_back(received[0]);
+        made->group.processes.push_back(received[1]);
+    }
+    note_processes(made->group);
     return ncclSuccess;
 }
 
@@ -265,7 +273,10 @@ ncclResult_t submit(const char* call, ncclComm* comm, cudaStream_t stream, const
                     const std::function<ncclResult_t()>& work, bool is_send = false) {
     if (comm->is_aborted) return refuse(ncclInvalidUsage, std::string(call) + " of an aborted communicator");
     // torch makes some communicators together with their group, outside a collective.
-    if (!current_group().name.empty()) comm->group.name = current_group().name;
+    if (!current_group().name.empty() && comm->group.name != current_group().name) {
+        comm->group.name = current_group().name;
+        note_processes(comm->group);
+    }
     if (stream_device(stream) != comm->device)
         return refuse(ncclInvalidArgument, std::string(call) + " of a communicator on device " +
                                                std::to_string(comm->device) + " on a stream of device " +

@@ -2,9 +2,11 @@
 // ranks which use groups in different orders name each other's calls.
 #include "waits.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -26,6 +28,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kLong = std::chrono::seconds(1);
 
 struct Wait {
+    int process;
     int rank;
     Group group;
     std::string text;
@@ -44,17 +47,42 @@ std::map<unsigned long long, Wait>& slots() {
     return *all;
 }
 
+// By the name of a group.
+std::map<std::string, std::vector<int>>& known_processes() {
+    static auto* all = new std::map<std::string, std::vector<int>>;
+    return *all;
+}
+
+template <class Value>
+bool has(const std::vector<Value>& values, const Value& value) {
+    return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+std::string joined(const std::vector<int>& numbers) {
+    std::string result;
+    for (const int number : numbers) result += std::to_string(number) + ' ';
+    return result;
+}
+
+std::vector<int> split(const std::string& text) {
+    std::vector<int> result;
+    std::istringstream numbers(text);
+    for (int number; numbers >> number;) result.push_back(number);
+    return result;
+}
+
 std::string file_of(int process) { return state_folder() + "/waits-" + std::to_string(process); }
 
-// One line a call: rank, whether it runs, its peer, ranks of the group, its name and the call, between tabs.
+// The process's rank. Then one line a call, between tabs: whether it runs, its peer, ranks and processes of the group, its
+// name, and the call.
 std::string lines_of_long_calls() {
     std::ostringstream lines;
+    lines << own_rank() << '\n';
     std::lock_guard<std::mutex> lock(mutex());
     for (const auto& [number, wait] : slots()) {
         if (Clock::now() - wait.begin < kLong) continue;
-        lines << wait.rank << '\t' << wait.is_running << '\t' << wait.peer << '\t';
-        for (const int rank : wait.group.ranks) lines << rank << ' ';
-        lines << '\t' << wait.group.name << '\t' << wait.text << '\n';
+        lines << wait.is_running << '\t' << wait.peer << '\t' << joined(wait.group.ranks) << '\t'
+              << joined(wait.group.processes) << '\t' << wait.group.name << '\t' << wait.text << '\n';
     }
     return lines.str();
 }
@@ -72,44 +100,57 @@ void publish_for_ever() {
     }
 }
 
-std::vector<Wait> waits_of_others() {
-    std::vector<Wait> result;
+// The long calls of the other processes.
+struct Others {
+    std::vector<Wait> waits;
+    // No two processes of the run have the same RANK, this one included.
+    bool are_ranks_unique = true;
+};
+
+Others read_others() {
+    std::vector<Wait> waits;
+    std::vector<int> ranks{own_rank()};
+    Others others;
     std::error_code ignored;
     for (const auto& entry : std::filesystem::directory_iterator(state_folder(), ignored)) {
         const std::string name = entry.path().filename();
         if (name.rfind("waits-", 0) || entry.path() == file_of(getpid()) || entry.path().extension() == ".partial") continue;
+        const int process = atoi(name.c_str() + name.find('-') + 1);
+        // A killed process leaves its file, which says nothing about the ranks of a later attempt.
+        if (kill(process, 0) && errno == ESRCH) continue;
         std::ifstream file(entry.path());
-        for (std::string line; std::getline(file, line);) {
+        std::string line;
+        std::getline(file, line);
+        const int rank = atoi(line.c_str());
+        if (has(ranks, rank)) others.are_ranks_unique = false;
+        ranks.push_back(rank);
+        while (std::getline(file, line)) {
             std::istringstream fields(line);
-            std::string rank, is_running, peer, ranks;
+            std::string is_running, peer, members, processes;
             Wait wait{};
-            std::getline(fields, rank, '\t');
             std::getline(fields, is_running, '\t');
             std::getline(fields, peer, '\t');
-            std::getline(fields, ranks, '\t');
+            std::getline(fields, members, '\t');
+            std::getline(fields, processes, '\t');
             std::getline(fields, wait.group.name, '\t');
             std::getline(fields, wait.text);
-            wait.rank = atoi(rank.c_str());
+            wait.process = process;
+            wait.rank = rank;
             wait.is_running = is_running == "1";
             wait.peer = atoi(peer.c_str());
-            std::istringstream members(ranks);
-            for (int member; members >> member;) wait.group.ranks.push_back(member);
-            result.push_back(wait);
+            wait.group.ranks = split(members);
+            wait.group.processes = split(processes);
+            waits.push_back(wait);
         }
     }
     // A rank whose call waits for its peers may be about to begin others. These do not count.
     const auto runs = [&](const Wait& wait) {
-        return std::any_of(result.begin(), result.end(),
-                           [&](const Wait& other) { return other.rank == wait.rank && other.is_running; });
+        return std::any_of(waits.begin(), waits.end(),
+                           [&](const Wait& other) { return other.process == wait.process && other.is_running; });
     };
-    std::vector<Wait> counting;
-    for (const Wait& wait : result)
-        if (wait.is_running || !runs(wait)) counting.push_back(wait);
-    return counting;
-}
-
-bool has_member(const Group& group, int rank) {
-    return std::find(group.ranks.begin(), group.ranks.end(), rank) != group.ranks.end();
+    for (const Wait& wait : waits)
+        if (wait.is_running || !runs(wait)) others.waits.push_back(wait);
+    return others;
 }
 
 }  // namespace
@@ -123,6 +164,20 @@ int own_rank() {
     return rank ? atoi(rank) : getpid();
 }
 
+void note_processes(const Group& group) {
+    std::lock_guard<std::mutex> lock(mutex());
+    std::vector<int>& known = known_processes()[group.name];
+    // Messages between two ranks have a communicator of these two.
+    for (const int process : group.processes)
+        if (!has(known, process)) known.push_back(process);
+}
+
+std::vector<int> processes_of(const std::string& group_name) {
+    std::lock_guard<std::mutex> lock(mutex());
+    const auto known = known_processes().find(group_name);
+    return known == known_processes().end() ? std::vector<int>{} : known->second;
+}
+
 WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running, int peer) {
     static unsigned long long next = 0;
     static int publishing_process = 0;
@@ -134,7 +189,7 @@ WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running,
         std::thread(publish_for_ever).detach();
     }
     number_ = next++;
-    slots().emplace(number_, Wait{own_rank(), group, text, is_running, peer, Clock::now()});
+    slots().emplace(number_, Wait{getpid(), own_rank(), group, text, is_running, peer, Clock::now()});
 }
 
 WaitSlot::~WaitSlot() {
@@ -143,24 +198,28 @@ WaitSlot::~WaitSlot() {
 }
 
 std::string order_fault(const Group& group, const std::string& text, int peer) {
-    const std::vector<Wait> others = waits_of_others();
+    const Others others = read_others();
     // Collectives of a group are compared by their numbers, but its messages between two ranks have numbers of their own.
-    for (const Wait& other : others)
-        if (other.rank == peer && other.peer == own_rank() && other.group.name == group.name && other.text != text)
-            return "rank " + std::to_string(own_rank()) + " calls " + text + ", rank " + std::to_string(peer) + " calls " +
-                   other.text;
-    const auto is_in_group = [&](int rank, const std::string& name) {
-        return std::any_of(others.begin(), others.end(),
-                           [&](const Wait& wait) { return wait.rank == rank && wait.group.name == name; });
+    for (const Wait& other : others.waits)
+        if (other.process == peer && other.peer == getpid() && other.group.name == group.name && other.text != text)
+            return "rank " + std::to_string(own_rank()) + " calls " + text + ", rank " + std::to_string(other.rank) +
+                   " calls " + other.text;
+    // Ranks tell members apart only where no other world has the same.
+    const auto has_member = [&](const Group& of, const Wait& wait) {
+        return of.processes.empty() ? others.are_ranks_unique && has(of.ranks, wait.rank) : has(of.processes, wait.process);
     };
-    std::vector<Wait> path{{own_rank(), group, text, true, peer, {}}};
+    const auto is_in_group = [&](int process, const std::string& name) {
+        return std::any_of(others.waits.begin(), others.waits.end(),
+                           [&](const Wait& wait) { return wait.process == process && wait.group.name == name; });
+    };
+    std::vector<Wait> path{{getpid(), own_rank(), group, text, true, peer, {}}};
     // Each next rank belongs to the group of the one before, and is in a call of another group instead.
     const std::function<bool()> close_circle = [&] {
         const Group before = path.back().group;
-        if (path.size() > 1 && has_member(before, path.front().rank)) return true;
-        for (const Wait& next : others) {
-            const auto is_same = [&](const Wait& wait) { return wait.rank == next.rank; };
-            if (!has_member(before, next.rank) || next.group.name == before.name || is_in_group(next.rank, before.name) ||
+        if (path.size() > 1 && has_member(before, path.front())) return true;
+        for (const Wait& next : others.waits) {
+            const auto is_same = [&](const Wait& wait) { return wait.process == next.process; };
+            if (!has_member(before, next) || next.group.name == before.name || is_in_group(next.process, before.name) ||
                 std::any_of(path.begin(), path.end(), is_same))
                 continue;
             path.push_back(next);
