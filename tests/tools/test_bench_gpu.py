@@ -94,10 +94,15 @@ told = {{"machine": {{}}, "versions": {{}}}}
 for steps in ([step], [step, step]):
     print(json.dumps([line.get("warm_up_of", line.get("metric")) for line in grpo_gpu.last_lines(steps, told)]))
     print(json.dumps(["metric" in line for line in grpo_gpu.last_lines(steps, told)]))
+slow = {{**step, "step_seconds": 5.1}}
+for steps in ([step, step, step], [slow, step, step]):
+    lines = grpo_gpu.last_lines(steps, told)
+    print(json.dumps([(line["value"], line["met"]) for line in lines if line["metric"] == "grpo_first_step"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    names, alone, same, after = map(json.loads, done.stdout.splitlines())
+    names, alone, same, after, even, uneven = map(json.loads, done.stdout.splitlines())
+    assert even == [[1.0, True]] and uneven == [[1.7, False]]
     assert names == same and "grpo_step_seconds" in names and "grpo_train_seconds" in names
     assert not any(alone) and all(after)
 

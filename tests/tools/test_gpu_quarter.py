@@ -209,6 +209,12 @@ def test_usual_seconds_measure_the_list_in_the_order_of_its_value(tool: Callable
     assert [name for call in measured for name in call][:13] == in_order[:13] and in_order[12] == "rank_starts"
 
 
+def test_only_a_rehearsal_bounds_the_batches_of_vllm(tool: Callable[[str], ModuleType]) -> None:
+    """The ratio to quote is against `vllm.LLM` with its defaults."""
+    sizes = tool("bench.quarter_sizes").SIZES
+    assert [name for name, size in sizes.items() if size.vllm_limits] == ["tiny"]
+
+
 def test_a_short_item_leaves_the_seconds_of_one_of_more_value(tool: Callable[[str], ModuleType]) -> None:
     items = tool("bench.quarter_items")
     shared, single = (items.Program(name, [], {"tiny": 5.0}) for name in ("shared", "single"))

@@ -162,8 +162,15 @@ def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"step": row["step"], **values, "phases": phases, "parts": parts, "memory": memory}
 
 
+MOST_OF_THIRD_STEP = "<= 1.5"
+"""Target of the first step's seconds, as a multiple of the third's: page-locking must be done by then."""
+
+
 def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Medians of all steps but the first; where there is no other, that one's, as of a warm-up."""
+    """Medians of all steps but the first; where there is no other, that one's, as of a warm-up.
+
+    From three steps on, the first one is compared with the third.
+    """
     warm, make = (steps[1:], metric_line) if len(steps) > 1 else (steps, warm_up_line)
 
     def line(metric: str, values: Sequence[float | None], unit: str, against: str) -> Iterator[dict[str, Any]]:
@@ -182,6 +189,11 @@ def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) ->
             if phase in step["memory"]
         ]
         yield from line(f"{phase}_memory", shares, "measured / predicted", "megarl plan")
+    if len(steps) > 2:
+        ratio = steps[0]["step_seconds"] / steps[2]["step_seconds"]
+        yield metric_line(
+            "grpo_first_step", [ratio], "of the third step", target=MOST_OF_THIRD_STEP, against="the same run", **fields
+        )
 
 
 def gemm_width(shape: str) -> int:

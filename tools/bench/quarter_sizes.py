@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -36,6 +37,8 @@ class Size:
 
     driver_requests: int
     driver_new_tokens: int
+    vllm_limits: Mapping[str, int]
+    """Arguments of `vllm.LLM` that bound its batches. Empty: its own defaults, as for each number that is quoted."""
 
     start_shape: str
     """Shape of the model whose start is timed."""
@@ -62,6 +65,7 @@ SIZES = {
         profile_tokens=64,
         driver_requests=256,
         driver_new_tokens=384,
+        vllm_limits={},
         start_shape="qwen3-0.6b",
     ),
     "tiny": Size(
@@ -84,6 +88,9 @@ SIZES = {
         profile_tokens=4,
         driver_requests=4,
         driver_new_tokens=8,
+        # An imitated H200 has vLLM's defaults of an H200: it warms up with 16,384 tokens and 1,024 requests, which
+        # its interpreted kernels do not compute within twenty minutes.
+        vllm_limits={"max_num_seqs": 4, "max_num_batched_tokens": 256},
         start_shape="small",
     ),
 }

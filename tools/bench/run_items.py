@@ -85,7 +85,11 @@ class RunItems:
         self.is_complete = True
 
     def _write_whole_steps(self) -> None:
-        """Write the metrics of all clean steps with the same settings."""
+        """Write the first step over the second, then the metrics of all clean steps with the same settings."""
+        first, second = (step["step_seconds"] for step in self._steps[:2])
+        self._lines.write(
+            "first_step", [first / second], "of the second step", against=f"the same settings, {PLAN[0].name}"
+        )
         numbers = clean_steps(PLAN)
         for settings in dict.fromkeys(PLAN):
             steps = [self._steps[number - 1] for number in numbers if PLAN[number - 1] == settings]
@@ -160,6 +164,7 @@ class RunItems:
             "max_model_len": PROMPT_TOKENS + size.new_tokens,
             "kv_cache_memory_bytes": int(size.kv_cache_gib * 2**30),
             **engine_settings(),
+            **size.vllm_limits,
             **({} if is_cpu else {"gpu_memory_utilization": SHARE_OF_GPU}),
         }
         rates: dict[str, list[float]] = {"driven": [], "bare": []}
