@@ -184,7 +184,7 @@ class Adapters:
         return self._policy.unpack_outputs(results)
 
     def move_to_disk(self, names: Sequence[str], folder: Path) -> tuple[list[str], str | None]:
-        """Write models without calls to a folder, and free their host memory. Their next call reads them back.
+        """Write models without calls to a folder, and free their host memory, until `read_back`.
 
         A model with gradients since its last step stays in memory. If the disk fails, all models that are left do too.
         Returns the models on the disk, and the error of the disk.
@@ -210,6 +210,22 @@ class Adapters:
                 self._on_disk[name] = file
         return None
 
+    def read_back(self, name: str) -> str | None:
+        """Read a model's state from this rank's disk to host memory, if it is there. Returns the fault of the disk.
+
+        A model with a fault on any rank is lost: `forget` it on all of them. Not a collective.
+        """
+        file = self._on_disk.get(name)
+        if file is None:
+            return None
+        try:
+            self._held[name] = read_state(file)
+        # torch's reader raises errors of many types for a damaged file: of zip archives, of pickle, KeyError.
+        except Exception as error:
+            return f"{file}: {type(error).__name__}: {error!s:.300}"
+        self._discard_file(name)
+        return None
+
     def forget(self, models: Sequence[str], versions: Sequence[str]) -> None:
         for name in models:
             self._discard(name)
@@ -218,20 +234,22 @@ class Adapters:
             self._versions.pop(name, None)
 
     def _select(self, name: str) -> None:
-        """Make a model the live one."""
+        """Make a model the live one. Its state must be in memory (`read_back`)."""
         if self._live == name:
             return
         self.hold_live()
-        if (file := self._on_disk.pop(name, None)) is not None:
-            self._held[name] = read_state(file)
-            file.unlink()
         restore_state(self._policy, self._held.pop(name))
         self._live = name
 
     def _discard(self, name: str) -> None:
         self._held.pop(name, None)
+        self._discard_file(name)
+
+    def _discard_file(self, name: str) -> None:
         if (file := self._on_disk.pop(name, None)) is not None:
-            file.unlink(missing_ok=True)
+            # An error of the ranks ends the service, and a file that stays only takes room.
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
 
     def hold_live(self) -> None:
         """Copy the live model's state to host memory. The policy may be overwritten afterwards."""

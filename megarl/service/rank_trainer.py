@@ -98,6 +98,10 @@ class RankTrainer:
         """Models on the ranks, least recently used first. A request whose session has ended names others."""
         self._on_disk: set[str] = set()
         """Models on the ranks that are on the disk, and not in host memory."""
+        self._with_files: set[str] = set()
+        """Models with a state on the disk of any rank. A rank whose disk is full keeps its part in memory."""
+        self._lost: dict[str, str] = {}
+        """Error of each model whose state could not be read from the disk."""
         self._versions: set[str] = set()
         """Versions on the ranks."""
         self._most_bytes = most_bytes
@@ -159,7 +163,11 @@ class RankTrainer:
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         await asyncio.to_thread(check_harmless, folder)
         await self._train(
-            "load", model_id, folder.absolute(), with_optimizer, prepare=partial(self._take_model, model_id)
+            "load",
+            model_id,
+            folder.absolute(),
+            with_optimizer,
+            prepare=partial(self._take_model, model_id, is_replaced=True),
         )
 
     async def publish(self, model_id: str, version: str) -> None:
@@ -187,14 +195,20 @@ class RankTrainer:
         async def remove() -> None:
             for model_id in models:
                 self._models.pop(model_id, None)
+                self._lost.pop(model_id, None)
             self._on_disk.difference_update(models)
             self._versions.difference_update(versions)
+
+        async def remove_again() -> None:
+            # A call that was making room meanwhile has noted its model or version after that.
+            await remove()
+            # Not earlier: such a call still reads its model's state from the disk.
+            self._with_files.difference_update(models)
 
         # First here: accounts' calls have another order than their requests, so one may still wait for its turn.
         await remove()
         if models or versions:
-            # Again in its turn: a call that was making room meanwhile has noted its model or version after that.
-            await self._train("forget", list(models), list(versions), prepare=remove)
+            await self._train("forget", list(models), list(versions), prepare=remove_again)
 
     async def sample(
         self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]
@@ -259,6 +273,8 @@ class RankTrainer:
             raise UserError(f"prompt has a token outside of the vocabulary: 0 to {self.served.vocab_size - 1}")
 
     def _check_model(self, model_id: str) -> None:
+        if model_id in self._lost:
+            raise UserError(self._lost[model_id])
         if model_id not in self._models:
             raise UserError(f"model {model_id}: its session ended before the request ran")
 
@@ -266,14 +282,42 @@ class RankTrainer:
         if version is not None and version not in self._versions:
             raise UserError("the sampling session ended before the request ran")
 
-    async def _take_model(self, model_id: str) -> None:
-        """Make room for a model, and note that it is in memory. Call it in a turn of training. Raises UserError."""
+    async def _take_model(self, model_id: str, *, is_replaced: bool = False) -> None:
+        """Make room for a model, and bring it into memory. Call it in a turn of training. Raises UserError.
+
+        `is_replaced`: the call loads another state of the model, so its present one is not needed.
+        """
         if model_id not in self._models or model_id in self._on_disk:
             await self._make_room(num_models=1, needed=model_id)
         # The last one was used most recently.
         self._models.pop(model_id, None)
         self._models[model_id] = None
+        if model_id in self._with_files and not is_replaced:
+            await self._read_back(model_id)
         self._on_disk.discard(model_id)
+        self._with_files.discard(model_id)
+        self._lost.pop(model_id, None)
+
+    async def _read_back(self, model_id: str) -> None:
+        """Bring a model's state from the disks of the ranks to their memory.
+
+        Raises UserError if a disk fails. The model is then lost, and only the model.
+        """
+        faults = list(filter(None, await self._ranks.trainers.call("adapters.read_back", model_id)))
+        if faults:
+            # The ranks without a fault have the state in memory.
+            await self._ranks.trainers.call("adapters.forget", [model_id], [])
+            self._models.pop(model_id, None)
+            self._on_disk.discard(model_id)
+            self._with_files.discard(model_id)
+            self._report(f"model {model_id} is lost: {'; '.join(faults)}; check this disk")
+            # The client does not learn folders of the service.
+            file = f"{self._idle_folder.name}/{model_id}"
+            self._lost[model_id] = (
+                f"model {model_id}: its state on the disk of the service ({file}) cannot be read, and is lost. Load "
+                "its last checkpoint (load_state_with_optimizer)"
+            )
+            raise UserError(self._lost[model_id])
 
     async def _take_version(self, version: str, model_id: str | None = None) -> None:
         """Make room for a copy of weights, of `model_id` or of a checkpoint. Like `_take_model`."""
@@ -306,8 +350,9 @@ class RankTrainer:
         """Move models to disk. Returns the error of the disk. Call it in a turn of training."""
         answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
         # A rank with a full disk has the model in memory.
-        moved = set.intersection(*(set(names) for names, _ in answers))
-        self._on_disk |= moved & self._models.keys()
+        moved = [set(names) for names, _ in answers]
+        self._on_disk |= set.intersection(*moved) & self._models.keys()
+        self._with_files |= set.union(*moved)
         return next((error for _, error in answers if error is not None), None)
 
     async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:

@@ -41,6 +41,8 @@ class Ranks:
         self.while_moving: Callable[[], Awaitable[object]] | None = None
         self.pending: set[str] = set()
         self.is_disk_full = False
+        self.damaged: set[str] = set()
+        """Models whose file on the disk of the second rank cannot be read."""
         self.trainers = self
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -53,6 +55,8 @@ class Ranks:
                 await self.while_moving()
             moved = [] if self.is_disk_full else [model for model in arguments[0] if model not in self.pending]
             return [(moved, "full" if self.is_disk_full else None), (arguments[0], None)]
+        if name == "read_back":
+            return [None, "file: OSError: damaged" if arguments[0] in self.damaged else None]
         return [(1.0, True), (1.0, True)]
 
     async def pause(self, **_: Any) -> None: ...
@@ -141,6 +145,38 @@ async def test_a_session_that_ends_while_its_call_makes_room_leaves_nothing() ->
     # The room of "a" and of its copy is free again: "d" takes it, and nothing moves.
     await trainer.create_model("d", 0)
     assert ranks.moved() == []
+
+
+async def test_a_state_that_cannot_be_read_back_fails_its_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There is no checkpoint: these ranks only note that they load one.
+    monkeypatch.setattr("megarl.service.rank_trainer.check_harmless", lambda folder: None)
+    ranks = Ranks()
+    trainer = make_trainer(ranks, 480)
+    await trainer.start()
+    for name in "abc":
+        await trainer.create_model(name, 0)
+    assert ranks.moved() == ["a"]
+    ranks.damaged = {"a"}
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"idle/a\) cannot be read.*load_state_with_optimizer"):
+            await trainer.optim_step("a", AdamSettings())
+    # The room of another model was taken, and the ranks that have read their part have forgotten it.
+    assert ("forget", ["a"], []) in ranks.calls and ranks.moved() == ["b"]
+    assert ranks.reports == ["model a is lost: file: OSError: damaged; check this disk"]
+    for name in "bc":
+        await trainer.optim_step(name, AdamSettings())
+    assert not trainer.failure.done()
+    # A checkpoint takes the place of the lost state.
+    await trainer.load("a", tmp_path, with_optimizer=True)
+    await trainer.optim_step("a", AdamSettings())
+    await trainer.move_to_disk(["a"])
+    # Nor is the state on the disk read before a checkpoint replaces it.
+    ranks.calls.clear()
+    await trainer.load("a", tmp_path, with_optimizer=True)
+    await trainer.optim_step("a", AdamSettings())
+    assert "read_back" not in [name for name, *_ in ranks.calls]
 
 
 async def test_a_memory_without_room_for_one_model_is_an_error_before_the_start() -> None:

@@ -45,6 +45,7 @@ def rows_for(model: int, call: int, parallel: ParallelConfig) -> list[TokenBatch
 
 def run_call(adapters: Any, model: int, call: int, parallel: ParallelConfig) -> None:
     """Run one call of a model's program: two passes, then a step, three times."""
+    assert adapters.read_back(str(model)) is None
     if call % 3 < 2:
         adapters.accumulate(rows_for(model, call, parallel), str(model), "importance_sampling", {})
     else:
@@ -75,6 +76,7 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
                 adapters.move_to_disk(names, folder)
                 assert bool(adapters._on_disk) == (len(calls) > 1)
                 adapters.show("version")
+                assert adapters.read_back(str(model)) is None
                 adapters.save(str(model), folder / "saved")
                 adapters.load("loaded", folder / "saved", True)
         # Each exchange holds the state of the model before.
@@ -91,6 +93,40 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
         }
         for by_model in states
     ]
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "another file": lambda file: file.write_bytes(b"x" * 1000),
+    "other contents": lambda file: torch.save({"tensors": []}, file),
+}
+"""What happens to the file of an idle model, by name."""
+
+
+def lose_models(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> list[list[str | None]]:
+    """Damage the files of models on rank 1. Returns each model's faults on this rank, at its read and afterwards."""
+    from megarl.service.rank_adapters import Adapters
+
+    engine, *_ = build(recipe, parallel)
+    adapters = Adapters(engine, parallel)
+    names = ["9", *DAMAGES]
+    for name in names:
+        adapters.create(name, 7)
+    adapters.move_to_disk(names, folder)
+    if dist.get_rank() == 1:
+        for name, damage in DAMAGES.items():
+            damage(folder / f"{name}_1.pt")
+    faults = []
+    for name in DAMAGES:
+        faults.append([adapters.read_back(name)])
+        adapters.forget([name], [])
+        faults[-1].append(adapters.read_back(name))
+    # The other models go on.
+    for call in range(3):
+        run_call(adapters, 9, call, parallel)
+    return faults
 
 
 TOGETHER = [0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 0]
@@ -130,3 +166,15 @@ def test_models_that_take_turns_are_bit_equal_to_each_alone(
             assert len(alone) == len(both[model]) and sum(values.numel() for values in alone) > 1000
             assert all(torch.equal(one, other) for one, other in zip(alone, both[model], strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(both[0], both[1], strict=True))
+
+
+def test_a_damaged_file_of_an_idle_model_is_named_and_the_ranks_go_on(
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = lora_recipe(tiny_model(**(SETTINGS | DENSE)), overlap_grad_reduce=False)
+    parallel = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1)
+    healthy, damaged = ranks.run(lose_models, recipe, parallel, tmp_path, world_size=2)
+    assert healthy == [[None, None]] * len(DAMAGES)
+    for name, (fault, afterwards) in zip(DAMAGES, damaged, strict=True):
+        assert fault is not None and fault.startswith(str(tmp_path / f"{name}_1.pt")), (name, fault)
+        assert afterwards is None
