@@ -73,7 +73,7 @@ def _check_datum(datum: Datum, place: str, loss: str, *, vocab_size: int, max_to
         raise UserError(f"{place}.loss_fn_inputs.{missing[0]} is missing: {loss} needs it")
     # A dropped array would silently train another loss than the client means.
     if unknown := sorted(datum.inputs.keys() - wanted):
-        raise UserError(f"{place}.loss_fn_inputs.{unknown[0]}: {loss} does not use it; leave it out")
+        raise UserError(f"{place}.loss_fn_inputs.{unknown[0]:.50}: {loss} does not use it; leave it out")
     for name, values in datum.inputs.items():
         if len(values) != num_tokens:
             raise UserError(

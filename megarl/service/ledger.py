@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 200.0
 """Seconds of refusals after which a training request is accepted above the limits of waiting tokens."""
 _JSON = "application/json"
 _SKIPPED = b"skipped"
-"""Digest of the promise of a missing number. No hash has its length."""
+"""Digest of the promise of a missing or refused number. No hash has its length."""
 
 
 class Reply(NamedTuple):
@@ -113,6 +113,19 @@ class _Sequence:
         return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
+def _refusing(sequence: _Sequence, reason: str, message: str) -> Work:
+    """Return the work of a request that does not run: it reports `reason` to the sequence, and raises a UserError.
+
+    It is run in the order of the sequence, so the client gets the error of this request and not of a later one.
+    """
+
+    async def work() -> Reply:
+        sequence.on_skip(reason)
+        raise UserError(message)
+
+    return work
+
+
 class Ledger:
     """Promises by id, and the numbered requests of each model. `report` is called with errors of the service.
 
@@ -136,7 +149,8 @@ class Ledger:
     def open_model(self, model_id: str, owner: str, on_skip: Callable[[str], object]) -> None:
         """Begin the numbers of a model, with 1. Only the first call has an effect.
 
-        `on_skip` is called in the turn of a request still missing `GAP_SECONDS` after later ones, or too large to wait.
+        `on_skip` is called in the turn of a request that was refused, or too large to wait, or still missing
+        `GAP_SECONDS` after later ones.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
@@ -163,14 +177,10 @@ class Ledger:
         failed promise: an error status would make the client retry, or lose its place. Raises BusyError.
         """
         sequence = self._sequences[model_id]
-        # A repeated number may be below the next one, so it is looked up before the check of the range.
-        if (earlier := sequence.promises.get(number)) is not None:
-            if earlier.digest in (digest, _SKIPPED):
-                return earlier
+        if (earlier := sequence.promises.get(number)) is not None and earlier.digest not in (digest, _SKIPPED):
             return self._refuse(sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on")
-        if not sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
-            text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
-            return self._refuse(sequence.owner, model_id, text)
+        if (promise := self._find_used(sequence, model_id, number)) is not None:
+            return promise
         # A later number is accepted: SDK 0.38 sends the first chunk of a call after it has the promises of the others.
         is_next, num_bytes = number == sequence.next_number, BODY_BYTES.get()
         # The later numbers wait for this one.
@@ -180,10 +190,22 @@ class Ledger:
         # A number that others wait for is always accepted: they would keep the limit reached for ever. A later one is
         # not refused with a status, because the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
-            work, num_bytes = self._refuse_large(sequence, number), 0
+            message = self.admission.no_room_message(sequence.owner, num_bytes)
+            work, num_bytes = _refusing(sequence, f"request {number} was too large to wait", message), 0
         promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.held[number] = promise, work
         self._release(sequence)
+        return promise
+
+    def refuse(self, model_id: str, number: int, message: str) -> Promise:
+        """Use a number of a model for a request that cannot run. It fails in its turn, and the next step with it.
+
+        A repetition gets the same promise, whatever its body. The promise of an earlier request stays.
+        """
+        sequence = self._sequences[model_id]
+        if (promise := self._find_used(sequence, model_id, number)) is None:
+            promise = self._skip(sequence, model_id, number, f"request {number} was refused: {message}", message)
+            self._release(sequence)
         return promise
 
     def submit_single(
@@ -302,18 +324,21 @@ class Ledger:
                 sequence.refused = (number, self._clock())
             raise
 
-    def _refuse_large(self, sequence: _Sequence, number: int) -> Work:
-        """Return the work of a request whose body exceeds the free memory for waiting requests. It raises a UserError.
+    def _find_used(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
+        """Return the promise of a number that no request can take any more; None for one that is free."""
+        # A repeated number may be below the next one, so it is looked up before the check of the range.
+        if (earlier := sequence.promises.get(number)) is not None:
+            return earlier
+        if sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
+            return None
+        text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
+        return self._refuse(sequence.owner, model_id, text)
 
-        It is run in the order of the sequence, so the client gets the error of this request and not of a later one.
-        """
-        message = self.admission.no_room_message(sequence.owner, BODY_BYTES.get())
-
-        async def work() -> Reply:
-            sequence.on_skip(f"request {number} was too large to wait")
-            raise UserError(message)
-
-        return work
+    def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str, message: str) -> Promise:
+        """Use a number without a request to run. `reason` fails the model's next step, `message` the promise."""
+        promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
+        sequence.held[number] = _refusing(sequence, reason, message)
+        return promise
 
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
         promise = self._add(owner, b"", model_id, num_sequences)
@@ -342,19 +367,10 @@ class Ledger:
 
     def _skip_missing(self, model_id: str, sequence: _Sequence) -> None:
         """Fail the missing numbers before the first waiting request, in their turn, and release it."""
-
-        def skip(number: int) -> Work:
-            async def work() -> Reply:
-                sequence.on_skip(f"request {number} did not arrive")
-                raise UserError(
-                    f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
-                )
-
-            return work
-
         for number in range(sequence.next_number, min(sequence.held)):
-            promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
-            sequence.held[number] = skip(number)
+            message = f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
+            promise = self._skip(sequence, model_id, number, f"request {number} did not arrive", message)
+            # Nobody may ask for it.
             self._start_expiry(promise)
         self._release(sequence)
 

@@ -38,7 +38,7 @@ def checked_settings(name: str, settings: Mapping[str, float | str]) -> dict[str
     """Return a client's settings of a loss as numbers. Raises UserError for an unknown loss or setting."""
     if name not in LOSSES:
         raise UserError(
-            f"loss_fn = {name!r}: this service does not have this loss; use one of {', '.join(LOSSES)}. For "
+            f"loss_fn = {name!r:.50}: this service does not have this loss; use one of {', '.join(LOSSES)}. For "
             "reinforcement learning, importance_sampling or cispo."
         )
     loss = LOSSES[name]
@@ -46,10 +46,10 @@ def checked_settings(name: str, settings: Mapping[str, float | str]) -> dict[str
     for key, value in settings.items():
         if key not in loss.settings:
             known = ", ".join(loss.settings) or "none"
-            raise UserError(f"loss_fn_config.{key} = {value!r}: {name} has no such setting; it has {known}")
+            raise UserError(f"loss_fn_config.{key:.50} = {value!r:.50}: {name} has no such setting; it has {known}")
         # The newer map of settings may have texts, but no loss here takes one.
         if isinstance(value, str) or not math.isfinite(value):
-            raise UserError(f"loss_fn_config.{key} = {value!r}: is not a finite number; give one")
+            raise UserError(f"loss_fn_config.{key} = {value!r:.50}: is not a finite number; give one")
         numbers[key] = value
     for key in loss.required:
         if key not in numbers:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
-    StrictInt,
     ValidationError,
 )
 
@@ -37,6 +38,10 @@ _MOST_STOPS = 64
 _TTL_SECONDS = (3600, 10 * 366 * 86400)
 """Shortest and longest life of a checkpoint, as in the SDK: an hour, and ten years."""
 
+
+# SDK 0.38 writes both before the client's metadata. Quotes within a text are escaped there, so they do not match.
+_MODEL_ID = re.compile(rb'"model_id": ?"([a-z0-9:]{1,100})"')
+_SEQ_ID = re.compile(rb'"seq_id": ?([0-9]{1,18})[,}]')
 
 # Python's integers have no limit, and a model's number is a part of the names of its files.
 Number = Annotated[int, Field(ge=0, lt=2**63)]
@@ -176,10 +181,21 @@ def _check_temperature(value: float) -> float:
     return value
 
 
+def _check_stops(stop: Any) -> Any:
+    """Refuse wrong stops. Pydantic would report a list with a fault as a list that should be a text."""
+    if isinstance(stop, list) and len(stop) > _MOST_STOPS:
+        raise ValueError(f"has {len(stop)} stops; give at most {_MOST_STOPS}")
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    # Python counts True as an int.
+    if not isinstance(stop, list | str | None) or any(type(value) not in (str, int) for value in stops):
+        raise ValueError("is neither a text nor a list of texts and token ids; give one of them, or [] for no stop")
+    return stop
+
+
 class SampleSettings(Body):
     max_tokens: PositiveInt | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str | StrictInt], Field(max_length=_MOST_STOPS)] | None = None
+    stop: Annotated[str | list[str | int] | None, BeforeValidator(_check_stops)] = None
     # vLLM 0.30 refuses higher temperatures, and would silently raise lower ones above 0 to 0.01.
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2), AfterValidator(_check_temperature)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
@@ -232,7 +248,14 @@ def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
         value = first.get("input")
         is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
         shown = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
-        raise UserError(f"{place}{shown}: {first['msg']}") from error
+        # Pydantic's prefix of this module's own texts.
+        raise UserError(f"{place}{shown}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def find_address(head: bytes) -> tuple[str, int] | None:
+    """Return model and number of a numbered request from the first bytes of its JSON; None if they are not there."""
+    model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
+    return None if model_id is None or seq_id is None else (model_id[1].decode(), int(seq_id[1]))
 
 
 def count_sampling_tokens(values: dict[str, Any], num_samples: int, context_tokens: int) -> int:

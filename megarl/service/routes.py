@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from megarl.service import requests, wire
 from megarl.service.accounts import Accounts
 from megarl.service.admission import BODY_BYTES
 from megarl.service.desk import Desk
@@ -26,7 +27,7 @@ from megarl.service.requests import (
     read_fields,
 )
 from megarl.service.rest_routes import RestRoutes
-from megarl.serving.body import MAX_BODY_BYTES, read_bytes, read_json
+from megarl.serving.body import MAX_BODY_BYTES, parse_json, read_bytes, read_head, read_json
 from megarl.serving.http_server import HttpServer
 from megarl.serving.refusal import RequestError
 
@@ -38,6 +39,9 @@ EXPIRY_SECONDS = 30.0
 _MOST_CONNECTIONS = 4096
 _SMALL_BYTES = 64 << 10
 """Bodies below this size are read without a check of what the account reads at the time: 4,096 of them have 256 MiB."""
+# A model's id has 32 characters, and a checkpoint's name, which stands before the number in JSON, at most 100.
+_HEAD_BYTES = 4096
+"""First bytes of a numbered request's body, with its model and number."""
 _BUSY_SECONDS = "2"
 """Seconds until a refused request may fit: the time of a few calls. The SDK repeats requests for five minutes."""
 _UNEMBED_NOTICE = (
@@ -56,8 +60,9 @@ def make_server(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SE
 class _Routes:
     """Handlers of the routes, and their server. A wrong key gets 401, an unknown or foreign id 404, a bad body 400.
 
-    Every other fault of a request fails its promise. The SDK retries the statuses 408, 409, 429 and 5xx, so a client's
-    fault never has them. A request above the limits of waiting work gets 429.
+    Every other fault of a request fails its promise. So does a bad body that begins with a model and a number: a
+    refused number would be missing to the model's later requests. The SDK retries the statuses 408, 409, 429 and 5xx,
+    so a client's fault never has them. A request above the limits of waiting work gets 429.
     """
 
     def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
@@ -76,13 +81,13 @@ class _Routes:
             "telemetry": self._telemetry,
             "create_model": self._create_model,
             "get_info": self._get_info,
-            "load_weights": self._load_weights,
+            "load_weights": self._numbered(self._load_weights),
             "forward_backward": self._forward_backward,
             "optim_step": self._numbered(self._desk.training.optim_step),
             "save_weights": self._numbered(self._desk.saves.save_weights),
             "save_weights_for_sampler": self._numbered(self._desk.saves.save_for_sampler),
             "create_sampling_session": self._create_sampler,
-            "asample": self._numbered(self._desk.sampling.sample),
+            "asample": self._sample,
             "retrieve_future": self._retrieve,
             "weights_info": self._weights_info,
             "save_weights_external": self._numbered(self._desk.training.refuse_numbered),
@@ -157,10 +162,33 @@ class _Routes:
         return checked
 
     def _numbered(self, accept: Callable[[dict[str, Any], str], Promise]) -> Handler:
+        """Return the handler of a model's numbered requests in JSON."""
+
         async def handle(request: web.Request, owner: str) -> web.StreamResponse:
-            return _promise(accept(await _json(request), owner))
+            async def read(raw: bytes) -> Promise:
+                return accept(dict(await parse_json(raw)), owner)
+
+            return await self._accept(request, owner, requests.find_address, read)
 
         return handle
+
+    async def _accept(
+        self,
+        request: web.Request,
+        owner: str,
+        find_address: Callable[[bytes], tuple[str, int] | None],
+        read: Callable[[bytes], Awaitable[Promise]],
+    ) -> web.StreamResponse:
+        """Answer a numbered request with its promise, from `read`. A request that cannot be read gets a failed one."""
+        head = await read_head(request, _HEAD_BYTES)
+        try:
+            return _promise(await read(head + await read_bytes(request)))
+        except (RequestError, MalformedError, UserError) as error:
+            address = find_address(head)
+            # A client whose connection broke sends the request again.
+            if address is None or request.transport is None:
+                raise
+            return _promise(self._desk.training.refuse(*address, str(error), owner))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
         # `_checked` refuses compressed bodies, so clients must not compress them.
@@ -197,11 +225,17 @@ class _Routes:
         body = read_fields(ModelAddress, await _json(request))
         return web.json_response(self._desk.models.describe(body.model_id, owner))
 
-    async def _load_weights(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.models.load(read_fields(LoadWeights, await _json(request)), owner))
+    def _load_weights(self, values: dict[str, Any], owner: str) -> Promise:
+        return self._desk.models.load(read_fields(LoadWeights, values), owner)
 
     async def _forward_backward(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.training.forward_backward(await read_bytes(request), owner))
+        async def read(raw: bytes) -> Promise:
+            return self._desk.training.forward_backward(raw, owner)
+
+        return await self._accept(request, owner, wire.find_address, read)
+
+    async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:
+        return _promise(self._desk.sampling.sample(await _json(request), owner))
 
     async def _create_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(CreateSampler, await _json(request))

@@ -141,7 +141,7 @@ def _prompt_tokens(body: SampleRequest) -> np.ndarray:
     token_ids: list[int] = []
     for number, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":
-            raise UserError(f"prompt.chunks[{number}].type = {chunk.type}: this service samples from text only")
+            raise UserError(f"prompt.chunks[{number}].type = {chunk.type:.50}: this service samples from text only")
         token_ids += chunk.tokens
     if not token_ids:
         raise UserError("prompt is empty: give at least one token")

@@ -53,7 +53,7 @@ class Saves:
         async def work() -> Reply:
             body = read_fields(SaveForSampler, values)
             if body.kind not in ("snapshot", "inflight"):
-                raise UserError(f"kind = {body.kind}: is not a kind of sampling client; use snapshot or inflight")
+                raise UserError(f"kind = {body.kind:.50}: is not a kind of sampling client; use snapshot or inflight")
             if body.path is not None:
                 # SDK 0.38 has no field for overwriting in this call, so a name in use is replaced.
                 path = await self._save(model, "sampler_weights", body, owner, overwrite=True)

@@ -12,7 +12,7 @@ from megarl.service.trainer import ServedModel
 
 def check_base(served: ServedModel, name: str | None) -> None:
     if name != served.name:
-        raise UserError(f"base_model = {name}: this service has {served.name}")
+        raise UserError(f"base_model = {name!s:.100}: this service has {served.name}")
 
 
 def check_adapters(served: ServedModel, lora: LoraSettings | None) -> None:
@@ -41,4 +41,4 @@ def check_record(served: ServedModel, record: Mapping[str, Any], path: str) -> N
 
 def check_optimizer(kind: str) -> None:
     if kind != "adamw":
-        raise UserError(f"optimizer type = {kind}: this service has adamw only")
+        raise UserError(f"optimizer type = {kind:.50}: this service has adamw only")

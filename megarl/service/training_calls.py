@@ -82,6 +82,16 @@ class TrainingCalls:
 
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
 
+    def refuse(self, model_id: str, number: int, message: str, owner: str) -> Promise:
+        """Accept a request that cannot be read. Its promise fails, so its number is used. Raises NotFoundError.
+
+        SDK 0.38 raises an error for a refused request, and goes on with the next number. Later requests would wait for
+        the unused one.
+        """
+        session, model = self._sessions.find_model(model_id, owner)
+        self._sessions.note_use(session, model)
+        return self._ledger.refuse(model_id, number, message)
+
     def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
         """Accept an unsupported numbered request. Its promise fails, so its number is used."""
         address, model = self._sessions.read_address(values, owner)

@@ -6,6 +6,7 @@ loads torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,6 +105,20 @@ def parse_training_call(raw: bytes) -> Any:
     return message
 
 
+def find_address(head: bytes) -> tuple[str, int] | None:
+    """Return model and number of a forward_backward request from its first bytes; None if they are not there."""
+    numbers = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
+    model_id, seq_id = None, None
+    # The bytes end within a field. SDK 0.38 writes model and number before the datums.
+    with contextlib.suppress(MalformedError):
+        for number, start, end in _fields(head, 0, len(head)):
+            if number == numbers["model_id"].number:
+                model_id = head[start:end].decode(errors="replace")
+            elif number == numbers["seq_id"].number:
+                seq_id, _ = _read_varint(head, start, end)
+    return None if model_id is None or seq_id is None else (model_id, seq_id)
+
+
 def _fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield number, first byte and end of each field of the protobuf message in `raw[start:end]`.
 
@@ -160,7 +175,7 @@ def read_datums(message: Any) -> list[Datum]:
         place = f"data[{number}]"
         token_ids = _chunk_tokens(datum.model_input, f"{place}.model_input")
         inputs = {
-            name: _read_tensor(tensor, f"{place}.loss_fn_inputs.{name}")
+            name: _read_tensor(tensor, f"{place}.loss_fn_inputs.{name:.50}")
             for name, tensor in datum.loss_fn_inputs.items()
         }
         datums.append(Datum(token_ids, inputs))

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import ClientPayloadError, web
@@ -40,7 +41,24 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
 
 async def read_json(request: web.Request) -> Mapping[str, Any]:
     """Return the JSON object in a request's body, empty for an empty body. Raises RequestError as `read_body`."""
-    return await _parse(parse_body, await read_bytes(request) or b"{}")
+    return await parse_json(await read_bytes(request))
+
+
+async def parse_json(raw: bytes) -> Mapping[str, Any]:
+    """Return the JSON object in `raw`, empty for no bytes. Raises RequestError as `read_body`."""
+    return await _parse(parse_body, raw or b"{}")
+
+
+async def read_head(request: web.Request, num_bytes: int) -> bytes:
+    """Return the first `num_bytes` of a body, or all of a shorter one. `read_bytes` then returns the bytes after them.
+
+    Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones.
+    """
+    async with _arriving():
+        try:
+            return await request.content.readexactly(num_bytes)
+        except asyncio.IncompleteReadError as error:
+            return error.partial
 
 
 async def read_bytes(request: web.Request) -> bytes:
@@ -52,9 +70,16 @@ async def read_bytes(request: web.Request) -> bytes:
     # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise RequestError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
+    async with _arriving():
+        return await request.read()
+
+
+@asynccontextmanager
+async def _arriving() -> AsyncIterator[None]:
+    """Context of the reading of a body: its errors become RequestErrors."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            return await request.read()
+            yield
     except TimeoutError as error:
         raise RequestError(f"the body is not complete after {_BODY_SECONDS:g} seconds", status=408) from error
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:

@@ -141,6 +141,41 @@ def errors(url: str, name: str) -> dict[str, Any]:
     return {"errors": found, "good": good.metrics, "step": step.metrics}
 
 
+def unreadable(url: str, name: str) -> dict[str, Any]:
+    """Calls with bodies that the service does not read: each raises, at once, and the numbers after it are used."""
+    _, training = client(url, name)
+    many_parts = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[3])] * (1 << 17))
+    long_row = {"target_tokens": [5] * (1 << 17), "weights": [1.0] * (1 << 17)}
+    huge_row = {"target_tokens": [5] * (3 << 20), "weights": [1.0] * (3 << 20)}
+    calls = {
+        "parts": lambda: training.forward_backward(
+            [types.Datum(model_input=many_parts, loss_fn_inputs=long_row)], "cross_entropy"
+        ),
+        "bytes": lambda: training.forward_backward(
+            [types.Datum(model_input=types.ModelInput.from_ints([3] * (3 << 20)), loss_fn_inputs=huge_row)],
+            "cross_entropy",
+        ),
+        "metadata": lambda: training.save_state("saved", user_metadata={"text": "," * (2 << 20)}),
+    }
+    errors: dict[str, str] = {}
+    start = time.monotonic()
+    for label, call in calls.items():
+        try:
+            call().result()
+        except Exception as error:
+            errors[label] = f"{type(error).__name__}: {error}"
+        # The next step fails, and the one after it runs.
+        for number in range(2):
+            forward = training.forward_backward([datum(TEXT)], "cross_entropy")
+            step = training.optim_step(types.AdamParams(learning_rate=1e-4))
+            forward.result()
+            try:
+                step.result()
+            except Exception as error:
+                errors[f"{label}, step {number}"] = f"{type(error).__name__}: {error}"
+    return {"errors": errors, "seconds": time.monotonic() - start}
+
+
 def chunks(url: str, name: str) -> dict[str, Any]:
     """A call in many chunks, which the SDK sends in another order: the gradients of one call."""
     _, training = client(url, name)
@@ -180,7 +215,7 @@ def sampling(url: str, name: str) -> dict[str, Any]:
     stopped = {label: sample(stop=stop).sequences[0] for label, stop in stops.items()}
     refused: dict[str, Any] = {
         "temperature": {"temperature": 3.0}, "cold": {"temperature": 0.001}, "empty stop": {"stop": [""]},
-        "foreign stop": {"stop": [10**6]}, "top": {"topk_sample_logprobs": 21},
+        "foreign stop": {"stop": [10**6]}, "many stops": {"stop": list(range(65))}, "top": {"topk_sample_logprobs": 21},
         "prompt top": {"topk_prompt_logprobs": 129}, "alternatives": {"prompt_alt_tokens_k": 2},
         "last": {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 8},
         "samples": {"num_samples": 0}, "length": {"prompt": types.ModelInput.from_ints([1] * 4000)},
@@ -296,7 +331,7 @@ def listing(url: str, name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     programs = {
         "supervised": supervised, "reinforce": reinforce, "errors": errors, "chunks": chunks, "sampling": sampling,
-        "moving": moving, "listing": listing,
+        "moving": moving, "listing": listing, "unreadable": unreadable,
     }  # fmt: skip
     print(json.dumps(programs[sys.argv[2]](sys.argv[1], sys.argv[3])), flush=True)
     # The SDK's threads would wait for their heartbeat.

@@ -73,5 +73,6 @@ def check_sampling(results: dict[str, Any]) -> None:
         assert len(row) == 3 and score <= row[0][1] + 1e-5
     assert sorted(results["errors"]) == results["refused"]
     assert all("refused" not in text and "Error" in text for text in results["errors"].values()), results["errors"]
+    assert "stop: has 65 stops; give at most 64" in results["errors"]["many stops"]
     # The SDK would repeat a request with a status of the server's faults for five minutes.
     assert results["seconds"] < 60, results["errors"]

@@ -25,12 +25,25 @@ SCHEDULE_SECONDS = 60.0
 """Limit of one schedule. The slowest of 1,000 took 2 s, so only a client that hangs reaches it."""
 
 
-def training_body(model_id: str, number: int, tokens: list[int], weight: float) -> bytes:
-    """Return the SDK's message of a call with one sequence."""
+MOST_BYTES, MOST_PARTS = 1 << 16, 64
+"""Limits of the service in these tests: bytes of a body, and parts of a training call."""
+REFUSED: list[Call] = [
+    ("forward_backward", {"tokens": [1, 2, 3], "weight": 1.0, "num_chunks": MOST_PARTS}),
+    ("forward_backward", {"tokens": [1] * (MOST_BYTES // 4), "weight": 1.0}),
+    ("save_weights", {"path": "large", "user_metadata": {"text": "x" * MOST_BYTES}}),
+    ("save_weights", {"path": "deep", "user_metadata": json.loads('{"a":' * 70 + "1" + "}" * 70)}),
+]
+"""Requests whose bodies cannot be read."""
+
+
+def training_body(model_id: str, number: int, tokens: list[int], weight: float, num_chunks: int = 0) -> bytes:
+    """Return the SDK's message of a call with one sequence, and empty chunks behind its tokens."""
     module = wire.messages()
     message = module.ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens[:-1], "<i4").tobytes()
+    for _ in range(num_chunks):
+        datum.model_input.add()
     targets, weights = np.array(tokens[1:], "<i8"), np.full(len(tokens) - 1, weight, "<f4")
     for name, values, kind in (
         ("target_tokens", targets, module.DTYPE_INT64),
@@ -43,7 +56,7 @@ def training_body(model_id: str, number: int, tokens: list[int], weight: float) 
 
 
 def make_program(draw: random.Random) -> list[Call]:
-    """Return the numbered requests of a program: steps of several chunks, saves, and a call that is refused."""
+    """Return the numbered requests of a program: steps of several chunks, saves, and calls that are refused."""
     calls: list[Call] = []
     for step in range(draw.randint(1, 3)):
         for _ in range(draw.randint(1, 4)):
@@ -51,6 +64,8 @@ def make_program(draw: random.Random) -> list[Call]:
             calls.append(("forward_backward", {"tokens": tokens, "weight": draw.choice([0.0, 0.5, 1.0])}))
         if draw.random() < 0.2:
             calls.append(("forward_backward", {"tokens": [1, VOCABULARY], "weight": 1.0}))
+        if draw.random() < 0.2:
+            calls.append(draw.choice(REFUSED))
         calls.append(("optim_step", {"adam_params": {"learning_rate": draw.choice([0.1, 0.3])}}))
         if draw.random() < 0.4:
             calls.append(("save_weights", {"path": f"step-{step}"}))
@@ -173,12 +188,20 @@ async def run_schedule(
 
 async def check_schedules(folder: Path, seeds: range) -> None:
     trainer = FakeTrainer()
-    async with serving(trainer, folder) as url, ClientSession(timeout=ClientTimeout(SCHEDULE_SECONDS)) as http:
-        for seed in seeds:
-            program = make_program(random.Random(seed))
-            clean = await run_schedule(http, url, trainer, program, None)
-            shuffled = run_schedule(http, url, trainer, program, random.Random(seed))
-            assert await asyncio.wait_for(shuffled, SCHEDULE_SECONDS) == clean, seed
+    num_refused = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.serving.body.MAX_BODY_BYTES", MOST_BYTES)
+        patch.setattr("megarl.service.wire._MOST_PARTS", MOST_PARTS)
+        async with serving(trainer, folder) as url, ClientSession(timeout=ClientTimeout(SCHEDULE_SECONDS)) as http:
+            for seed in seeds:
+                program = make_program(random.Random(seed))
+                clean = await run_schedule(http, url, trainer, program, None)
+                shuffled = run_schedule(http, url, trainer, program, random.Random(seed))
+                assert await asyncio.wait_for(shuffled, SCHEDULE_SECONDS) == clean, seed
+                refusals = [number for number, call in enumerate(program) if call in REFUSED]
+                assert all(b'"category": "user"' in clean[0][number][1] for number in refusals), seed
+                num_refused += len(refusals)
+    assert num_refused
 
 
 def test_a_bad_network_changes_no_result(tmp_path: Path) -> None:

@@ -160,6 +160,38 @@ def test_numbers_that_are_not_finite_fail_their_promise(tmp_path: Path, value: f
     asyncio.run(run())
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss_fn": LONG},
+        {"loss_fn": "ppo", "loss_fn_config": {LONG: 1.0}},
+        {"loss_fn": "cross_entropy", "data": [{"loss_fn_inputs": {LONG: {"dense": bytes(4)}}}]},
+        {"loss_fn": "cross_entropy", "data": [{"loss_fn_inputs": {LONG: {"dense": b"1"}}}]},
+    ],
+)
+def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=1, **values)
+            for datum in message.data:
+                datum.model_input.add().encoded_text.tokens = bytes(4)
+                for name in ("target_tokens", "weights"):
+                    datum.loss_fn_inputs[name].dense = bytes(8)
+                    datum.loss_fn_inputs[name].dtype = wire.messages().DTYPE_INT64
+                for tensor in datum.loss_fn_inputs.values():
+                    tensor.dtype = tensor.dtype or wire.messages().DTYPE_FLOAT32
+            _, promise = await client.post("forward_backward", raw=message.SerializeToString())
+            reply = json.loads(await read(http, url, promise["request_id"]))
+            assert reply["category"] == "user" and "xxx" in reply["error"] and len(reply["error"]) < 500, reply
+
+    asyncio.run(run())
+
+
 async def send_part(url: str, path: str, body: bytes, size: int) -> None:
     """Send the head of a request and a part of its body, then close the connection without reading."""
     host, port = url.removeprefix("http://").split(":")

@@ -27,9 +27,15 @@ def note(runs: list[int], number: int) -> Any:
     order=st.integers(1, 9).flatmap(lambda count: st.permutations(range(1, count + 1))),
     repeats=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=12),
     lost=st.sets(st.integers(0, 30), max_size=8),
+    refused=st.sets(st.integers(1, 9), max_size=4),
 )
-def test_every_request_runs_once_in_order(order: list[int], repeats: list[tuple[int, int]], lost: set[int]) -> None:
-    """Requests arrive in any order, some twice. A lost reply is followed by the same request again."""
+def test_every_request_runs_once_in_order(
+    order: list[int], repeats: list[tuple[int, int]], lost: set[int], refused: set[int]
+) -> None:
+    """Requests arrive in any order, some twice. A lost reply is followed by the same request again.
+
+    Refused requests take their numbers: the later ones run at once, and their repetitions get the same refusal.
+    """
     arrivals = list(order)
     for place, number in repeats:
         if number in order:
@@ -37,19 +43,27 @@ def test_every_request_runs_once_in_order(order: list[int], repeats: list[tuple[
 
     async def run() -> None:
         ledger = Ledger(report=lambda text: pytest.fail(text))
-        ledger.open_model("m", "owner", print)
         runs: list[int] = []
+        skips: list[str] = []
+        ledger.open_model("m", "owner", skips.append)
         promises: dict[int, str] = {}
         for place, number in enumerate(arrivals):
             for _ in range(2 if place in lost else 1):
-                promise = ledger.submit("m", number, b"%d" % number, note(runs, number))
+                if number in refused:
+                    promise = ledger.refuse("m", number, f"refused {number}")
+                else:
+                    promise = ledger.submit("m", number, b"%d" % number, note(runs, number))
                 assert promises.setdefault(number, promise.request_id) == promise.request_id
             await asyncio.sleep(0)
         for number, request_id in promises.items():
             for _ in range(2):
                 reply = await ledger.wait_for(ledger.find(request_id, "owner"), 5.0)
-                assert reply == json_reply(number=number)
-        assert runs == sorted(order)
+                if number in refused:
+                    assert reply == json_reply(error=f"refused {number}", category="user")
+                else:
+                    assert reply == json_reply(number=number)
+        assert runs == sorted(set(order) - refused)
+        assert skips == [f"request {number} was refused: refused {number}" for number in sorted(refused & set(order))]
         await ledger.close()
 
     asyncio.run(run())
@@ -83,6 +97,25 @@ def test_a_number_that_cannot_be_used_fails_its_promise_only(number: int) -> Non
         after = ledger.submit("m", 2, b"", note(runs, 2))
         assert await ledger.wait_for(first, 5.0) and await ledger.wait_for(after, 5.0)
         assert runs == [1, 2]
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_and_a_good_copy_of_one_request_get_the_first_promise() -> None:
+    """A copy of a request may be cut, or arrive too slowly, before or after another copy that is complete."""
+
+    async def run() -> None:
+        ledger, runs = Ledger(report=print), []
+        ledger.open_model("m", "owner", print)
+        good = ledger.submit("m", 1, b"body", note(runs, 1))
+        assert ledger.refuse("m", 1, "came late") is good
+        refused = ledger.refuse("m", 2, "came late")
+        assert ledger.submit("m", 2, b"body", note(runs, 2)) is refused
+        assert await ledger.wait_for(good, 5.0) == json_reply(number=1)
+        assert await ledger.wait_for(refused, 5.0) == json_reply(error="came late", category="user")
+        assert runs == [1]
+        assert ledger.refuse("m", -1, "came late").is_failed
         await ledger.close()
 
     asyncio.run(run())

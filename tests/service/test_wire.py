@@ -52,6 +52,23 @@ def test_refused_calls_raise_at_once_and_the_client_goes_on(tmp_path: Path) -> N
     asyncio.run(run())
 
 
+def test_a_call_that_cannot_be_read_raises_at_once_and_uses_its_number(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url:
+            results = await run_program(url, "unreadable")
+        errors = results["errors"]
+        numbers = (("parts", 1, "131072 datums"), ("bytes", 6, "the limit is"), ("metadata", 11, "values"))
+        for label, number, text in numbers:
+            refusal, failed_step = errors.pop(label), errors.pop(f"{label}, step 0")
+            assert refusal.startswith("RequestFailedError") and text in refusal
+            assert f"no step: request {number} was refused" in failed_step and text in failed_step
+        assert errors == {}, "the second step after each of them runs"
+        # The numbers after a missing one would wait for 15 minutes, and the SDK repeats some statuses for five.
+        assert results["seconds"] < 60
+
+    asyncio.run(run())
+
+
 def test_sampling_requests_are_honoured_or_refused_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(FakeTrainer(), tmp_path) as url:
