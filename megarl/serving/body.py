@@ -54,7 +54,7 @@ async def read_head(request: web.Request, num_bytes: int) -> bytes:
 
     Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones.
     """
-    async with _arriving():
+    async with _read_faults_refused():
         try:
             return await request.content.readexactly(num_bytes)
         except asyncio.IncompleteReadError as error:
@@ -70,18 +70,20 @@ async def read_bytes(request: web.Request) -> bytes:
     # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise RequestError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
-    async with _arriving():
+    async with _read_faults_refused():
         return await request.read()
 
 
 @asynccontextmanager
-async def _arriving() -> AsyncIterator[None]:
-    """Context of the reading of a body: its errors become RequestErrors."""
+async def _read_faults_refused() -> AsyncIterator[None]:
+    """Context of the reading of a body: errors of the read become RequestErrors."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             yield
     except TimeoutError as error:
         raise RequestError(f"the body is not complete after {_BODY_SECONDS:g} seconds", status=408) from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413) from error
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
         raise RequestError(f"the body cannot be read: {type(error).__name__}: {error!s:.200}") from error
 

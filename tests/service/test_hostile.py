@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,27 @@ def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, Any]) ->
             _, promise = await client.post("forward_backward", raw=message.SerializeToString())
             reply = json.loads(await read(http, url, promise["request_id"]))
             assert reply["category"] == "user" and "xxx" in reply["error"] and len(reply["error"]) < 500, reply
+
+    asyncio.run(run())
+
+
+def test_a_too_large_body_of_unknown_length_uses_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("megarl.service.routes", "megarl.serving.body"):
+        monkeypatch.setattr(f"{module}.MAX_BODY_BYTES", 1 << 16)
+
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            _, model_id = await make_model(Client(http, url, "tml-a"))
+
+            async def send() -> AsyncIterator[bytes]:
+                yield f'{{"model_id": "{model_id}", "seq_id": 1, "path": "'.encode()
+                for _ in range(16):
+                    yield b"x" * (1 << 14)
+
+            async with http.post(f"{url}/api/v1/save_weights", data=send(), headers={KEY: "tml-a"}) as reply:
+                promise = await reply.json()
+            result = json.loads(await read(http, url, promise["request_id"]))
+            assert result == {"error": "the body has more than 65536 bytes", "category": "user"}
 
     asyncio.run(run())
 
