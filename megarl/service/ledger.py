@@ -113,7 +113,7 @@ class _Sequence:
         return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
-def _refusing(sequence: _Sequence, reason: str, message: str) -> Work:
+def _make_refusal(sequence: _Sequence, reason: str, message: str) -> Work:
     """Return the work of a request that does not run: it reports `reason` to the sequence, and raises a UserError.
 
     It is run in the order of the sequence, so the client gets the error of this request and not of a later one.
@@ -191,7 +191,7 @@ class Ledger:
         # not refused with a status, because the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             message = self.admission.no_room_message(sequence.owner, num_bytes)
-            work, num_bytes = _refusing(sequence, f"request {number} was too large to wait", message), 0
+            work, num_bytes = _make_refusal(sequence, f"request {number} was too large to wait", message), 0
         promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.held[number] = promise, work
         self._release(sequence)
@@ -337,7 +337,7 @@ class Ledger:
     def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str, message: str) -> Promise:
         """Use a number without a request to run. `reason` fails the model's next step, `message` the promise."""
         promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
-        sequence.held[number] = _refusing(sequence, reason, message)
+        sequence.held[number] = _make_refusal(sequence, reason, message)
         return promise
 
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:

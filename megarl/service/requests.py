@@ -39,7 +39,7 @@ _TTL_SECONDS = (3600, 10 * 366 * 86400)
 """Shortest and longest life of a checkpoint, as in the SDK: an hour, and ten years."""
 
 
-# SDK 0.38 writes both before the client's metadata. Quotes within a text are escaped there, so they do not match.
+# SDK 0.38 writes model and number before the client's metadata. It escapes quotes within texts, so no text matches.
 _MODEL_ID = re.compile(rb'"model_id": ?"([a-z0-9:]{1,100})"')
 _SEQ_ID = re.compile(rb'"seq_id": ?([0-9]{1,18})[,}]')
 
@@ -185,9 +185,12 @@ def _check_stops(stop: Any) -> Any:
     """Refuse wrong stops. Pydantic would report a list with a fault as a list that should be a text."""
     if isinstance(stop, list) and len(stop) > _MOST_STOPS:
         raise ValueError(f"has {len(stop)} stops; give at most {_MOST_STOPS}")
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
     # Python counts True as an int.
-    if not isinstance(stop, list | str | None) or any(type(value) not in (str, int) for value in stops):
+    if isinstance(stop, list):
+        is_valid = all(type(value) in (str, int) for value in stop)
+    else:
+        is_valid = stop is None or isinstance(stop, str)
+    if not is_valid:
         raise ValueError("is neither a text nor a list of texts and token ids; give one of them, or [] for no stop")
     return stop
 
