@@ -193,6 +193,6 @@ def _length(head: bytes) -> int:
 
 
 def _proof(key: bytes, role: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Return an HMAC-SHA256 of both random numbers and of the proving side (`who`)."""
-    # The role `who` differs by direction, so that a stranger cannot return an end's own proof to it.
+    """Return an HMAC-SHA256 of both random numbers and of the `role` of the proving side."""
+    # The role differs by direction, so that a stranger cannot return an end's own proof to it.
     return hmac.digest(key, role + challenge + number, hashlib.sha256)
