@@ -295,7 +295,7 @@ def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _refuse_changed_drafter(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if a trained drafter's config.json or a map of its vocabulary is not that of the run's begin.
+    """Raise ConfigError if a trained drafter's config.json or a map of its vocabulary changed since the run's start.
 
     The checkpoint has the drafter's weights. Its computation and its tokens come from these files.
     """
