@@ -309,7 +309,7 @@ def _shared_path(path: Sequence[str], imports: Sequence[str]) -> list[str]:
     for index, entry in enumerate(path):
         folder = Path(entry).absolute()
         # An entry without a folder is an archive, or the name of an import hook.
-        is_of_python = not folder.is_dir() or any(folder.is_relative_to(one) for one in (sys.prefix, sys.base_prefix))
+        is_of_python = not folder.is_dir() or any(map(folder.is_relative_to, (sys.prefix, sys.base_prefix)))
         if is_of_python:
             rest.append(entry)
         elif not _is_repository(entry) and any((folder / name).exists() for name in files):
