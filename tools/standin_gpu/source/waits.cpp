@@ -47,6 +47,10 @@ std::map<unsigned long long, Wait>& slots() {
     return *all;
 }
 
+// The process's rank at its last call. The thread that publishes must not read RANK: Python may change variables meanwhile,
+// which moves their memory.
+int last_rank = 0;
+
 // By the name of a group.
 std::map<std::string, std::vector<int>>& known_processes() {
     static auto* all = new std::map<std::string, std::vector<int>>;
@@ -77,8 +81,8 @@ std::string file_of(int process) { return state_folder() + "/waits-" + std::to_s
 // name, and the call.
 std::string lines_of_long_calls() {
     std::ostringstream lines;
-    lines << own_rank() << '\n';
     std::lock_guard<std::mutex> lock(mutex());
+    lines << last_rank << '\n';
     for (const auto& [number, wait] : slots()) {
         if (Clock::now() - wait.begin < kLong) continue;
         lines << wait.is_running << '\t' << wait.peer << '\t' << joined(wait.group.ranks) << '\t'
@@ -182,6 +186,7 @@ WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running,
     static unsigned long long next = 0;
     static int publishing_process = 0;
     std::lock_guard<std::mutex> lock(mutex());
+    last_rank = own_rank();
     if (publishing_process != getpid()) {
         // A forked process has the calls of its parent, and no thread that publishes.
         slots().clear();
@@ -189,7 +194,7 @@ WaitSlot::WaitSlot(const Group& group, const std::string& text, bool is_running,
         std::thread(publish_for_ever).detach();
     }
     number_ = next++;
-    slots().emplace(number_, Wait{getpid(), own_rank(), group, text, is_running, peer, Clock::now()});
+    slots().emplace(number_, Wait{getpid(), last_rank, group, text, is_running, peer, Clock::now()});
 }
 
 WaitSlot::~WaitSlot() {
@@ -205,8 +210,9 @@ std::string order_fault(const Group& group, const std::string& text, int peer) {
             return "rank " + std::to_string(own_rank()) + " calls " + text + ", rank " + std::to_string(other.rank) +
                    " calls " + other.text;
     // Ranks tell members apart only where no other world has the same.
-    const auto has_member = [&](const Group& of, const Wait& wait) {
-        return of.processes.empty() ? others.are_ranks_unique && has(of.ranks, wait.rank) : has(of.processes, wait.process);
+    const auto has_member = [&](const Group& members, const Wait& wait) {
+        if (members.processes.empty()) return others.are_ranks_unique && has(members.ranks, wait.rank);
+        return has(members.processes, wait.process);
     };
     const auto is_in_group = [&](int process, const std::string& name) {
         return std::any_of(others.waits.begin(), others.waits.end(),
