@@ -250,7 +250,7 @@ class Recipe(Section):
     def teacher_models(self) -> tuple[str, ...]:
         """Return the names of all teachers on the ranks: teacher0 and so on, then `reference` and `live_teacher`.
 
-        The last two are the recipe's teachers `reference` and `policy`.
+        `live_teacher` is the recipe's teacher `policy`, the model in training.
         """
         if self.loop != "distillation" or not self.train.steps:
             return ()

@@ -115,9 +115,10 @@ class Dialogue:
         )
 
     def ends_in_thoughts(self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], text: str) -> bool:
-        """Return whether a completion [new_tokens] after a prompt [prompt] ends before its thoughts are closed.
+        """Return whether a completion ends before the model has closed its thoughts.
 
-        `text` is the completion without special tokens.
+        The prompt is `prompt_token_ids`, [prompt tokens]. The completion is `token_ids`, [new tokens], and `text` is
+        the completion without special tokens.
         """
         special = special_tokens(self.tokenizer)
         # Marks that are special tokens are missing in `text`. Decoding a long completion again takes milliseconds.

@@ -198,9 +198,9 @@ class FolderLock:
             mine.unlink(missing_ok=True)
 
     def _dead_owner(self, file: Path, on_wait: Callable[[str], None]) -> str | None:
-        """Return the dead owner in `file` as text. None: it released the folder.
+        """Return the owner in `file` as text, if its process is dead; None if it released the folder.
 
-        Raises RunFolderLockedError if it lives.
+        Raises RunFolderLockedError if the process lives.
         """
         first: float | None = None
         began = time.monotonic()

@@ -181,9 +181,9 @@ def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Savings:
-    """Chooses the least offload and recomputation that leave `MARGIN_GIB` of each GPU.
+    """Chooses the least offload and recomputation that leave `MARGIN_GIB` free on each GPU.
 
-    If the recipe leaves out the size of the KV cache, the cache must also hold all concurrent requests of a step.
+    If the recipe gives no size of the KV cache, the cache must also have room for all requests of a step at once.
     """
 
     recipe: Recipe

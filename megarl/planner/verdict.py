@@ -62,7 +62,7 @@ def verdict_without_gpus() -> Verdict:
 
 
 def refusal(recipe: Recipe, judge: MemoryJudge, over: Sequence[Phase]) -> str:
-    """Return the error for a run that is too large: the phases above the limit, and up to three changes."""
+    """Return the error for a run that does not fit: phases above the memory limit, and changes that help."""
     text = f"{_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
     # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
     if changes := remedies(recipe, judge):

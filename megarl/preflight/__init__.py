@@ -156,8 +156,8 @@ def _is_of_recipe(fault: Finding) -> bool:
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     """Return the policy's shape and the parallel layout, for `megarl plan`. config.json is the only file needed.
 
-    The trainer's ranks are not yet permuted for the weight update of the engines, because that takes longer. Raises
-    DataError for an invalid config.json, or one ConfigError listing all sizes that do not fit.
+    The order of the trainer's ranks is the plain one. Finding the order that makes weight updates fastest takes longer.
+    Raises DataError for an invalid config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*ranks(recipe), *model_fit(recipe, shape)]:

@@ -20,7 +20,7 @@ _SAME_POLICY = (
 
 @checks("algorithm")
 def without_drift(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting without effect because it would compare the policy with itself."""
+    """Yield an error for each setting that has no effect here, because policy and reference are the same model."""
     algorithm, train = recipe.algorithm, recipe.train
     if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
         return

@@ -101,7 +101,7 @@ class ServerProcess:
 
     @property
     def connection(self) -> socket.socket:
-        """This side of the socket. Once the process is ready, a caller may send messages of another kind."""
+        """This process's end of the socket. Once the child is ready, callers may use a message format of their own."""
         return self._process.connection
 
     def wait_until_ready(self) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[s
 def _select_changed(
     problems: Mapping[str, _FirstAndLastEvaluation], files: Mapping[int, Path], max_problems: int = _NUM_CHANGED
 ) -> list[dict[str, Any]]:
-    """Return the validation problems with the largest change of mean reward. At most half of them are losses."""
+    """Return the validation problems whose mean reward changed most. At most half of them became worse."""
     pairs = [
         (problem.last.mean - problem.first.mean, problem.first, problem.last)
         for problem in problems.values()

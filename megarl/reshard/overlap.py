@@ -161,6 +161,7 @@ def _step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
 
 
 def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
+    """Return one copy with a new first dimension for a series of equal copies at equal distances."""
     if len(run) == 1:
         return run[0]
     first = run[0]

@@ -67,7 +67,10 @@ class Admission:
 
     @contextmanager
     def reading(self, owner: str, num_bytes: int) -> Iterator[None]:
-        """Context of the reading of a body. Raises BusyError if the account's bodies under way exceed the limit."""
+        """Context that counts a request's body while it is read.
+
+        Raises BusyError if the bodies that an account sends at this time exceed its limit of bytes.
+        """
         # An account reads at least one body at a time, whatever the limit.
         if self._read_bytes[owner] and self._read_bytes[owner] + num_bytes > self._limits.bytes_per_key:
             raise BusyError(

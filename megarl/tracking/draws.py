@@ -232,7 +232,7 @@ def _lines(file: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes) -> _Line | None:
-    """Return a line of the ledger, None if it is damaged."""
+    """Return one line of `draws.jsonl`, or None if the line is damaged."""
     try:
         values = loads(line, None)
         sizes = {str(name): _count(size) for name, size in values["sizes"].items()}

@@ -102,7 +102,10 @@ class MergedWeights:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Context in which the merged weights are valid. The trainer's own weights must be on the device."""
+        """Context in which `weights` holds the model's weights with the adapters merged into them.
+
+        The trainer's own weights are on the device meanwhile, and are offloaded at the end.
+        """
         self._offloadable.onload()
         self._squared_norms = []
         with torch.no_grad():

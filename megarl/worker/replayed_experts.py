@@ -31,5 +31,5 @@ class ReplayedExperts(TrainerPart):
         return self.stored.retain(handles)
 
     def load(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Load the experts of trajectories that wait in a checkpoint for training."""
+        """Load the recorded choices of experts for the trajectories that wait in a checkpoint for training."""
         self.stored.load(folder, handles)

@@ -55,7 +55,7 @@ class Nodes(ABC):
         """End all agents and their ranks."""
 
     async def _open_link(self, connected: socket.socket, introduction: Introduction) -> AgentLink:
-        """Open the connection to an agent. Its stop signals go to the present `on_signal`, even if it is set later."""
+        """Open the connection to an agent. Each of its stop signals goes to the `on_signal` set at that moment."""
         link = AgentLink(connected, introduction)
         await link.open()
         link.on_signal = lambda name: self.on_signal(name)

@@ -106,6 +106,10 @@ def _names(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def _end_of_answer(tokenizer: Tokenizer) -> str | None:
+    """Return the special token that the template writes after an answer, or None if there is none.
+
+    The answer is first tried as the last turn, then before another question.
+    """
     for following in ((), (_QUESTION,)):
         if names := _special_after_turn(tokenizer, (_QUESTION, _ANSWERING, *following)):
             return names[0]

@@ -41,7 +41,7 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. The router is float32 there in models of any dtype."""
+    """Return the stacked parameters of vLLM's model. vLLM keeps the router in float32, whatever the model's dtype."""
     return (*deepseek_v3.live_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
 
 

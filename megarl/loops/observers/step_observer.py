@@ -17,7 +17,7 @@ class StepObserver:
     """
 
     async def begin_run(self) -> None:
-        """Prepare for the first step. Models are built, and no checkpoint is loaded."""
+        """Prepare for the first step. The models are built. A checkpoint is loaded only afterwards, if there is one."""
 
     async def resume_run(self, origin: Origin) -> None:
         """Prepare for the first step after a checkpoint, which is loaded."""

@@ -162,7 +162,7 @@ def _replace(folder: Path, newer: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Complete an interrupted `_replace`."""
+    """Complete an interrupted `_replace`: delete the old model if the new one is in place, else restore the old one."""
     if not _removal_path(folder).exists():
         return
     if folder.exists():

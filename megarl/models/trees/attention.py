@@ -66,9 +66,10 @@ class TokenTree:
 
     @cached_property
     def parts(self) -> tuple[TreePart, ...]:
-        """The calls of the kernel for one layer: queries are own tokens, keys are stored tokens.
+        """The calls of the attention kernel for one layer. Queries are this rank's tokens, keys are all stored tokens.
 
-        Own chunks come first, then the tokens before them in their segments, then ancestors from the root on.
+        The chunks of this rank come first, then the tokens before them in their segments, then ancestors from the root
+        on.
         """
         device = self.reach.device
         segments, starts, ends = self.chunks.T
@@ -168,7 +169,7 @@ class TokenTree:
         own_tokens, positions, reaches = self._own_on_device, self._positions_on_device, self.reach
 
         def is_attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            """Return whether a query attends to a key, bool [*any], from the numbers of both, [*any]."""
+            """Return whether a query attends to a key: bool [*any]. `query` and `key` are indices, [*any]."""
             token = own_tokens[query]
             mask = (key <= token) & (token < reaches[key])
             return mask & (positions[token] - positions[key] < window) if window else mask

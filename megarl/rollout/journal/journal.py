@@ -187,8 +187,8 @@ class AttemptJournal:
     ) -> None:
         """Write an answer of a try, and wait until it is on the disk. Raises StorageError.
 
-        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The try has
-        `num_begun` tokens of this answer already, by `note_aborted`.
+        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `note_aborted` has
+        written the first `num_begun` tokens of this answer before.
         """
         attempt = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None

@@ -450,7 +450,7 @@ class JournalState:
 
 
 def _prompt(attempt: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
-    """Return the prompt of a record, int32 [prompt]. Raises an error of `DAMAGE` if the prompt's tokens are damaged."""
+    """Return the prompt of a record: int32 [prompt]. Raises an exception of `DAMAGE` for damaged tokens."""
     prompt = decode_tokens(values["new"])
     if values["base"] is not None and (base := attempt.answers[values["base"]].call) is not None:
         prompt = np.concatenate([base.prompt_token_ids, base.parts[0].token_ids.astype(np.int32), prompt])

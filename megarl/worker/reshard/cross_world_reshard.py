@@ -138,7 +138,7 @@ class CrossWorldReshard:
         return changes
 
     def _note_changes(self) -> None:
-        """Compare the engine's weights with their record, before they are overwritten."""
+        """Note which of the engine's weights changed since the last update, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # The first changes are reported, because they show when the fault began.
         if changes is not None and not (self._unreported and self._unreported.boxes):

@@ -84,7 +84,7 @@ def _have_same_groups(gold: Node, prediction: Node) -> bool:
 
 
 def _separator(node: Node) -> str:
-    """Return the sign between the groups. A range in words, `10 to 12`, has the sign of 10-12."""
+    """Return the character between the groups of digits. A range in words, `10 to 12`, counts as 10-12."""
     return node.value[0] if node.kind == "groups" else "-"
 
 
