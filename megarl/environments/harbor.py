@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.libraries.library_process import (
-    ChildError,
-    ForeignError,
-    LibraryChild,
-    LibraryProcess,
-    check_installed,
-    child_settings,
-)
-from megarl.environments.shared import get_shared, run_alone
-from megarl.environments.verifiers import count_tasks, task_of
-from megarl.types import ConfigError
+from megarl.environments.libraries.library_process import ForeignError
+from megarl.environments.libraries.library_tasks import LibraryTasks
 
 _OWN_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
 """Fields of Harbor's TrialConfig set by the arguments of `Harbor`."""
@@ -54,14 +43,13 @@ class Harbor:
     ) -> None:
         if not 0 < heldout < 1:
             raise ValueError("heldout must be between 0 and 1")
-        if taken := sorted({*(trial or {})} & {*_OWN_FIELDS}):
+        if overridden := sorted({*(trial or {})} & {*_OWN_FIELDS}):
             raise ValueError(
-                f"trial.{taken[0]}: is set by the other arguments; use agent, environment, tasks or trials"
+                f"trial.{overridden[0]}: is set by the other arguments; use agent, environment, tasks or trials"
             )
-        self._heldout = heldout
-        self._python = python or sys.executable
-        self._settings = {
-            "tasks": str(Path(tasks).resolve()),
+        self._folder = str(Path(tasks).resolve())
+        settings = {
+            "tasks": self._folder,
             "trial": {
                 **(trial or {}),
                 "trials_dir": str(Path(trials).resolve()),
@@ -69,15 +57,15 @@ class Harbor:
                 "environment": _choice(environment, "type", environment_kwargs),
             },
         }
-        check_installed(self._python, "harbor", "harbor")
+        self._tasks = LibraryTasks("harbor", settings, python=python, heldout=heldout)
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
         """Make a trial of the problem's task against the endpoint and return its reward.
 
         Raises ForeignError and ChildError.
         """
-        process = await self._loaded_process()
-        task = task_of(problem["index"], problem["record"].get("split"), count_tasks(process), self._heldout)
+        process = await self._tasks.process()
+        task = self._tasks.number_for(problem, process)
         # Random, because an attempt may be made again after a kill.
         trial_name = f"{problem['index']}-{secrets.token_hex(4)}"
         request = {"task": task, "trial_name": trial_name, "base_url": base_url, "api_key": api_key}
@@ -94,20 +82,7 @@ class Harbor:
 
     def check(self) -> None:
         """Read the tasks and try agent and environment, as a test before a run. Raises ConfigError if it fails."""
-        try:
-            if count_tasks(run_alone(self._loaded_process)) < 2:
-                raise ChildError(
-                    f"{self._settings['tasks']} has less than two tasks; at least one each is needed for training and "
-                    "validation"
-                )
-        except Exception as error:
-            raise ConfigError(f"rollout.environment = harbor: {error}") from error
-
-    async def _loaded_process(self) -> LibraryProcess:
-        """Return the process that has read the tasks. All attempts with equal settings share it."""
-        key = "harbor", self._python, json.dumps(self._settings)
-        child = get_shared(key, lambda: LibraryChild(child_settings("harbor", self._settings, python=self._python)))
-        return await child.process()
+        self._tasks.check(self._folder)
 
 
 def _choice(name: str, field: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import pytest
 
 from megarl.environments import find_environment, is_agent
 from megarl.environments.libraries.library_process import ChildError, ForeignError, check_installed
+from megarl.environments.libraries.library_tasks import task_of
 from megarl.environments.shared import close_shared
-from megarl.environments.verifiers import Verifiers, task_of
+from megarl.environments.verifiers import Verifiers
 from megarl.types import ConfigError
 
 V1 = """

@@ -1,0 +1,74 @@
+"""Numbered tasks of an environment library: the child process that has loaded them, and the task of each problem."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.environments.libraries.library_process import (
+    ChildError,
+    LibraryChild,
+    LibraryProcess,
+    check_installed,
+    child_settings,
+)
+from megarl.environments.shared import get_shared, run_alone
+from megarl.types import ConfigError
+
+
+class LibraryTasks:
+    """Tasks that a library's child process has loaded with `settings`. Attempts with equal settings share the process.
+
+    `library` is the library's name, as a module and as a value of rollout.environment. `python` is the interpreter of a
+    virtual environment with the library; None: this one. The last tasks, a share of `heldout` (between 0 and 1), are
+    for validation.
+    """
+
+    def __init__(self, library: str, settings: Mapping[str, Any], *, python: str | None, heldout: float) -> None:
+        self._library, self._settings = library, settings
+        self._python = python or sys.executable
+        self._heldout = heldout
+        check_installed(self._python, library, library)
+
+    async def process(self) -> LibraryProcess:
+        """Return the process that has loaded the tasks. The first call starts it. Raises ChildError."""
+        key = self._library, self._python, json.dumps(self._settings)
+        child = get_shared(
+            key, lambda: LibraryChild(child_settings(self._library, self._settings, python=self._python))
+        )
+        return await child.process()
+
+    def number_for(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:
+        """Return the number of the task used for a problem. Raises ChildError for an invalid number of tasks."""
+        return task_of(problem["index"], problem["record"].get("split"), _count_tasks(process), self._heldout)
+
+    def check(self, source: str) -> None:
+        """Load the tasks of `source`, as a test before a run. Raises ConfigError if it fails."""
+        try:
+            if _count_tasks(run_alone(self.process)) < 2:
+                raise ChildError(
+                    f"{source} has less than two tasks; at least one each is needed for training and validation"
+                )
+        except Exception as error:
+            raise ConfigError(f"rollout.environment = {self._library}: {error}") from error
+
+
+def _count_tasks(process: LibraryProcess) -> int:
+    """Return the number of tasks that a library's process has loaded. Raises ChildError for an invalid number."""
+    num_tasks = process.introduction.get("num_tasks")
+    if not isinstance(num_tasks, int) or num_tasks < 0:
+        raise ChildError(f"the number of tasks is {num_tasks!r:.80}, not a whole number")
+    return num_tasks
+
+
+def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
+    """Return the number of the task used for a problem. The last tasks, a share of `heldout`, are for validation."""
+    num_heldout = max(1, math.floor(num_tasks * heldout))
+    if split is None:
+        return index % num_tasks
+    if split == "train":
+        return index % (num_tasks - num_heldout)
+    return num_tasks - num_heldout + index % num_heldout
