@@ -11,7 +11,7 @@ from typing import Any
 from megarl.environments.libraries.library_process import ForeignError
 from megarl.environments.libraries.library_tasks import LibraryTasks
 
-_OWN_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
+_ARGUMENT_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
 """Fields of Harbor's TrialConfig set by the arguments of `Harbor`."""
 
 
@@ -43,7 +43,7 @@ class Harbor:
     ) -> None:
         if not 0 < heldout < 1:
             raise ValueError("heldout must be between 0 and 1")
-        if overridden := sorted({*(trial or {})} & {*_OWN_FIELDS}):
+        if overridden := sorted({*(trial or {})} & {*_ARGUMENT_FIELDS}):
             raise ValueError(
                 f"trial.{overridden[0]}: is set by the other arguments; use agent, environment, tasks or trials"
             )

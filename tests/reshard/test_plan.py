@@ -453,7 +453,7 @@ def test_senders_share_the_load() -> None:
 
 @pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33, 64, 100])
 def test_a_tensor_larger_than_a_bucket_is_sent_in_slices_of_at_most_half(rows: int) -> None:
-    """Then a slice of another tensor fits beside it."""
+    """A bucket with one slice has room for a slice of another tensor."""
     first, second = ((Piece(Box(name, (0, 0), (rows, 8)), name, 0, (8, 1)),) for name in ("a", "b"))
     plan = make_plan([(*first, *second), ()], [(), (*first, *second)], itemsize=4, bucket_bytes=4 * 128)
     slices = [t.numel for bucket in transfers(plan) for t in bucket]

@@ -75,6 +75,17 @@ def make_trainer(ranks: Any, most_bytes: int) -> RankTrainer:
     )  # fmt: skip
 
 
+async def start_with_two_of_three_models() -> tuple[Ranks, RankTrainer]:
+    """Return ranks and trainer with models b and c in memory, and a on the disk."""
+    ranks = Ranks()
+    trainer = make_trainer(ranks, 480)
+    await trainer.start()
+    for name in "abc":
+        await trainer.create_model(name, 0)
+    assert ranks.moved() == ["a"]
+    return ranks, trainer
+
+
 async def test_models_used_least_recently_move_to_disk() -> None:
     ranks = Ranks()
     trainer = make_trainer(ranks, 480)
@@ -124,12 +135,7 @@ async def test_what_does_not_fit_is_refused_and_the_service_goes_on(is_disk_full
 
 
 async def test_a_session_that_ends_while_its_call_makes_room_leaves_nothing() -> None:
-    ranks = Ranks()
-    trainer = make_trainer(ranks, 480)
-    await trainer.start()
-    for name in "abc":
-        await trainer.create_model(name, 0)
-    assert ranks.moved() == ["a"]
+    ranks, trainer = await start_with_two_of_three_models()
     endings: list[asyncio.Task[None]] = []
 
     async def end_session() -> None:
@@ -152,12 +158,7 @@ async def test_a_state_that_cannot_be_read_back_fails_its_model_alone(
 ) -> None:
     # There is no checkpoint: these ranks only note that they load one.
     monkeypatch.setattr("megarl.service.rank_trainer.check_harmless", lambda folder: None)
-    ranks = Ranks()
-    trainer = make_trainer(ranks, 480)
-    await trainer.start()
-    for name in "abc":
-        await trainer.create_model(name, 0)
-    assert ranks.moved() == ["a"]
+    ranks, trainer = await start_with_two_of_three_models()
     ranks.damaged = {"a"}
     for _ in range(2):
         with pytest.raises(UserError, match=r"idle/a\) cannot be read.*load_state_with_optimizer"):

@@ -102,7 +102,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "another file": lambda file: file.write_bytes(b"x" * 1000),
     "other contents": lambda file: torch.save({"tensors": []}, file),
 }
-"""What happens to the file of an idle model, by name."""
+"""Name to a function that damages the file of an idle model."""
 
 
 def lose_models(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> list[list[str | None]]:

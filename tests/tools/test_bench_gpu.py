@@ -90,13 +90,13 @@ def test_a_single_step_is_a_warm_up() -> None:
 import json, sys; sys.path.insert(0, {str(BENCH)!r})
 import grpo_gpu
 step = {{**dict.fromkeys(grpo_gpu.MEDIANS), **json.loads({json.dumps(json.dumps(step))})}}
-told = {{"machine": {{}}, "versions": {{}}}}
+facts = {{"machine": {{}}, "versions": {{}}}}
 for steps in ([step], [step, step]):
-    print(json.dumps([line.get("warm_up_of", line.get("metric")) for line in grpo_gpu.last_lines(steps, told)]))
-    print(json.dumps(["metric" in line for line in grpo_gpu.last_lines(steps, told)]))
+    print(json.dumps([line.get("warm_up_of", line.get("metric")) for line in grpo_gpu.last_lines(steps, facts)]))
+    print(json.dumps(["metric" in line for line in grpo_gpu.last_lines(steps, facts)]))
 slow = {{**step, "step_seconds": 5.1}}
 for steps in ([step, step, step], [slow, step, step]):
-    lines = grpo_gpu.last_lines(steps, told)
+    lines = grpo_gpu.last_lines(steps, facts)
     print(json.dumps([(line["value"], line["met"]) for line in lines if line["metric"] == "grpo_first_step"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

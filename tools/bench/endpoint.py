@@ -1,4 +1,4 @@
-"""What the endpoint of agents adds to a completion: milliseconds, CPU time, and requests a second.
+"""Cost of the agents' endpoint: milliseconds and CPU time added to a completion, and requests a second.
 
     python tools/bench/endpoint.py --sessions 200 1000 --dialects chat
 

@@ -42,7 +42,7 @@ WIRES = {
 
 @dataclass(frozen=True)
 class Load:
-    """What the clients ask. `rate` is requests a second of all together, in the paced part of a round.
+    """Requests of the clients. `rate` is those of all clients a second, in the paced part of a round.
 
     Each part of a round takes `seconds` or longer. The first message of a conversation has `opening_sentences`, and
     after `turns` answers the conversation begins again.
