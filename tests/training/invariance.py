@@ -43,16 +43,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dro": {"policy_loss": "dro", "policy_loss_kwargs": {"beta": 0.1}},
     "dppo_tv": {"policy_loss": "dppo_tv", "clip_low": 0.001, "clip_high": 0.001},
     "dppo_kl": {"policy_loss": "dppo_kl", "clip_low": 0.001, "clip_high": 0.001, "log_ratio_penalty": 0.05},
-    # Half of the default powers and decays: a weight multiplies the rounding of a whole sequence by them.
-    "vespo": {
-        "policy_loss": "vespo",
-        "policy_loss_kwargs": {
-            "power_positive": 1.0,
-            "decay_positive": 1.5,
-            "power_negative": 1.5,
-            "decay_negative": 1.0,
-        },
-    },
+    "vespo": {"policy_loss": "vespo", "policy_loss_kwargs": {"decay_positive": 0.01, "decay_negative": 0.01}},
     "sequences dropped": {**CLIPS, "off_policy_limit": 0.2, "kl_coefficient": 0.1, "kl_unbiased": True},
     "drift penalised": {**CLIPS, "dual_clip": 2.5},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
