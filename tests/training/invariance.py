@@ -62,7 +62,7 @@ BALANCED = {
 }
 """Megatron's fields in the objective `balanced`, which models without experts lack."""
 WITH_VALUE_HEAD, IN_PAIRS = ("critic", "reward model"), ("dpo", "reward model")
-STEEP = ("sapo", "vespo")
+STEEP = ("sapo", "unclipped", "vespo")
 """Objectives that are compared after one step: their weights depend steeply on ratios, so later steps amplify rounding.
 
 Three steps of vespo on one rank, with other rows only, end with gradient norms 3.4e-5 apart; one step with 5e-8.
