@@ -31,8 +31,12 @@ _OF_LIBRARIES = re.compile(r"torchinductor_.*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a
 """Temporary files that are removed at the end but are nobody's fault: torch's cache, vLLM's sockets, W&B's folders."""
 _TRIAL = re.compile(r"[a-z0-9_]{8}")
 """A file that `tempfile` writes and removes when it is first asked for a folder."""
-_SHARED_MEMORY = re.compile(rb"/dev/shm/(?!standin_gpu-)(\S+)")
-"""Shared memory without that of an imitated GPU: tools/standin_gpu/run.py, which has started pytest, removes it."""
+_SHARED_MEMORY = re.compile(rb"/dev/shm/(?!standin_gpu-|libpod_)(\S+)")
+"""Shared memory of the tests alone.
+
+tools/standin_gpu/run.py, which has started pytest, removes the memory of an imitated GPU. `libpod_lock` belongs to the
+machine: the first podman makes it, all podmans map it, and it stays until the next start of the machine.
+"""
 
 
 class Process(NamedTuple):
@@ -88,12 +92,16 @@ class Watch:
 
 def mapped_memory(processes: list[Process]) -> set[str]:
     """Names of the shared memory that the processes map."""
-    found: set[str] = set()
+    names: set[str] = set()
     for process in processes:
         with suppress(OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_bytes()
-            found.update(name.decode() for name in _SHARED_MEMORY.findall(maps))
-    return found
+            names |= memory_names(Path(f"/proc/{process.pid}/maps").read_bytes())
+    return names
+
+
+def memory_names(maps: bytes) -> set[str]:
+    """Names of the shared memory in what `/proc/PID/maps` holds."""
+    return {name.decode() for name in _SHARED_MEMORY.findall(maps)}
 
 
 def _left(mark: str, folder: Path, memory: set[str]) -> list[str]:

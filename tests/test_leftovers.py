@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.child_processes import start_with_default_signals
-from tests.leftovers import MARK, marked_processes
+from tests.leftovers import MARK, marked_processes, memory_names
 
 pytestmark = pytest.mark.distributed
 
@@ -100,6 +100,14 @@ def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path, workers: 
     assert left is not None and "1 passed, 1 error" in output.splitlines()[-1], output
     assert Path(left[3]).name == f"megarl-left-{Path(left[2]).name}"
     wait_until(lambda: not Path(left[3]).exists() and not any((tmp_path / "tmp").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("psm_1234", True), ("libpod_lock", False), ("libpod_rootless_lock_0", False)]
+)
+def test_locks_of_podman_do_not_count_as_shared_memory(name: str, counts: bool) -> None:
+    maps = f"7f12-7f13 rw-s 00000000 00:18 2   /dev/shm/{name}\n".encode()
+    assert memory_names(maps) == ({name} if counts else set())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
