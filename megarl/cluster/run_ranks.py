@@ -55,6 +55,7 @@ class RunRanks:
         self.on_removed: Callable[[str], object] = lambda reason: None
         """Callback (reason) for each removed replica, called before `on_lost`."""
         self._hang_report: HangReport | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._notify: Callable[[str], object] = lambda report: None
 
     @property
@@ -217,6 +218,10 @@ class RunRanks:
         """Check that the run's nodes have places for these ranks, or can get them. Raises ConfigError if not."""
         if self.nodes is not None:
             await self.nodes.reserve(num_trainers, replica_sizes)
+
+    def begin_close(self) -> None:
+        """Begin to close all groups. Ranks in a call are killed, even if they hang: it raises PeerLostError."""
+        self._closing = asyncio.ensure_future(self.close_groups())
 
     async def close_groups(self) -> None:
         """Close all groups, so their ranks exit. The agents continue."""

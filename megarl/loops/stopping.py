@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megarl.types import EndedError, StoppedError
+from megarl.loops.task_stacks import task_stacks
+from megarl.types import EndedError, PeerLostError, StoppedError
 
 DRIVER_LOG = "driver.log"
 """File in a start's log folder with the screen's lines from the opening of the run folder to the summary, and the
@@ -72,6 +73,8 @@ class StopRequest:
 
     def __init__(self, *, has_progress: bool = False) -> None:
         self.by: str | None = None
+        self.end_ranks: Callable[[], object] = lambda: None
+        """Called at the second signal: ends the ranks, so that no call to one that hangs delays the run's end."""
         self._has_steps, self._is_urgent = has_progress, False
         self._notice: Callable[[str], object] = lambda text: None
 
@@ -119,6 +122,7 @@ class StopRequest:
             )
             if is_repeated:
                 self._is_urgent = True
+                self.end_ranks()
             if is_repeated or (self.by is None and not self._has_steps):
                 task.cancel()
             first_at = min(first_at, loop.time())
@@ -129,15 +133,15 @@ class StopRequest:
             loop.add_signal_handler(number, receive, number)
         try:
             yield
-        except asyncio.CancelledError:
-            if self.by is None:
-                raise
+        except (asyncio.CancelledError, PeerLostError) as error:
             go_on = f"go on with: megarl train {run_folder} --resume"
             if self._is_urgent:
                 # Without a save: the second signal says that there is no time for it.
                 raise EndedError(
                     f"{self.by}, then a second signal: the run exited at once, without saving; {go_on}"
                 ) from None
+            if self.by is None or isinstance(error, PeerLostError):
+                raise
             raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
         finally:
             for number in numbers:
@@ -173,13 +177,18 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Context that writes the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
+    """Context that writes the stacks of all the driver's threads and tasks to `driver.log` on SIGQUIT.
+
+    The run continues.
+    """
     request = StackRequest()
     path = logs_folder / DRIVER_LOG
 
     def receive(*_: object) -> None:
         request.ask_others()
         # Use os.write, because the signal may have interrupted the console or a stream while it held its lock.
+        with suppress(OSError, RuntimeError):  # RuntimeError: no event loop runs yet
+            os.write(log.fileno(), task_stacks(asyncio.get_running_loop()).encode())
         with suppress(OSError):
             os.write(2, f"SIGQUIT: the stacks of driver and ranks are in {logs_folder}\n".encode())
 

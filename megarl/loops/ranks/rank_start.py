@@ -43,6 +43,7 @@ async def start_ranks(
 ) -> RunRanks:
     ranks = await processes.start(folder.logs_folder, folder.bad_nodes, tracker.notice)
     ranks.on_stop_signal(stop.ask)
+    stop.end_ranks = ranks.begin_close
     ranks.report_hangs(folder.logs_folder, tracker.notice)
     # From now on SIGQUIT prints the stacks of the ranks too.
     stacks.ask_others = ranks.show_stacks
