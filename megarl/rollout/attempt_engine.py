@@ -65,6 +65,11 @@ class AttemptEngine:
         """Fail all further requests, because an attempt may ignore its cancellation."""
         self._is_closed = True
 
+    def check_storage(self) -> None:
+        """Raise StorageError if an earlier write of the journal failed."""
+        if self.log is not None:
+            self.log.check_storage()
+
     def begin_again(self) -> None:
         """Begin the attempt again with its recorded completions, after its program was lost."""
         self.is_restarted = True
@@ -126,18 +131,19 @@ class AttemptEngine:
         on_abort: Callable[[int], None] | None,
         num_tokens: int,
     ) -> None:
-        """Record the tokens of an aborted call in the journal, and report them to its caller.
+        """Report the tokens of an aborted call to its caller, and record them in the journal.
 
         The journal has the first `num_begun` of the `num_tokens` already, from a checkpoint. `attempt_try` is the name
         of the try that made the call.
         """
+        # First: the end of a session waits for this report, whatever happens to the journal.
+        if on_abort is not None:
+            on_abort(num_tokens)
         if self.log is not None and attempt_try is not None:
             self.log.note_aborted(attempt_try, call, num_tokens - num_begun)
             # Later checkpoints must not have the call. The groups of a closed engine are in no later checkpoint.
             if not self._is_closed and call in self._calls:
                 self._calls.remove(call)
-        if on_abort is not None:
-            on_abort(num_tokens)
 
     def forget(self, affinity: str) -> None:
         self._pool.forget(affinity)

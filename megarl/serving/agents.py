@@ -34,7 +34,7 @@ from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
 from megarl.serving.sessions import Sessions
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
-from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
+from megarl.types import Ended, Problem, Reward, SamplingSettings, StorageError, Trajectory
 
 if TYPE_CHECKING:
     from megarl.serving.endpoint import Endpoint
@@ -271,7 +271,7 @@ class AgentProgram:
             raise _ProgramError(
                 f"TimeoutError: the agent did not end within {self.config.timeout_seconds:g} s"
             ) from None
-        except _ProgramError:
+        except (_ProgramError, StorageError):
             raise
         # A user's agent may raise anything. Its error ends the attempt, not the run.
         except Exception as error:
@@ -377,6 +377,7 @@ class AgentProgram:
 
         Raises TimeoutError after `seconds`, not counting time in which the engines are paused.
         Raises _ProgramError if the endpoint refuses too many calls of the session, or one beyond its limit of tokens.
+        Raises StorageError if the journal cannot be written: the program would only repeat its failed calls.
         """
         # Seconds in which the engines were paused before the start must not extend the limit.
         ends = time.monotonic() - engine.seconds_paused + seconds
@@ -386,6 +387,7 @@ class AgentProgram:
                 seconds_left = ends - time.monotonic() + engine.seconds_paused
                 if seconds_left <= 0:
                     raise TimeoutError
+                engine.check_storage()
                 if session.outcome is not None:
                     raise _ProgramError(session.outcome)
                 if session.counts["refused_calls"] > _MAX_REFUSED_CALLS:
@@ -397,7 +399,8 @@ class AgentProgram:
             ending.cancel()
             # A user's agent may ignore its cancellation, and the attempt must end anyway.
             await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
-        # A program may also end by itself after such a refusal.
+        # A program may also end by itself after such an error or refusal.
+        engine.check_storage()
         if session.outcome is not None:
             raise _ProgramError(session.outcome)
         return ending.result()

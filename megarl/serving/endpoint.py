@@ -26,7 +26,7 @@ from megarl.serving.refusal import RequestError
 from megarl.serving.session import Session
 from megarl.serving.sessions import Sessions
 from megarl.terminal import FirstOfEachKind
-from megarl.types import ConfigError
+from megarl.types import ConfigError, StorageError
 
 KEEP_ALIVE_SECONDS = 2.0
 """Seconds between the events that keep a stream alive while its answer is not ready yet. Agents that limit the time
@@ -156,6 +156,10 @@ class Endpoint:
         except ConnectionError:
             # The client is gone, so aiohttp closes the connection instead of sending this.
             return web.Response(status=_CLIENT_LEFT)
+        except StorageError:
+            # The attempt raises the error itself, and ends the run. A program that retries would only wait for that.
+            response = _error_response(request, RequestError("the run cannot write its journal, and ends", status=500))
+            is_last = True
         except web.HTTPException as error:
             response = _error_response(request, RequestError(error.text or error.reason, status=error.status))
             is_last = True

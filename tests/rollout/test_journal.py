@@ -16,13 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.config.parallel import ParallelConfig
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
 from megarl.rollout.journal.lines import encode_line, read_lines
 from megarl.rollout.journal.state import TokenAccount, account_tokens
+from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.types import Completion, DataError, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
+from megarl.types import (
+    Completion,
+    DataError,
+    ExpertsHandle,
+    Problem,
+    Request,
+    Reward,
+    SamplingSettings,
+    StorageError,
+    Trajectory,
+)
 
 pytestmark = pytest.mark.anyio
 PROBLEM = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7")
@@ -300,6 +312,64 @@ async def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monk
     with pytest.raises(Exception, match=r"attempts\.journal"):
         await ending
     assert file.read_bytes() == content
+
+
+class PausedEngine:
+    """An engine that has sampled two tokens of each request when it is paused, and never reports after that."""
+
+    def __init__(self) -> None:
+        self.is_hung = False
+
+    async def ask(self, ranks: Any, method: str, per_rank: Any, *_: Any, **__: Any) -> list[list[Completion]]:
+        _, aborts = per_rank[0]
+        if self.is_hung:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        token_ids, logprobs = np.array([7, 8], np.int64), np.array([-0.5, -1.5], np.float32)
+        return [[Completion(name, token_ids, logprobs, "abort", np.ones(2, np.int32)) for name in aborts]]
+
+
+async def test_a_full_disk_stops_no_report_of_an_aborted_call(tmp_path: Path, no_file_may_grow: Any) -> None:
+    """The sessions wait for the reports, and the pool reports all of its aborted calls in one loop."""
+    ranks, journal = PausedEngine(), opened(tmp_path, 1)
+    pool = EnginePool(ranks, ParallelConfig(1, 1, 1, 1), max_running=4)
+    reports: list[int] = []
+    calls = []
+    for number in range(2):
+        engine = AttemptEngine(pool, log=journal.begin(f"a {number}", "s"))
+        request = Request(f"r{number}", np.array(FIRST, np.int32), SAMPLING, 1)
+        calls.append(asyncio.create_task(engine.generate(request, on_abort=reports.append)))
+    while pool.load().num_running < 2:
+        await asyncio.sleep(0)
+    await pool.pause()
+    ranks.is_hung = True
+    pool.resume()
+    while pool.load().num_running < 2:
+        await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert reports == []
+    with no_file_may_grow():
+        with pytest.raises(StorageError, match=r"attempts\.journal"):
+            await journal.write({"kind": "dropped", "tries": []})
+        pool.fail(RuntimeError("the engines are lost"))
+    assert reports == [2, 2]
+    with pytest.raises(StorageError, match=r"attempts\.journal"):
+        journal.check_storage()
+    for replica in pool._replicas:
+        assert replica.pump is not None
+        replica.pump.cancel()
+
+
+async def test_a_record_that_nobody_waits_for_is_not_lost_silently(tmp_path: Path, no_file_may_grow: Any) -> None:
+    journal = opened(tmp_path, 1)
+    log = journal.begin("a", "s")
+    await play(log, Pool(), FIRST)
+    with no_file_may_grow():
+        log.note_aborted(log.name, RecordedCall(np.array(SECOND, np.int32)), 3)
+        with pytest.raises(StorageError, match=r"attempts\.journal"):
+            journal.close()
 
 
 def test_a_line_is_json_with_its_checksum() -> None:

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from megarl.config.sections.rollout import AgentConfig
 from megarl.rewards.scoring.results import verdict_by_value
+from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.engine_requests import num_sampled
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
@@ -17,9 +20,11 @@ from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
 from megarl.rollout.stitch import stitch
+from megarl.serving.agents import AgentProgram
+from megarl.serving.containers import Containers
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
-from megarl.types import Completion, Problem, Request, Reward, Trajectory
+from megarl.types import Completion, Problem, Request, Reward, StorageError, Trajectory
 from tests.rollout.engines import CONTEXT_TOKENS
 from tests.serving.scripted_pool import ScriptedPool, scripted_endpoint
 from tests.serving.served import ONE, SAMPLING, Served
@@ -173,3 +178,54 @@ async def test_a_session_ends_although_the_client_that_ends_it_disconnects() -> 
         await attempt
         assert session.reward == 1.0 and session.counts["untrained_tokens"] == 7
         assert pool.forgotten == [session.name]
+
+
+async def test_a_session_ends_although_its_journal_cannot_be_written(tmp_path: Path, no_file_may_grow: Any) -> None:
+    """Its call is aborted after the disk is full, and the engine reports the tokens."""
+    pool: Any = LatePool()
+    journal = AttemptJournal(tmp_path / "attempts.journal", 1, lambda *_: PROBLEM)
+    log = journal.begin("a 0", "s")
+    async with scripted_endpoint(pool) as s:
+        limits = Limits(CONTEXT_TOKENS, 40, 60.0)
+        session = s.sessions.open("t", "s", SAMPLING, limits, AttemptEngine(pool, log=log), log)
+        session.complete("The", SAMPLING, b"1", is_retry=False)
+        while not pool.reports:
+            await asyncio.sleep(0)
+        with no_file_may_grow():
+            with pytest.raises(StorageError):
+                await journal.write({"kind": "dropped", "tries": []})
+            ending = asyncio.create_task(s.sessions.end(session))
+            await asyncio.sleep(0)
+            [report] = pool.reports
+            report(7)
+            await ending
+    assert session.counts["untrained_tokens"] == 7
+    with pytest.raises(StorageError, match=r"attempts\.journal"):
+        log.check_storage()
+
+
+class Persistent:
+    """An agent that repeats a failed call without end."""
+
+    async def run(self, problem: Any, base_url: str, api_key: str) -> None:
+        async with aiohttp.ClientSession() as http:
+            while True:
+                async with http.post(f"{base_url}/completions", json=LONG | {"prompt": "One"}) as answer:
+                    await answer.read()
+
+
+async def test_a_journal_that_cannot_be_written_ends_the_attempt(tmp_path: Path, no_file_may_grow: Any) -> None:
+    journal = AttemptJournal(tmp_path / "attempts.journal", 1, lambda *_: PROBLEM)
+    async with scripted_endpoint() as s:
+        config = AgentConfig(timeout_seconds=1e6)
+        containers = Containers(config, s.endpoint.address)
+        pool: Any = s.pool
+        unused: Any = None
+        program = AgentProgram(
+            config, s.endpoint, s.sessions, unused, containers, asyncio.Semaphore(1), lambda: Persistent()
+        )
+        engine = AttemptEngine(pool, log=journal.begin("a 0", "s"))
+        task = Task("command", PROBLEM, 0, 0, "seed", SAMPLING)
+        with no_file_may_grow(), pytest.raises(StorageError, match=r"attempts\.journal"):
+            await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), engine)
+        assert s.sessions.num_open == 0

@@ -66,6 +66,7 @@ class AttemptJournal:
         self._num_appended = self._num_durable = 0
         self._flushing: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
+        self._is_failure_raised = True
         if file.exists():
             self._state.read(file)
         # Steps are undone first: `forget_settled` would remove their attempts, which can be used again.
@@ -155,9 +156,17 @@ class AttemptJournal:
             await asyncio.shield(self._flushing)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Append a record to the next flush. Raises the error of an earlier flush."""
+        """Append a record to the next flush. Raises the error of an earlier write."""
+        self.check_storage()
+        self._add(values)
+
+    def check_storage(self) -> None:
+        """Raise the error of an earlier write, if one failed. Nothing more can be written then."""
         if self._failure is not None:
+            self._is_failure_raised = True
             raise self._failure
+
+    def _add(self, values: Mapping[str, Any]) -> None:
         self._state.apply(values)
         self._pending.append(encode_line(values))
         self._num_appended += 1
@@ -167,20 +176,23 @@ class AttemptJournal:
 
         The record survives a kill of this process. A crash of the machine can lose it.
         """
-        self.append(values)
-        content = self._take_pending()
+        self.check_storage()
+        self._note(values)
+
+    def _note(self, values: Mapping[str, Any]) -> None:
+        self._add(values)
         # The thread of `_flush` writes this too, so records keep their order in the file.
-        self._thread.submit(self._write, content, is_flushed=False)
+        self._thread.submit(self._write, self._take_pending(), is_flushed=False)
 
     def note_aborted(self, name: str, prompt: str, num_tokens: int, origin: str | None = None) -> None:
         """Record sampled tokens of a try that are in none of its answers. `prompt` is the digest of their prompt.
 
         `origin` is the earlier try that had these tokens before; None: they are new. The record survives a kill of this
-        process.
+        process. Never raises: after a failed write, the next write of an answer or an end raises its error.
         """
         # An engine may report an aborted call after the end of the run.
         if num_tokens and not self._is_closed:
-            self.note({"kind": "aborted", "try": name, "prompt": prompt, "tokens": num_tokens, "from": origin})
+            self._note({"kind": "aborted", "try": name, "prompt": prompt, "tokens": num_tokens, "from": origin})
 
     async def write_answer(
         self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun: int, request_id: str
@@ -196,11 +208,13 @@ class AttemptJournal:
         await self.write(sampled_record(attempt, attempt.num_begun, call, origin, **facts))
 
     def close(self) -> None:
+        """Write the last records. Raises the error of a failed write, unless `check_storage` has raised it."""
         self._is_closed = True
-        if self._failure is None:
-            self._thread.submit(self._write, self._take_pending())
+        self._thread.submit(self._write, self._take_pending())
         self._thread.shutdown(wait=True)
         os.close(self._descriptor)
+        if not self._is_failure_raised:
+            self.check_storage()
 
     def _trajectory(self, attempt: JournaledTry) -> Trajectory | None:
         """Return the trajectory of an ended try; None: the try has no usable trajectory."""
@@ -235,7 +249,7 @@ class AttemptJournal:
                 if is_flushed:
                     os.fdatasync(self._descriptor)
         except Exception as error:
-            self._failure = error
+            self._failure, self._is_failure_raised = error, False
             raise
 
 
@@ -339,6 +353,10 @@ class AttemptLog:
             self._journal.note_aborted(self.name, prompt, num_tokens)
         elif earlier is not None and earlier is not self._attempt:
             self._journal.note_aborted(self.name, prompt, num_tokens, origin=earlier.name)
+
+    def check_storage(self) -> None:
+        """Raise StorageError if an earlier write of the journal failed."""
+        self._journal.check_storage()
 
     def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
         """Count the tokens of a call that was aborted, for the try with this name."""
