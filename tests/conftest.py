@@ -179,7 +179,9 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
         end_fork_servers()
     if _is_interrupted:
         return
-    # The folder of a driver that a test has killed is removed by the next run; none comes after the last test.
+    # The folder of a driver that a test has killed is removed by the next run; none comes after the last test. A folder
+    # is locked while its process lives, so processes that are about to end come first.
+    _leftovers(pytestconfig)
     PrivateFolder().remove()
     left = _leftovers(pytestconfig)
     if left:
