@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from megarl.files.atomic import replace_folder, replace_text, storage_faults_named
+from megarl.files.atomic import replace_folder, replace_text, storage_faults_named, sync
 from megarl.files.model_folder import max_values_of
 from megarl.files.strict_json import loads
 from megarl.types import ConfigError, DataError
@@ -113,6 +113,14 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
         "layout": dict(layout),
     }
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def complete_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder whose ranks have hashed and synced `files`. Its other files are read here."""
+    others = [path for path in folder.iterdir() if path.name not in files]
+    for path in others:
+        sync(path)
+    write_manifest(folder, {**files, **{path.name: file_record(path) for path in others}}, layout)
 
 
 @contextmanager

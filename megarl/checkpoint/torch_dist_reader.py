@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes
 from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, Stored, parameters
 from megarl.families.draft_layers import PARAMETERS as DRAFT_LAYERS
 from megarl.families.model_tensors import hf_tensors
@@ -256,6 +257,18 @@ def check_harmless(folder: Path) -> None:
             with storage_faults_named(path):
                 raise
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
+def check_intact(folder: Path) -> None:
+    """Check a checkpoint that megarl saved, before ranks load it: its files are those of its manifest, and harmless.
+
+    Raises DataError with the first file that is damaged or missing, StorageError for an unreadable file.
+    """
+    expected = check_sizes(folder)
+    if not expected:
+        raise DataError(f"{folder / MANIFEST}: not found.")
+    check_hashes(folder, expected)
+    check_harmless(folder)
 
 
 def _load_plain(file: IO[bytes]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from megarl.files.atomic import end_replacements, replace_folder, replace_text
 from megarl.service.refusals import NotFoundError, UserError
 from megarl.service.requests import NAME
+from megarl.types import DataError, StorageError
 
 _RUN = re.compile(r"^[a-z0-9]+:train:[0-9]+\Z")
 _NAME = re.compile(NAME.removesuffix("$") + r"\Z")
@@ -143,8 +144,9 @@ class Checkpoints:
         """Context of the ranks' reading of a checkpoint: it is neither deleted nor replaced.
 
         Raises NotFoundError if it is not the one with this time of its record any more. A file that vanished under the
-        ranks would be an error of theirs, which ends the whole service.
+        ranks would be an error of theirs, which ends the whole service. Damaged files raise UserError.
         """
+        path = self.path_of(folder.parent.parent.name, folder.parent.name, folder.name)
         record = self._read_record(folder)
         if record is None or record["time"] != saved_at:
             problem = "the checkpoint was deleted or replaced, or has expired; use another one"
@@ -152,6 +154,13 @@ class Checkpoints:
         self._readers[folder] += 1
         try:
             yield
+        # The texts of these errors name folders of the service, so they are for the operator.
+        except DataError as error:
+            raise UserError(f"path = {path}: its files are damaged. Load another checkpoint") from error
+        except (OSError, StorageError) as error:
+            raise UserError(
+                f"path = {path}: the disk of the service fails. Load it again later, or another checkpoint"
+            ) from error
         finally:
             self._readers[folder] -= 1
 

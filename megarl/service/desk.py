@@ -51,7 +51,7 @@ class Desk:
         published, background = PublishedWeights(trainer, checkpoints), Background()
         self.models = Models(trainer, checkpoints, self.sessions, self.ledger, published, background, clock)
         self.training = TrainingCalls(trainer, self.sessions, self.ledger)
-        self.saves = Saves(trainer, checkpoints, self.sessions, self.ledger, published, background, report)
+        self.saves = Saves(trainer, checkpoints, self.sessions, self.ledger, published, background)
         self.sampling = Sampling(trainer, checkpoints, self.sessions, self.ledger, published, clock)
 
     def finish_session(self, session_id: str, owner: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from megarl.service.admission import BODY_BYTES, Admission, QueueLimits
 from megarl.service.refusals import BusyError, NotFoundError, UserError
 from megarl.service.turns import TENANT
+from megarl.types import MegarlError
 
 READ_SECONDS = 600.0
 """Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
@@ -384,6 +385,9 @@ class Ledger:
         try:
             promise.finish(await work())
         except (UserError, NotFoundError) as error:
+            # The client's text names no folder of the service, so only the operator learns the cause.
+            if isinstance(cause := error.__cause__, OSError | MegarlError):
+                self._report(f"request {promise.request_id}: {error}: {type(cause).__name__}: {cause}")
             promise.fail(str(error), "user")
         except asyncio.CancelledError:
             # `close_model` has failed the promise already, and its reason is the client's own end.

@@ -25,7 +25,7 @@ from megarl.models.policy import PolicyModel
 from megarl.platform.memory.host_memory import available_bytes
 from megarl.service.memory_limits import RankMemory
 from megarl.service.objectives import make_objective, measure
-from megarl.service.rank_saves import save_model
+from megarl.service.rank_saves import SaveOutcome, save_model
 from megarl.service.rank_top_tokens import TopTokensHead, select_scores
 from megarl.training.optimizer import step_if_finite
 from megarl.training.state import checkpoint
@@ -118,16 +118,13 @@ class Adapters:
         policy.clear_gradients()
         return norm, is_applied
 
-    def save(self, name: str, folder: Path) -> str | None:
-        """Write a model's state to an empty folder, readable with any parallel sizes. Gradients are not part of it.
-
-        Returns the fault of the disk that this rank met. If a rank has one, the folder is incomplete.
-        """
+    def save(self, name: str, folder: Path) -> SaveOutcome:
+        """Write a model's state to an empty folder, readable with any parallel sizes. Gradients are not part of it."""
         self._select(name)
         return save_model(self._policy, self._parallel, folder)
 
     def load(self, name: str, folder: Path, with_optimizer: bool) -> None:
-        """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_harmless`."""
+        """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_intact`."""
         self.hold_live()
         # A loaded state replaces a model of this name, so its older copy must go.
         self._discard(name)

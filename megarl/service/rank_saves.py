@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,20 +26,24 @@ _RECORD_BYTES = 1 << 18
 _RECORD_BYTES_PER_PARAMETER = 4096
 
 
-def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -> str | None:
+SaveOutcome = tuple[dict[str, dict[str, Any]], str | None]
+"""A rank's part of a save: size and sha256 of its files by name, and the fault of the disk that it met, or None."""
+
+
+def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -> SaveOutcome:
     """Write a policy's state to an empty folder, readable with any parallel sizes. A collective.
 
-    Returns the fault of the disk that this rank met. If a rank has one, the folder is incomplete on all of them.
+    If a rank has a fault, the folder is incomplete on all of them.
     """
     records = _Room(folder / "records", _RECORD_BYTES + _RECORD_BYTES_PER_PARAMETER * len(trained_parameters(policy)))
     if _is_anywhere(fault := records.take()):
-        return fault
+        return {}, fault
     # Rank 0 writes the state common to all ranks already here.
     records.free()
     save = checkpoint.plan_save(folder, {"": policy}, str(parallel))
     tensors = _Room(folder / "tensors", save.num_bytes)
     if _is_anywhere(fault := records.take() or tensors.take()):
-        return fault
+        return {}, fault
     tensors.free()
     try:
         # The driver renames the folder after this call, so all files must be complete.
@@ -47,11 +52,10 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
     except StorageError as error:
         fault = str(error)
     if _is_anywhere(fault):
-        return fault
+        return {}, fault
     # Another program may take the room now, but has little time for it.
     records.free()
-    save.finish()
-    return None
+    return save.finish() or {}, None
 
 
 class _Room:

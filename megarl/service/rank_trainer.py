@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.checkpoint.torch_dist_reader import check_harmless
+from megarl.checkpoint.manifest import complete_manifest
+from megarl.checkpoint.torch_dist_reader import check_intact
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
@@ -155,13 +157,15 @@ class RankTrainer:
         return {"grad_norm:mean": norm}
 
     async def save(self, model_id: str, folder: Path) -> None:
-        faults = await self._train_model("save", model_id, folder.absolute())
+        answers = await self._train_model("save", model_id, folder.absolute())
         # Raised here: an error of the ranks themselves ends the service.
-        if fault := next(filter(None, faults), None):
+        if fault := next((fault for _, fault in answers if fault is not None), None):
             raise StorageError(fault)
+        files = dict(ChainMap(*(files for files, _ in answers)))
+        await asyncio.to_thread(complete_manifest, folder, files, {"format": "torch_dist"})
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        await asyncio.to_thread(check_harmless, folder)
+        await asyncio.to_thread(check_intact, folder)
         await self._train(
             "load",
             model_id,
@@ -175,7 +179,7 @@ class RankTrainer:
         await self._train("publish", model_id, version, check=check, prepare=prepare)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
-        await asyncio.to_thread(check_harmless, folder)
+        await asyncio.to_thread(check_intact, folder)
         await self._train("publish_folder", folder.absolute(), version, prepare=partial(self._take_version, version))
 
     async def move_to_disk(self, models: Sequence[str]) -> None:

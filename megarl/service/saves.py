@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,9 @@ class Saves:
         ledger: Ledger,
         published: PublishedWeights,
         background: Background,
-        report: Callable[[str], object],
     ) -> None:
         self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
-        self._published, self._background, self._report = published, background, report
+        self._published, self._background = published, background
 
     def save_weights(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._sessions.read_address(values, owner)
@@ -75,7 +74,7 @@ class Saves:
     ) -> str:
         name = body.path
         assert name is not None
-        with self._disk_faults_refused(name):
+        with _disk_faults_refused(name):
             partial = self._checkpoints.begin(model.model_id, kind, name, owner, overwrite=overwrite)
         record = {
             "owner": owner,
@@ -88,7 +87,7 @@ class Saves:
 
         async def write() -> None:
             try:
-                with self._disk_faults_refused(name):
+                with _disk_faults_refused(name):
                     await self._trainer.save(model.model_id, partial)
                     self._checkpoints.complete(partial, name, record, body.ttl_seconds)
             except BaseException:
@@ -98,15 +97,15 @@ class Saves:
         await self._background.run_to_end(write())
         return self._checkpoints.path_of(model.model_id, kind, name)
 
-    @contextmanager
-    def _disk_faults_refused(self, name: str) -> Iterator[None]:
-        """Context: a full disk fails this save of a client only. The operator learns the cause."""
-        try:
-            yield
-        except (OSError, StorageError) as error:
-            self._report(f"save of {name}: {type(error).__name__}: {error}")
-            # The text of the error names folders of the service.
-            raise UserError(
-                f"path = {name}: was not saved, because the disk of the service is full or fails. The model is as "
-                "before; delete checkpoints (RestClient.delete_checkpoint) and save again, or ask the operator for room"
-            ) from error
+
+@contextmanager
+def _disk_faults_refused(name: str) -> Iterator[None]:
+    """Context that refuses a client's save if the disk is full or fails. The ledger reports the cause."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        # The text of the error names folders of the service.
+        raise UserError(
+            f"path = {name}: was not saved, because the disk of the service is full or fails. The model is as "
+            "before; delete checkpoints (RestClient.delete_checkpoint) and save again, or ask the operator for room"
+        ) from error

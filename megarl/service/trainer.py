@@ -68,7 +68,10 @@ class Trainer(Protocol):
         ...
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Make a model from a saved one. Without its optimizer state it gets a new optimizer."""
+        """Make a model from a saved one. Without its optimizer state it gets a new optimizer.
+
+        Raises DataError for damaged files, and StorageError if the disk fails. A model of this name is then as before.
+        """
         ...
 
     async def publish(self, model_id: str, version: str) -> None:
@@ -76,7 +79,7 @@ class Trainer(Protocol):
         ...
 
     async def publish_folder(self, folder: Path, version: str) -> None:
-        """Keep a copy of a saved model's adapters for sampling."""
+        """Keep a copy of a saved model's adapters for sampling. Raises DataError and StorageError like `load`."""
         ...
 
     async def move_to_disk(self, models: Sequence[str]) -> None:

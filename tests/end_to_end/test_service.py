@@ -94,6 +94,19 @@ def test_a_program_trains_saves_samples_and_resumes(
     assert server.wait(60) == 75
 
 
+def test_a_damaged_checkpoint_fails_the_requests_for_it_alone(
+    server: subprocess.Popen[str], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs/served/service/checkpoints"
+    results = asyncio.run(run_program(read_url(server.stdout), "damaged", str(tiny_model()), SDK_FOLDER=str(folder)))
+    assert list(results["errors"]) == results["labels"], results["errors"]
+    for name, text in results["errors"].items():
+        assert f"/weights/{name}: its files are damaged" in text and str(folder) not in text, text
+    # The SDK would repeat a request with a status of the server's faults for five minutes.
+    assert results["seconds"] < 60, results["errors"]
+    assert results["forward"][0] == results["forward"][1], "the model and its good checkpoint are as they were"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("server", ["dp 2", "tp 2"], indirect=True)
 def test_loops_learn_on_two_ranks(server: subprocess.Popen[str], tiny_model: Callable[..., Path]) -> None:

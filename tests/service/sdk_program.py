@@ -7,6 +7,8 @@ import os
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tinker
@@ -254,6 +256,53 @@ def sampling(url: str, name: str) -> dict[str, Any]:
     }
 
 
+def damaged(url: str, name: str) -> dict[str, Any]:
+    """Damaged checkpoints: each request for one fails at once, and the client goes on. SDK_FOLDER has them all."""
+    service, training = client(url, name)
+    training.forward_backward([datum(TEXT)], "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    good = training.save_state("good").result().path
+    errors: dict[str, str] = {}
+    start = time.monotonic()
+
+    def sample(path: str) -> Any:
+        return service.create_sampling_client(model_path=path).compute_logprobs(types.ModelInput.from_ints(TEXT))
+
+    for label, (file, damage) in DAMAGES.items():
+        path = training.save_state(label).result().path
+        [damaged_file] = Path(os.environ["SDK_FOLDER"], path.removeprefix("tinker://")).glob(file)
+        damage(damaged_file)
+        load = sample if label == "sampled" else service.create_training_client_from_state_with_optimizer
+        try:
+            load(path).result()
+        except Exception as error:
+            errors[label] = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    resumed = service.create_training_client_from_state_with_optimizer(good).result()
+    before, after = (
+        one.forward([datum(TEXT)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+        for one in (training, resumed)
+    )
+    forward = [[float(number) for number in numbers] for numbers in (before, after)]
+    return {"errors": errors, "seconds": seconds, "labels": list(DAMAGES), "forward": forward}
+
+
+def flip_bit(file: Path) -> None:
+    """Change one bit in the middle of a file: of a tensor's elements, not of a record of their place."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "cut": ("*_0.distcp", lambda file: os.truncate(file, file.stat().st_size // 2)),
+    "flipped": ("*_0.distcp", flip_bit),
+    "header": (".metadata", lambda file: file.write_bytes(b"x" * 16 + file.read_bytes()[16:])),
+    "sampled": ("*_0.distcp", lambda file: os.truncate(file, file.stat().st_size // 2)),
+}
+"""Name to the file of a checkpoint, and a function that damages it."""
+
+
 def moving(url: str, name: str) -> dict[str, Any]:
     """A sampling client whose weights move with the model, next to one with fixed weights."""
     _, training = client(url, name)
@@ -331,7 +380,7 @@ def listing(url: str, name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     programs = {
         "supervised": supervised, "reinforce": reinforce, "errors": errors, "chunks": chunks, "sampling": sampling,
-        "moving": moving, "listing": listing, "unreadable": unreadable,
+        "moving": moving, "listing": listing, "unreadable": unreadable, "damaged": damaged,
     }  # fmt: skip
     print(json.dumps(programs[sys.argv[2]](sys.argv[1], sys.argv[3])), flush=True)
     # The SDK's threads would wait for their heartbeat.

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import ClientSession
 
 from megarl.service.checkpoints import Checkpoints
+from megarl.types import DataError, StorageError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
 from tests.service.test_access import Client, make_model
@@ -46,6 +47,55 @@ def test_a_full_disk_fails_a_save_and_the_service_goes_on(small_disk: Callable[[
             assert again["path"] == first["path"]
             loaded = await client.result("load_weights", address | {"seq_id": 6, "optimizer": True} | first)
             assert loaded["model_id"] == model_id
+
+    asyncio.run(run())
+
+
+class FaultyTrainer(FakeTrainer):
+    """A trainer that cannot load checkpoints."""
+
+    error: Exception = DataError("/disk/checkpoints/file: cut short")
+
+    async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        raise self.error
+
+    async def publish_folder(self, folder: Path, version: str) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [(DataError, "its files are damaged"), (StorageError, "the disk of the service fails"), (OSError, "fails")],
+)
+def test_a_checkpoint_that_cannot_be_read_fails_the_requests_for_it_alone(
+    tmp_path: Path, error: type[Exception], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        trainer = FaultyTrainer()
+        trainer.error = error("/disk/checkpoints/file: cut short")
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            session_id, model_id = await make_model(client)
+            saved = await client.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "saved"})
+            source = {"path": saved["path"], "optimizer": True}
+            loaded = await client.result("load_weights", {"session_id": session_id, "model_seq_id": 5} | source)
+            again = await client.result("load_weights", {"model_id": model_id, "seq_id": 2} | source)
+            _, sampler = await client.post(
+                "create_sampling_session",
+                {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]},
+            )
+            sampled = await client.result(
+                "asample",
+                {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 0, "sampling_params": {},
+                 "prompt": {"chunks": [{"tokens": [1]}]}},
+            )  # fmt: skip
+            for reply in (loaded, again, sampled):
+                assert reply["category"] == "user"
+                assert reply["error"].startswith(f"path = {saved['path']}: ") and problem in reply["error"]
+                assert "/disk" not in reply["error"], "folders of the service are not the client's"
+            assert capsys.readouterr().out.count("/disk/checkpoints/file: cut short") == 3, "the operator learns them"
+            step = await client.result("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+            assert "metrics" in step
 
     asyncio.run(run())
 

@@ -157,7 +157,7 @@ async def test_a_state_that_cannot_be_read_back_fails_its_model_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # There is no checkpoint: these ranks only note that they load one.
-    monkeypatch.setattr("megarl.service.rank_trainer.check_harmless", lambda folder: None)
+    monkeypatch.setattr("megarl.service.rank_trainer.check_intact", lambda folder: None)
     ranks, trainer = await start_with_two_of_three_models()
     ranks.damaged = {"a"}
     for _ in range(2):

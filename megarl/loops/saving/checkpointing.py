@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import faults
-from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
+from megarl.checkpoint.manifest import check_sizes, complete_manifest
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
@@ -170,13 +170,8 @@ class Checkpoints:
             "spikes": self._spikes_then, "drawn": self._position.after(step, self._recipe).as_json(),
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
-        for path in partial.iterdir():
-            # Ranks have hashed and synced their own files. These are the driver's.
-            if path.name not in files:
-                sync(path)
-                files[path.name] = file_record(path)
         # The manifest comes last, then the rename: only a complete save gets a checkpoint's name.
-        write_manifest(partial, files, {"format": "torch_dist"})
+        complete_manifest(partial, files, {"format": "torch_dist"})
         target = self._published(step)
         faults.reach("publish")
         shutil.rmtree(target, ignore_errors=True)
@@ -253,17 +248,13 @@ def survey(earlier: RunRecord) -> Survey:
     DataError if there are checkpoints but no valid one.
     """
     # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
-    from megarl.checkpoint.torch_dist_reader import check_harmless
+    from megarl.checkpoint.torch_dist_reader import check_intact
 
     damaged: dict[str, str] = {}
     for folder in earlier.checkpoints:
         try:
             with storage_faults_named(folder):
-                expected = check_sizes(folder)
-                if not expected:
-                    raise DataError(f"{folder / MANIFEST}: not found.")
-                check_hashes(folder, expected)
-                check_harmless(folder)
+                check_intact(folder)
         except DataError as error:
             damaged[folder.name] = str(error)
         else:
