@@ -18,4 +18,6 @@ def make_image(folder: Path, programs: Sequence[str]) -> None:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, folder / place)
     (folder / "bin/sh").symlink_to("bash")
-    (folder / "tmp").mkdir()
+    # podman and docker make missing folders; apptainer refuses an image without them.
+    for name in ("dev", "proc", "sys", "etc", "root", "tmp", "var/tmp"):
+        (folder / name).mkdir(parents=True)

@@ -132,37 +132,37 @@ def settings(program: str, endpoint: tuple[str, int]) -> ContainerSettings:
     return ContainerSettings(kind=program, name="megarl-test", address=endpoint, image=IMAGE, limits=LIMITS)
 
 
-def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: ContainerSettings) -> None:
+async def use_endpoint_and_files(settings: ContainerSettings) -> None:
+    """Run programs in a container: the endpoint answers, other addresses do not, files stay, and processes end."""
     host, port = settings.address
     reaching = "exec 3<>/dev/tcp/127.0.0.1/11811 && echo this >&3 && cat <&3"
     refused = (
         f"(exec 3<>/dev/tcp/{host}/{port}) && echo REACHED; (exec 3<>/dev/tcp/192.0.2.1/80) && echo REACHED; exit 4"
     )
+    container = Container(settings)
+    await container.start()
+    stdin = base64.b64encode(b"hello ").decode()
+    ran = await container.execute(["sh", "-c", f"cat; {reaching}; sleep 600 &"], VARIABLES, stdin=stdin)
+    assert (ran.exit_code, ran.stdout) == (0, "hello got this\n"), ran
+    ran = await container.execute(["sh", "-c", refused], VARIABLES)
+    assert ran.exit_code == 4 and "REACHED" not in ran.stdout and "Connection refused" in ran.stderr, ran
+    # Files of one program are there for the next, and its processes are not.
+    ran = await container.execute(["sh", "-c", "echo first > /file; sleep 600 & sleep 600 &"], VARIABLES)
+    assert ran.exit_code == 0, ran
+    listing = 'cat /file; for place in /proc/[0-9]*; do cat "$place/comm" 2>/dev/null; done'
+    ran = await container.execute(["sh", "-c", listing], VARIABLES)
+    assert ran.stdout.startswith("first\n") and "sleep" not in ran.stdout, ran
+    script = base64.b64encode(b"#!/bin/sh\necho 0.5 > /logs/reward.txt").decode()
+    await container.put("/tests", {"test.sh": (0o755, script)})
+    assert (await container.execute(["sh", "-c", "mkdir /logs && /tests/test.sh"], VARIABLES)).exit_code == 0
+    assert base64.b64decode(await container.get("/logs/reward.txt", 100)) == b"0.5\n"
+    with pytest.raises(ContainerError):
+        await container.get("/absent", 100)
+    await container.stop()
 
-    async def drive() -> None:
-        container = Container(settings)
-        await container.start()
-        stdin = base64.b64encode(b"hello ").decode()
-        ran = await container.execute(["sh", "-c", f"cat; {reaching}; sleep 600 &"], VARIABLES, stdin=stdin)
-        assert (ran.exit_code, ran.stdout) == (0, "hello got this\n"), ran
-        ran = await container.execute(["sh", "-c", refused], VARIABLES)
-        assert ran.exit_code == 4 and "REACHED" not in ran.stdout and "Connection refused" in ran.stderr, ran
-        # Files of one program are there for the next, and its processes are not.
-        assert (
-            await container.execute(["sh", "-c", "echo kept > /file; sleep 600 & sleep 600 &"], VARIABLES)
-        ).exit_code == 0
-        listing = 'cat /file; for place in /proc/[0-9]*; do cat "$place/comm" 2>/dev/null; done'
-        ran = await container.execute(["sh", "-c", listing], VARIABLES)
-        assert ran.stdout.startswith("kept\n") and "sleep" not in ran.stdout, ran
-        script = base64.b64encode(b"#!/bin/sh\necho 0.5 > /logs/reward.txt").decode()
-        await container.put("/tests", {"test.sh": (0o755, script)})
-        assert (await container.execute(["sh", "-c", "mkdir /logs && /tests/test.sh"], VARIABLES)).exit_code == 0
-        assert base64.b64decode(await container.get("/logs/reward.txt", 100)) == b"0.5\n"
-        with pytest.raises(ContainerError):
-            await container.get("/absent", 100)
-        await container.stop()
 
-    asyncio.run(drive())
+def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: ContainerSettings) -> None:
+    asyncio.run(use_endpoint_and_files(settings))
     assert not containers_left(settings.kind)
 
 
