@@ -110,7 +110,7 @@ def test_a_container_of_docker_is_driven_by_its_command_line(
 # Without an image and a root folder of its own. Its network, limits and layer of files are megarl's.
 APPTAINER = """#!{bash}
 printf '%s\\n' "$*" >> {folder}/calls
-shift
+shift 2
 while :; do
     case $1 in
         --overlay | --bind) shift 2 ;;
@@ -185,7 +185,7 @@ def test_a_container_of_apptainer_is_a_call_for_each_program_above_one_layer(
     # Not the whole folder: programs of other tests keep shared memory there meanwhile.
     assert not os.path.exists("/dev/shm/layer"), "the layer was the machine's"
     calls = (tmp_path / "calls").read_text()
-    begin = "exec --containall --no-home --no-privs --overlay /dev/shm/layer --bind /usr/share:/usr/share:ro"
+    begin = "--silent exec --containall --no-home --no-privs --overlay /dev/shm/layer --bind /usr/share:/usr/share:ro"
     assert f"{begin} --pwd /usr {image} {sys.executable} -c" in calls and "secret" not in calls
 
 

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(shutil.which("apptainer") is None, reason="appta
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("image")
     make_image(folder, PROGRAMS)
+    # Apptainer then prints a notice.
+    assert not (folder / "etc/passwd").exists()
     return folder
 
 
@@ -58,7 +60,9 @@ def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -
         await asyncio.sleep(1.0)
         running.cancel()
         await asyncio.wait({running})
-        assert (await container.execute(["sh", "-c", "echo on"], VARIABLES)).stdout == "on\n"
+        ran = await container.execute(["sh", "-c", "echo on; echo error >&2"], VARIABLES)
+        # No notice of apptainer, such as one about a missing /etc/passwd.
+        assert (ran.stdout, ran.stderr) == ("on\n", "error\n"), ran
         await container.stop()
 
     asyncio.run(drive())

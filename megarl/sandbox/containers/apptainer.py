@@ -28,8 +28,9 @@ _VARIABLE_PREFIX = "APPTAINERENV_"
 
 def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]:
     """Return apptainer's arguments before the program's own. The program starts in `folder` of the container."""
+    # Apptainer 1.4.5 prints notices among the errors of the program. `silent` leaves its own fatal errors.
     # `containall` hides the machine's home, /tmp, environment and processes. `no-privs` drops root's rights.
-    arguments = ["exec", "--containall", "--no-home", "--no-privs", "--overlay", f"{_LAYER_FOLDER}/layer"]
+    arguments = ["--silent", "exec", "--containall", "--no-home", "--no-privs", "--overlay", f"{_LAYER_FOLDER}/layer"]
     for shown in settings["folders"]:
         arguments += ["--bind", f"{shown}:{shown}:ro"]
     return [*arguments, "--pwd", folder or "/", settings["image"]]
