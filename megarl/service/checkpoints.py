@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.files.atomic import end_replacements, replace_folder, replace_text
+from megarl.service.deletion import Report, delete_file, delete_tree
 from megarl.service.refusals import NotFoundError, UserError
 from megarl.service.requests import NAME
 from megarl.types import DataError, StorageError
@@ -47,9 +47,20 @@ class Stored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a folder, each with an owner, at most `most_bytes` of one owner."""
+    """The checkpoints in a folder, each with an owner, at most `most_bytes` of one owner.
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, *, most_bytes: int = MOST_BYTES) -> None:
+    `report` is called with a sentence about each file that cannot be deleted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        report: Report,
+        clock: Callable[[], float] = time.time,
+        *,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._report = report
         # The clock is wall-clock time by default: expiry continues across restarts of the service.
         self._folder, self._clock, self._most_bytes = folder, clock, most_bytes
         self._readers: Counter[Path] = Counter()
@@ -125,10 +136,11 @@ class Checkpoints:
         return sorted(stored, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
-        """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read."""
+        """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read or the disk fails."""
         folder, _ = self.find(path, owner)
         self._refuse_if_read(folder)
-        self._remove(folder)
+        if not self._remove(folder):
+            raise UserError(f"path = {path}: was not deleted, because the disk of the service fails; try again later")
 
     def set_lifetime(self, path: str, owner: str, ttl_seconds: int | None) -> None:
         """Let an owner's checkpoint expire after some seconds from now; None: never.
@@ -178,12 +190,19 @@ class Checkpoints:
         for kind_folder in self._folder.glob("*/*"):
             end_replacements(kind_folder)
         for partial in self._folder.glob(f"*/*/{_PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)
+            self.discard(partial)
 
-    def _remove(self, folder: Path) -> None:
+    def discard(self, partial: Path) -> None:
+        """Delete an unfinished folder."""
+        delete_tree(partial, self._report)
+
+    def _remove(self, folder: Path) -> bool:
+        """Delete a checkpoint. Returns whether its name is free."""
         # The record goes first: a folder that is half deleted does not exist.
-        (folder / _RECORD).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        if not delete_file(folder / _RECORD, self._report):
+            return False
+        delete_tree(folder, self._report)
+        return True
 
     def _refuse_if_read(self, folder: Path) -> None:
         if self._readers[folder]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.admission import QueueLimits
 from megarl.service.checkpoints import MOST_BYTES, Checkpoints
+from megarl.service.deletion import delete_tree
 from megarl.service.desk import IDLE_SECONDS, Desk
 from megarl.service.rank_trainer import RankTrainer
 from megarl.service.routes import make_server
@@ -182,21 +182,21 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
 
     Raises StoppedError, or RunFolderLockedError if another service has the folder.
     """
-    recipe = service.recipe
+    recipe, display = service.recipe, Display()
     logs, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
     with storage_faults_named(logs):
         logs.mkdir(parents=True, exist_ok=True)
         # Two services of one folder would delete each other's models.
         lock = FolderLock(service.folder / "service", recipe.name)
         # Sessions end with their service, so nobody can ask for the models that an earlier one left here.
-        shutil.rmtree(idle_folder, ignore_errors=True)
-        idle_folder.mkdir()
-    display = Display()
+        delete_tree(idle_folder, display.warn)
+        # A file of another user may be left in it.
+        idle_folder.mkdir(exist_ok=True)
     with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
         async with AsyncExitStack() as stack:
             stack.callback(lock.release)
             # After the ranks have ended: nobody can ask for these models again.
-            stack.callback(shutil.rmtree, idle_folder, ignore_errors=True)
+            stack.callback(delete_tree, idle_folder, display.warn)
             ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
@@ -204,7 +204,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             trainer = make_trainer(ranks, service, idle_folder, display.warn)
             display.info(await trainer.start())
             checkpoints = Checkpoints(
-                service.folder / "service" / "checkpoints", most_bytes=service.most_checkpoint_bytes
+                service.folder / "service" / "checkpoints", display.warn, most_bytes=service.most_checkpoint_bytes
             )
             desk = Desk(
                 trainer, checkpoints, report=display.warn, limits=service.limits, idle_seconds=service.idle_seconds

@@ -5,7 +5,7 @@ One model is live in the policy. The others are copies in host memory, and on di
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +23,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.models.lora import adapters_of
 from megarl.models.policy import PolicyModel
 from megarl.platform.memory.host_memory import available_bytes
+from megarl.service.deletion import delete_file
 from megarl.service.memory_limits import RankMemory
 from megarl.service.objectives import make_objective, measure
 from megarl.service.rank_saves import SaveOutcome, save_model
@@ -40,6 +41,8 @@ from megarl.training.state.exchange import (
     write_state,
 )
 from megarl.training.training_engine import TrainingEngine
+
+_LOG = logging.getLogger(__name__)
 
 Rows = Sequence[TokenBatch] | None
 """The rows of a replica, on its first rank; None on the others."""
@@ -200,8 +203,7 @@ class Adapters:
                     write_state(state, file)
                 # torch's writer raises RuntimeError for a full disk.
                 except (OSError, RuntimeError) as error:
-                    with contextlib.suppress(OSError):
-                        file.unlink(missing_ok=True)
+                    delete_file(file, _LOG.warning)
                     return f"{file}: {type(error).__name__}: {error!s:.300}"
                 del self._held[name]
                 self._on_disk[name] = file
@@ -210,14 +212,14 @@ class Adapters:
     def read_back(self, name: str) -> str | None:
         """Read a model's state from this rank's disk to host memory, if it is there. Returns the fault of the disk.
 
-        A model with a fault on any rank is lost: `forget` it on all of them. Not a collective.
+        After a fault the file stays, and the call can be repeated. Not a collective.
         """
         file = self._on_disk.get(name)
         if file is None:
             return None
         try:
             self._held[name] = read_state(file)
-        # torch's reader raises errors of many types for a damaged file: of zip archives, of pickle, KeyError.
+        # A damaged file raises errors of many types: of zip archives, of pickle, KeyError. A disk may fail for a while.
         except Exception as error:
             return f"{file}: {type(error).__name__}: {error!s:.300}"
         self._discard_file(name)
@@ -244,9 +246,8 @@ class Adapters:
 
     def _discard_file(self, name: str) -> None:
         if (file := self._on_disk.pop(name, None)) is not None:
-            # An error of the ranks ends the service, and a file that stays only takes room.
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+            # An error of the ranks would end the service, and a file that stays only takes room.
+            delete_file(file, _LOG.warning)
 
     def hold_live(self) -> None:
         """Copy the live model's state to host memory. The policy may be overwritten afterwards."""

@@ -102,8 +102,6 @@ class RankTrainer:
         """Models on the ranks that are on the disk, and not in host memory."""
         self._with_files: set[str] = set()
         """Models with a state on the disk of any rank. A rank whose disk is full keeps its part in memory."""
-        self._lost: dict[str, str] = {}
-        """Error of each model whose state could not be read from the disk."""
         self._versions: set[str] = set()
         """Versions on the ranks."""
         self._most_bytes = most_bytes
@@ -199,7 +197,6 @@ class RankTrainer:
         async def remove() -> None:
             for model_id in models:
                 self._models.pop(model_id, None)
-                self._lost.pop(model_id, None)
             self._on_disk.difference_update(models)
             self._versions.difference_update(versions)
 
@@ -277,8 +274,6 @@ class RankTrainer:
             raise UserError(f"prompt has a token outside of the vocabulary: 0 to {self.served.vocab_size - 1}")
 
     def _check_model(self, model_id: str) -> None:
-        if model_id in self._lost:
-            raise UserError(self._lost[model_id])
         if model_id not in self._models:
             raise UserError(f"model {model_id}: its session ended before the request ran")
 
@@ -300,28 +295,24 @@ class RankTrainer:
             await self._read_back(model_id)
         self._on_disk.discard(model_id)
         self._with_files.discard(model_id)
-        self._lost.pop(model_id, None)
 
     async def _read_back(self, model_id: str) -> None:
         """Bring a model's state from the disks of the ranks to their memory.
 
-        Raises UserError if a disk fails. The model is then lost, and only the model.
+        Raises UserError if a disk fails. The files stay, so a later call may succeed.
         """
         faults = list(filter(None, await self._ranks.trainers.call("adapters.read_back", model_id)))
         if faults:
-            # The ranks without a fault have the state in memory.
-            await self._ranks.trainers.call("adapters.forget", [model_id], [])
-            self._models.pop(model_id, None)
-            self._on_disk.discard(model_id)
-            self._with_files.discard(model_id)
-            self._report(f"model {model_id} is lost: {'; '.join(faults)}; check this disk")
+            # The ranks without a fault have read their parts. These go back, so that the model needs no memory.
+            if fault := await self._move([model_id]):
+                faults.append(fault)
+            self._report(f"model {model_id} stays on the disk: {'; '.join(faults)}; check this disk")
             # The client does not learn folders of the service.
             file = f"{self._idle_folder.name}/{model_id}"
-            self._lost[model_id] = (
-                f"model {model_id}: its state on the disk of the service ({file}) cannot be read, and is lost. Load "
-                "its last checkpoint (load_state_with_optimizer)"
+            raise UserError(
+                f"model {model_id}: its state on the disk of the service ({file}) cannot be read now. Send the request "
+                "again later. If it fails again, load its last checkpoint (load_state_with_optimizer)"
             )
-            raise UserError(self._lost[model_id])
 
     async def _take_version(self, version: str, model_id: str | None = None) -> None:
         """Make room for a copy of weights, of `model_id` or of a checkpoint. Like `_take_model`."""

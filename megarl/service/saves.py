@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,7 +90,7 @@ class Saves:
                     await self._trainer.save(model.model_id, partial)
                     self._checkpoints.complete(partial, name, record, body.ttl_seconds)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                self._checkpoints.discard(partial)
                 raise
 
         await self._background.run_to_end(write())

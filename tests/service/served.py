@@ -26,7 +26,7 @@ async def serving(
     trainer: Trainer, folder: Path, accounts: Accounts | None = None, limits: QueueLimits | None = None
 ) -> AsyncIterator[str]:
     """Serve a trainer, and yield the URL."""
-    desk = Desk(trainer, Checkpoints(folder), report=print, limits=limits)
+    desk = Desk(trainer, Checkpoints(folder, print), report=print, limits=limits)
     server = make_server(desk, accounts or Accounts(None), hold_seconds=2.0)
     url = await server.start("127.0.0.1", 0)
     try:

@@ -184,7 +184,7 @@ def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> N
 def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_it(tmp_path: Path) -> None:
     async def run() -> None:
         now, trainer = [0.0], FakeTrainer()
-        desk = Desk(trainer, Checkpoints(tmp_path), report=print, clock=lambda: now[0], idle_seconds=60.0)
+        desk = Desk(trainer, Checkpoints(tmp_path, print), report=print, clock=lambda: now[0], idle_seconds=60.0)
         session_id = desk.sessions.open(CreateSession(), "ann")
         lora = LoraSettings(rank=8)
         body = CreateModel(session_id=session_id, model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=lora)
@@ -345,7 +345,7 @@ def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path)
             self.versions[version] = self.versions[None]
 
     async def run() -> None:
-        trainer, checkpoints = SlowTrainer(), Checkpoints(tmp_path)
+        trainer, checkpoints = SlowTrainer(), Checkpoints(tmp_path, print)
         partial = checkpoints.begin("a1:train:0", "weights", "saved", "ann", overwrite=False)
         checkpoints.complete(partial, "saved", {"owner": "ann"}, None)
         published = PublishedWeights(trainer, checkpoints)

@@ -101,7 +101,7 @@ def test_a_checkpoint_that_cannot_be_read_fails_the_requests_for_it_alone(
 
 
 def test_an_earlier_checkpoint_stays_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints, rename = Checkpoints(tmp_path), Path.rename
+    checkpoints, rename = Checkpoints(tmp_path, print), Path.rename
     first = checkpoints.begin("a:train:0", "weights", "one", "ann", overwrite=False)
     (first / "state").write_text("first")
     checkpoints.complete(first, "one", {"owner": "ann"}, None)

@@ -55,7 +55,7 @@ def save(checkpoints: Checkpoints, name: str, text: str, owner: str = "ann") -> 
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, print)
     save(checkpoints, "kept", "first")
     rename = Path.rename
 
@@ -69,14 +69,14 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(
         with pytest.raises(KeyboardInterrupt):
             save(checkpoints, "kept", "second")
     assert not checkpoints.list_stored("ann")
-    folder, _ = Checkpoints(tmp_path).find(f"tinker://{RUN}/weights/kept", "ann")
+    folder, _ = Checkpoints(tmp_path, print).find(f"tinker://{RUN}/weights/kept", "ann")
     assert (folder / "state").read_text() == "first"
     assert [path.name for path in folder.parent.iterdir()] == ["kept"]
 
 
 def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Path) -> None:
     now = [1000.0]
-    checkpoints = Checkpoints(tmp_path, lambda: now[0])
+    checkpoints = Checkpoints(tmp_path, print, lambda: now[0])
     save(checkpoints, "kept", "first")
     path = f"tinker://{RUN}/weights/kept"
     folder, record = checkpoints.find(path, "ann")
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Pat
 
 
 def test_an_account_cannot_fill_the_disk(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, most_bytes=100)
+    checkpoints = Checkpoints(tmp_path, print, most_bytes=100)
     save(checkpoints, "one", "x" * 60)
     save(checkpoints, "two", "x" * 60)
     with pytest.raises(UserError, match="delete_checkpoint"):
@@ -111,7 +111,7 @@ def test_an_account_cannot_fill_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["kept\n", "kept/../kept", ".partial_1", ""])
 def test_only_a_whole_name_is_a_name(tmp_path: Path, name: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, print)
     save(checkpoints, "kept", "first")
     with pytest.raises(NotFoundError):
         checkpoints.find(f"tinker://{RUN}/weights/{name}", "ann")

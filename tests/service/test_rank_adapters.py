@@ -17,6 +17,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.service.datums import make_batch
 from megarl.service.requests import AdamSettings
 from megarl.service.wire import Datum
+from megarl.training.state.exchange import trained_parameters
 from tests.rank_pool import RankPool
 from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe
 
@@ -105,27 +106,40 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 """Name to a function that damages the file of an idle model."""
 
 
-def lose_models(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> list[list[str | None]]:
-    """Damage the files of models on rank 1. Returns each model's faults on this rank, at its read and afterwards."""
+def damage_models(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> list[list[str | None]]:
+    """Damage the files of models on rank 1. Returns each model's faults on this rank: of two reads, and after a repair.
+
+    All models then train like one without a fault.
+    """
     from megarl.service.rank_adapters import Adapters
 
     engine, *_ = build(recipe, parallel)
     adapters = Adapters(engine, parallel)
-    names = ["9", *DAMAGES]
+    names = [str(number) for number in range(len(DAMAGES) + 1)]
     for name in names:
         adapters.create(name, 7)
     adapters.move_to_disk(names, folder)
-    if dist.get_rank() == 1:
-        for name, damage in DAMAGES.items():
-            damage(folder / f"{name}_1.pt")
-    faults = []
-    for name in DAMAGES:
-        faults.append([adapters.read_back(name)])
-        adapters.forget([name], [])
+    faults, rank = [], dist.get_rank()
+    for name, damage in zip(names[1:], DAMAGES.values(), strict=True):
+        file = folder / f"{name}_{rank}.pt"
+        content = file.read_bytes()
+        if rank == 1:
+            damage(file)
+        faults.append([])
+        for _ in range(2):
+            faults[-1].append(adapters.read_back(name))
+            # The part that was read goes back to the disk.
+            assert adapters.move_to_disk([name], folder) == ([name], None)
+        if rank == 1:
+            file.write_bytes(content)
         faults[-1].append(adapters.read_back(name))
-    # The other models go on.
-    for call in range(3):
-        run_call(adapters, 9, call, parallel)
+    weights = []
+    for name in names:
+        adapters.read_back(name)
+        adapters.accumulate(rows_for(0, 0, parallel), name, "importance_sampling", {})
+        adapters.step(name, ADAM)
+        weights.append([parameter.clone() for parameter in trained_parameters(engine)])
+    assert all(torch.equal(one, other) for model in weights[1:] for one, other in zip(weights[0], model, strict=True))
     return faults
 
 
@@ -168,13 +182,13 @@ def test_models_that_take_turns_are_bit_equal_to_each_alone(
         assert not all(torch.equal(one, other) for one, other in zip(both[0], both[1], strict=True))
 
 
-def test_a_damaged_file_of_an_idle_model_is_named_and_the_ranks_go_on(
+def test_a_file_of_an_idle_model_that_cannot_be_read_is_named_and_can_be_read_later(
     ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     recipe = lora_recipe(tiny_model(**(SETTINGS | DENSE)), overlap_grad_reduce=False)
     parallel = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1)
-    healthy, damaged = ranks.run(lose_models, recipe, parallel, tmp_path, world_size=2)
-    assert healthy == [[None, None]] * len(DAMAGES)
-    for name, (fault, afterwards) in zip(DAMAGES, damaged, strict=True):
-        assert fault is not None and fault.startswith(str(tmp_path / f"{name}_1.pt")), (name, fault)
-        assert afterwards is None
+    healthy, damaged = ranks.run(damage_models, recipe, parallel, tmp_path, world_size=2)
+    assert healthy == [[None] * 3] * len(DAMAGES)
+    for number, (name, (fault, again, afterwards)) in enumerate(zip(DAMAGES, damaged, strict=True), 1):
+        assert fault is not None and fault.startswith(str(tmp_path / f"{number}_1.pt")), (name, fault)
+        assert again == fault and afterwards is None, name
