@@ -96,7 +96,7 @@ class _Sequence:
 
     owner: str
     on_skip: Callable[[str], object]
-    """Function called in the turn of a request that does not run, with a sentence about it."""
+    """Function called in the turn of a training request that does not run, with a sentence about it."""
     next_number: int = 1
     waiting_since: float | None = None
     """Time when the wait for the next missing number began; None: no later request waits for it."""
@@ -114,14 +114,15 @@ class _Sequence:
         return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
-def _make_refusal(sequence: _Sequence, reason: str, message: str) -> Work:
+def _make_refusal(sequence: _Sequence, reason: str | None, message: str) -> Work:
     """Return the work of a request that does not run: it reports `reason` to the sequence, and raises a UserError.
 
     It is run in the order of the sequence, so the client gets the error of this request and not of a later one.
     """
 
     async def work() -> Reply:
-        sequence.on_skip(reason)
+        if reason is not None:
+            sequence.on_skip(reason)
         raise UserError(message)
 
     return work
@@ -150,8 +151,8 @@ class Ledger:
     def open_model(self, model_id: str, owner: str, on_skip: Callable[[str], object]) -> None:
         """Begin the numbers of a model, with 1. Only the first call has an effect.
 
-        `on_skip` is called in the turn of a request that was refused, or too large to wait, or still missing
-        `GAP_SECONDS` after later ones.
+        `on_skip` is called in the turn of a training request that was refused, or too large to wait, and of any that is
+        still missing `GAP_SECONDS` after later ones.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
@@ -171,11 +172,14 @@ class Ledger:
             # Nobody may read the results of an ended session, and they must not stay for ever.
             self._start_expiry(promise)
 
-    def submit(self, model_id: str, number: int, digest: bytes, work: Work, *, tokens: int = 0) -> Promise:
+    def submit(
+        self, model_id: str, number: int, digest: bytes, work: Work, *, tokens: int = 0, is_training: bool = False
+    ) -> Promise:
         """Accept request `number` of a model, with so many tokens. It runs after all numbers before it.
 
-        A repeated request gets the first promise. A number of another body, or out of range, gets a
-        failed promise: an error status would make the client retry, or lose its place. Raises BusyError.
+        `is_training`: the next step lacks something without it. Other requests fail alone. A repeated request gets the
+        first promise. A number of another body, or out of range, gets a failed promise: an error status would make the
+        client retry, or lose its place. Raises BusyError.
         """
         sequence = self._sequences[model_id]
         if (earlier := sequence.promises.get(number)) is not None and earlier.digest not in (digest, _SKIPPED):
@@ -192,20 +196,23 @@ class Ledger:
         # not refused with a status, because the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             message = self.admission.no_room_message(sequence.owner, num_bytes)
-            work, num_bytes = _make_refusal(sequence, f"request {number} was too large to wait", message), 0
+            reason = f"request {number} was too large to wait" if is_training else None
+            work, num_bytes = _make_refusal(sequence, reason, message), 0
         promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.held[number] = promise, work
         self._release(sequence)
         return promise
 
-    def refuse(self, model_id: str, number: int, message: str) -> Promise:
-        """Use a number of a model for a request that cannot run. It fails in its turn, and the next step with it.
+    def refuse(self, model_id: str, number: int, message: str, *, is_training: bool) -> Promise:
+        """Use a number of a model for a request that cannot run. It fails in its turn, and with `is_training` the next
+        step too.
 
         A repetition gets the same promise, whatever its body. The promise of an earlier request stays.
         """
         sequence = self._sequences[model_id]
         if (promise := self._find_used(sequence, model_id, number)) is None:
-            promise = self._skip(sequence, model_id, number, f"request {number} was refused: {message}", message)
+            reason = f"request {number} was refused: {message}" if is_training else None
+            promise = self._skip(sequence, model_id, number, reason, message)
             self._release(sequence)
         return promise
 
@@ -335,7 +342,7 @@ class Ledger:
         text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
         return self._refuse(sequence.owner, model_id, text)
 
-    def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str, message: str) -> Promise:
+    def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str) -> Promise:
         """Use a number without a request to run. `reason` fails the model's next step, `message` the promise."""
         promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
         sequence.held[number] = _make_refusal(sequence, reason, message)

@@ -83,7 +83,7 @@ class _Routes:
             "get_info": self._get_info,
             "load_weights": self._numbered(self._load_weights),
             "forward_backward": self._forward_backward,
-            "optim_step": self._numbered(self._desk.training.optim_step),
+            "optim_step": self._numbered(self._desk.training.optim_step, is_training=True),
             "save_weights": self._numbered(self._desk.saves.save_weights),
             "save_weights_for_sampler": self._numbered(self._desk.saves.save_for_sampler),
             "create_sampling_session": self._create_sampler,
@@ -161,14 +161,14 @@ class _Routes:
 
         return checked
 
-    def _numbered(self, accept: Callable[[dict[str, Any], str], Promise]) -> Handler:
-        """Return the handler of a model's numbered requests in JSON."""
+    def _numbered(self, accept: Callable[[dict[str, Any], str], Promise], *, is_training: bool = False) -> Handler:
+        """Return the handler of a model's numbered requests in JSON. `is_training`: a step lacks a refused one."""
 
         async def handle(request: web.Request, owner: str) -> web.StreamResponse:
             async def read(raw: bytes) -> Promise:
                 return accept(dict(await parse_json(raw)), owner)
 
-            return await self._accept(request, owner, requests.find_address, read)
+            return await self._accept(request, owner, requests.find_address, read, is_training=is_training)
 
         return handle
 
@@ -178,6 +178,8 @@ class _Routes:
         owner: str,
         find_address: Callable[[bytes], tuple[str, int] | None],
         read: Callable[[bytes], Awaitable[Promise]],
+        *,
+        is_training: bool,
     ) -> web.StreamResponse:
         """Answer a numbered request with its promise, from `read`. A request that cannot be read gets a failed one."""
         head = await read_head(request, _HEAD_BYTES)
@@ -188,7 +190,7 @@ class _Routes:
             # A client whose connection broke sends the request again.
             if address is None or request.transport is None:
                 raise
-            return _promise(self._desk.training.refuse(*address, str(error), owner))
+            return _promise(self._desk.training.refuse(*address, str(error), owner, is_training=is_training))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
         # `_checked` refuses compressed bodies, so clients must not compress them.
@@ -232,7 +234,8 @@ class _Routes:
         async def read(raw: bytes) -> Promise:
             return self._desk.training.forward_backward(raw, owner)
 
-        return await self._accept(request, owner, wire.find_address, read)
+        # Whether it has gradients cannot be read.
+        return await self._accept(request, owner, wire.find_address, read, is_training=True)
 
     async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:
         return _promise(self._desk.sampling.sample(await _json(request), owner))

@@ -52,7 +52,14 @@ class TrainingCalls:
             return Reply(wire.training_reply(split_values(logprobs, batch), metrics), wire.PROTOBUF)
 
         digest = hashlib.sha256(raw).digest()
-        return self._ledger.submit(model.model_id, message.seq_id, digest, work, tokens=wire.count_tokens(message))
+        return self._ledger.submit(
+            model.model_id,
+            message.seq_id,
+            digest,
+            work,
+            tokens=wire.count_tokens(message),
+            is_training=not message.forward_only,
+        )
 
     def _read_batch(self, message: Any) -> TokenBatch:
         served = self._trainer.served
@@ -80,17 +87,19 @@ class TrainingCalls:
             metrics = await self._trainer.optim_step(model.model_id, body.adam_params or AdamSettings())
             return json_reply(metrics=metrics)
 
-        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work, is_training=True)
 
-    def refuse(self, model_id: str, number: int, message: str, owner: str) -> Promise:
+    def refuse(self, model_id: str, number: int, message: str, owner: str, *, is_training: bool) -> Promise:
         """Accept a request that cannot be read. Its promise fails, so its number is used. Raises NotFoundError.
+
+        `is_training`: the next step fails too, because it lacks this request.
 
         SDK 0.38 raises an error for a refused request, and goes on with the next number. Later requests would wait for
         the unused one.
         """
         session, model = self._sessions.find_model(model_id, owner)
         self._sessions.note_use(session, model)
-        return self._ledger.refuse(model_id, number, message)
+        return self._ledger.refuse(model_id, number, message, is_training=is_training)
 
     def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
         """Accept an unsupported numbered request. Its promise fails, so its number is used."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession
@@ -15,6 +18,7 @@ from megarl.types import DataError, StorageError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
 from tests.service.test_access import Client, make_model
+from tests.service.test_delivery import training_body
 from tests.tracking.test_full_disk import fill
 
 
@@ -47,6 +51,36 @@ def test_a_full_disk_fails_a_save_and_the_service_goes_on(small_disk: Callable[[
             assert again["path"] == first["path"]
             loaded = await client.result("load_weights", address | {"seq_id": 6, "optimizer": True} | first)
             assert loaded["model_id"] == model_id
+
+    asyncio.run(run())
+
+
+def test_refused_saves_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name in use, a key's limit of bytes, a wrong name, a body that cannot be read: the next step runs."""
+
+    async def run() -> None:
+        trainer = FakeTrainer()
+        async with serving(trainer, tmp_path) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            gradient = training_body(model_id, 1, [1, 2], 1.0)
+            assert (await client.post("forward_backward", raw=gradient))[0] == 200
+            numbers = itertools.count(2)
+
+            async def save(**values: Any) -> Any:
+                return await client.result("save_weights", {"model_id": model_id, "seq_id": next(numbers)} | values)
+
+            assert "path" in await save(path="taken")
+            refusals = [
+                await save(path="taken"),
+                await save(path="a/b"),
+                await save(path="deep", user_metadata=json.loads('{"a":' * 70 + "1" + "}" * 70)),
+            ]
+            monkeypatch.setattr("megarl.service.checkpoints.MOST_CHECKPOINTS", 1)
+            refusals.append(await save(path="other"))
+            assert [refusal["category"] for refusal in refusals] == ["user"] * 4
+            step = await client.result("optim_step", {"model_id": model_id, "seq_id": next(numbers)})
+            assert step["metrics"]["grad_norm:mean"] > 0, "the gradients before the saves are in the step"
 
     asyncio.run(run())
 

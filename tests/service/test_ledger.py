@@ -28,13 +28,15 @@ def note(runs: list[int], number: int) -> Any:
     repeats=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=12),
     lost=st.sets(st.integers(0, 30), max_size=8),
     refused=st.sets(st.integers(1, 9), max_size=4),
+    saves=st.sets(st.integers(1, 9), max_size=3),
 )
 def test_every_request_runs_once_in_order(
-    order: list[int], repeats: list[tuple[int, int]], lost: set[int], refused: set[int]
+    order: list[int], repeats: list[tuple[int, int]], lost: set[int], refused: set[int], saves: set[int]
 ) -> None:
     """Requests arrive in any order, some twice. A lost reply is followed by the same request again.
 
-    Refused requests take their numbers: the later ones run at once, and their repetitions get the same refusal.
+    Refused requests take their numbers: the later ones run at once, and their repetitions get the same refusal. The
+    next step learns of those that belong to training.
     """
     arrivals = list(order)
     for place, number in repeats:
@@ -50,7 +52,7 @@ def test_every_request_runs_once_in_order(
         for place, number in enumerate(arrivals):
             for _ in range(2 if place in lost else 1):
                 if number in refused:
-                    promise = ledger.refuse("m", number, f"refused {number}")
+                    promise = ledger.refuse("m", number, f"refused {number}", is_training=number not in saves)
                 else:
                     promise = ledger.submit("m", number, b"%d" % number, note(runs, number))
                 assert promises.setdefault(number, promise.request_id) == promise.request_id
@@ -63,7 +65,9 @@ def test_every_request_runs_once_in_order(
                 else:
                     assert reply == json_reply(number=number)
         assert runs == sorted(set(order) - refused)
-        assert skips == [f"request {number} was refused: refused {number}" for number in sorted(refused & set(order))]
+        assert skips == [
+            f"request {number} was refused: refused {number}" for number in sorted(refused & set(order) - saves)
+        ]
         await ledger.close()
 
     asyncio.run(run())
@@ -109,13 +113,13 @@ def test_a_refusal_and_a_good_copy_of_one_request_get_the_first_promise() -> Non
         ledger, runs = Ledger(report=print), []
         ledger.open_model("m", "owner", print)
         good = ledger.submit("m", 1, b"body", note(runs, 1))
-        assert ledger.refuse("m", 1, "came late") is good
-        refused = ledger.refuse("m", 2, "came late")
+        assert ledger.refuse("m", 1, "came late", is_training=True) is good
+        refused = ledger.refuse("m", 2, "came late", is_training=True)
         assert ledger.submit("m", 2, b"body", note(runs, 2)) is refused
         assert await ledger.wait_for(good, 5.0) == json_reply(number=1)
         assert await ledger.wait_for(refused, 5.0) == json_reply(error="came late", category="user")
         assert runs == [1]
-        assert ledger.refuse("m", -1, "came late").is_failed
+        assert ledger.refuse("m", -1, "came late", is_training=True).is_failed
         await ledger.close()
 
     asyncio.run(run())
