@@ -14,11 +14,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from megarl.cluster.agents.agent import Agent, _Rank
 from megarl.cluster.agents.agent_link import AgentLink, _pack_batch
 from megarl.cluster.agents.handshake import introduce
 from megarl.cluster.agents.topology import Introduction, find_addresses, own_interface
@@ -144,6 +147,20 @@ async def test_too_few_agents_are_told_with_the_nodes_that_came(tmp_path: Path, 
         await nodes.playing
     finally:
         await nodes.close()
+
+
+async def test_a_meeting_that_stops_early_has_ended_before_its_server_is_closed() -> None:
+    ended: list[str] = []
+    tasks_before = asyncio.all_tasks()
+
+    async def meet() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append("meeting")
+
+    assert await PlayedNodes(0)._first_of(meet(), 60) == "the agents ended"
+    assert ended == ["meeting"] and asyncio.all_tasks() == tasks_before
 
 
 async def test_an_agent_that_leaves_before_it_has_ranks_is_named_by_its_node(tmp_path: Path) -> None:
@@ -435,6 +452,16 @@ async def test_a_node_that_replaces_a_lost_one_gets_its_number(tmp_path: Path) -
         assert [agent.node for agent in nodes.agents] == ["node2", "node3", "node1"]
         assert [agent.is_lost for agent in nodes.agents] == [False, False, True]
         assert [place.node_number for place in nodes.free_places(())] == [0, 1]
+
+
+async def test_an_agent_goes_on_while_it_waits_for_stacks(tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/probe.py", line 1 in <module>\n'
+    agent = object.__new__(Agent)
+    agent._ranks = {7: cast(_Rank, SimpleNamespace(log=log, forked=Mock(), obstacle=None))}
+    # An agent that did not let the event loop turn would never see this.
+    asyncio.get_running_loop().call_soon(log.write_text, stack)
+    assert await agent._read_stacks([7], 5.0) == {7: stack}
 
 
 async def played_link(num_ranks: int) -> tuple[AgentLink, list[RankHandle], socket.socket]:

@@ -7,13 +7,17 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from megarl.cluster.checks import doctor
 from megarl.cluster.checks.doctor import _devices, apex, differences, numa_map, number_formats, version_set, versions
+from megarl.config import Recipe
 from megarl.findings import Finding
 from megarl.platform.numa import Place
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
+from megarl.types import PeerLostError
 from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.distributed
@@ -153,6 +157,17 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     assert [text for _, topic, state, text in rows if topic == "vllm" and state == "bad"] == [
         "cannot be imported (OSError: libcudart.so.13: cannot open shared object file); run launch/setup.sh"
     ]
+
+
+async def test_ranks_are_closed_though_their_checks_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
+    recipe = Recipe.model_validate(fields | {"runs_folder": str(tmp_path)})
+    ranks = Mock(close=AsyncMock())
+    monkeypatch.setattr(doctor, "start_ranks", AsyncMock(return_value=ranks))
+    monkeypatch.setattr(doctor, "inspect", AsyncMock(side_effect=PeerLostError("rank 0 ended")))
+    with pytest.raises(PeerLostError):
+        await doctor.examine_nodes(recipe)
+    assert ranks.close.await_count == 1
 
 
 def test_all_ranks_nodes_are_examined(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:

@@ -39,3 +39,21 @@ def test_a_connection_ends_after_half_a_minute_of_silence() -> None:
     assert idle + interval * count == 30
     # Milliseconds. A shorter limit would cut off an agent that is only slow to read.
     assert unread >= 30_000
+
+
+async def test_a_meeting_that_is_over_leaves_no_stranger_connected() -> None:
+    met: dict[int, socket.socket] = {}
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as stranger, socket.socket() as process:
+        server.setblocking(False)
+        stranger.connect(server.getsockname())
+        process.connect(server.getsockname())
+        tasks_before = asyncio.all_tasks()
+        entering = asyncio.create_task(asyncio.to_thread(introduce, process, KEY, {"rank": 0}))
+        await meet(met, server, KEY, 1, lambda message: message["rank"])
+        # Before the event loop's next turn: the caller closes the server at once.
+        assert asyncio.all_tasks() <= {*tasks_before, entering}
+        await entering
+        stranger.settimeout(10)
+        while stranger.recv(1024):
+            pass
+        met[0].close()

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
@@ -19,10 +19,12 @@ from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers import run_nodes as launchers
+from megarl.cluster.launchers.local import LocalAgent
 from megarl.cluster.launchers.run_nodes import importing_early, start_nodes, start_ranks
 from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
+from megarl.processes.launcher import LaunchedProgram
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
@@ -446,3 +448,18 @@ def test_ranks_die_with_the_driver(tmp_path):
         while any(map(is_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_alive, pids))
+
+
+async def test_an_agent_may_end_its_ranks_before_it_is_killed() -> None:
+    agent = object.__new__(LocalAgent)
+    program = agent._program = Mock(spec=LaunchedProgram)
+    calls: list[str] = []
+
+    async def end() -> None:
+        await asyncio.sleep(0)
+        calls.append("ended")
+
+    program.wait_for_end = end
+    program.kill = lambda: calls.append("killed")
+    await agent.end()
+    assert calls == ["ended", "killed"]

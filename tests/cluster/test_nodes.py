@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megarl.cluster.checks.bandwidth import ACROSS, WITHIN, Bandwidth, pairings,
 from megarl.cluster.checks.node_checks import (
     all_faults,
     faults,
+    inspect,
     joined_reports,
     kinds_of_nodes,
     memory_shortages,
@@ -28,6 +30,7 @@ from megarl.cluster.checks.node_checks import (
     unreachable_nodes,
 )
 from megarl.cluster.checks.node_report import NodeReport
+from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import device
@@ -314,6 +317,38 @@ def test_links_are_measured(ranks: RankPool) -> None:
     assert all(set(speeds) == {WITHIN, ACROSS, "all-reduce"} for speeds in found)
     assert all(1e6 < speed < 1e12 for speeds in found for speed in speeds.values())
     assert summary(found).startswith("links: within nodes ")
+
+
+def test_an_exchange_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = [Mock(), Mock()]
+    monkeypatch.setattr(dist, "P2POp", Mock())
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda both: works)
+    bandwidth = object.__new__(Bandwidth)
+    bandwidth._mine = bandwidth._theirs = torch.zeros(1)
+    bandwidth._exchange(1)
+    assert all(work.wait.called for work in works)
+
+
+async def test_links_between_nodes_are_compared_at_the_start(tmp_path: Path) -> None:
+    """Nodes n1, n2 and n3 of one rank each; the links of n3 are slow."""
+    speeds = [{ACROSS: 40e9, "all-reduce": 10e9}] * 2 + [{ACROSS: 1e9, "all-reduce": 10e9}]
+    group = SimpleNamespace(
+        world_size=3, topology=[("n1",), ("n2",), ("n3",)], construct=AsyncMock(), call=AsyncMock(return_value=speeds)
+    )
+    ranks = SimpleNamespace(
+        groups=[group],
+        topology=group.topology,
+        local_ranks=[0] * 3,
+        hosts=["127.0.0.1"] * 3,
+        set_deadlines=Mock(),
+        call_with_first_rank=AsyncMock(return_value=[GOOD | {"port": 1}] * 3),
+        call=AsyncMock(return_value=[{}] * 3),
+    )
+    fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
+    recipe = Recipe.model_validate(fields | {"cluster": {"launcher": "slurm", "nodes": 3}})
+    wrong, notices = await inspect(cast(RunRanks, ranks), recipe, tmp_path)
+    assert [str(fault).partition(":")[0] for fault in wrong] == ["node n3"]
+    assert len(notices) == 1 and notices[0].startswith("links: across nodes ")
 
 
 def test_a_rank_with_slow_links_is_named() -> None:

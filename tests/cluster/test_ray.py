@@ -164,6 +164,38 @@ def test_engines_on_actors_of_their_own_learn_what_they_do_alone(folder: Path) -
     assert len(list((runs[0] / "logs/latest").glob("rank_*"))) == 4
 
 
+def nodes_without_cluster(monkeypatch: pytest.MonkeyPatch, living: Callable[[], list[dict[str, Any]]]) -> RayNodes:
+    """Return nodes that need one CPU, of a cluster whose living nodes are the result of `living`."""
+    from megarl.cluster.launchers.ray import RayNodes
+
+    nodes = RayNodes(NodeKind(0, 1, 1), {}, (), "nowhere:1")
+    monkeypatch.setattr(nodes, "_nodes", living)
+    return nodes
+
+
+async def test_the_driver_goes_on_while_it_waits_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    living: list[dict[str, Any]] = []
+    nodes = nodes_without_cluster(monkeypatch, lambda: living)
+    nodes._timeout_seconds = 5.0
+    asyncio.get_running_loop().call_soon(living.append, {"Resources": {"CPU": 1.0}})
+    await nodes._await_nodes()
+    assert living
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(None, "an actor of Ray ended"), (OSError("a\nb"), "an actor of Ray ended: b")]
+)
+async def test_the_end_of_an_actor_is_told_with_its_last_line(
+    monkeypatch: pytest.MonkeyPatch, error: OSError | None, text: str
+) -> None:
+    nodes = nodes_without_cluster(monkeypatch, list)
+    loop = asyncio.get_running_loop()
+    served = loop.create_future()
+    nodes._served.append(served)
+    loop.call_soon(*((served.set_result, None) if error is None else (served.set_exception, error)))
+    assert await nodes.await_end() == text
+
+
 def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     done = train(
         folder,

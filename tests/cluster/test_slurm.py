@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,10 +16,13 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
 from megarl.cli import main
+from megarl.cluster.agents.topology import NodeKind
+from megarl.cluster.launchers import srun
 from megarl.cluster.launchers.sbatch import check_options, render
 from megarl.config import Recipe
 from megarl.config.recipe import load
@@ -624,6 +628,17 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "the job has components of 2, 4 nodes, not components of 2 and 3" in told
     monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", "3")
     assert list(machines(recipe)) == []
+
+
+async def test_a_node_that_does_not_answer_keeps_no_job_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_for_end() -> int:
+        return await asyncio.get_running_loop().create_future()
+
+    trial = Mock(wait_for_end=wait_for_end)
+    monkeypatch.setattr(srun, "LaunchedProgram", lambda command, **_: trial)
+    monkeypatch.setattr(srun, "_ANSWER_SECONDS", 0.0)
+    assert not await srun.SrunNodes(NodeKind(0, 2, 1), {}, ())._answers("n1")
+    trial.kill.assert_called_once_with()
 
 
 def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,252 @@
+"""What the driver waits for, and what it ends, on groups whose ranks are played: no process starts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import AsyncMock
+
+import pytest
+
+from megarl.cluster import reshard_calls, run_ranks
+from megarl.cluster.agents.agent_link import AgentLink, RankPlace
+from megarl.cluster.calls.call import Call
+from megarl.cluster.calls.deadlines import Deadlines, Limit
+from megarl.cluster.calls.diagnosis import Diagnosis, HangReport
+from megarl.cluster.calls.group_end import GroupEnd
+from megarl.cluster.calls.group_ranks import GroupRanks, PartOfRun
+from megarl.cluster.calls.rank_errors import RankFailedError
+from megarl.cluster.calls.worker_group import WorkerGroup
+from megarl.cluster.ranks.rank_handle import RankHandle
+from megarl.cluster.reshard_calls import ReshardCalls
+from megarl.cluster.run_ranks import RunRanks, together
+from megarl.types import PeerLostError
+
+WORKING = 'Thread 1 (most recent call first):\n  File "/x/probe.py", line 3 in <module>\n'
+IN_COLLECTIVE = 'Thread 1 (most recent call first):\n  File "/torch/distributed/x.py", line 3 in <module>\n'
+
+
+class PlayedGroup:
+    """The parts of a group of one rank that a run uses. A call raises `error` if it is set."""
+
+    world_size = 1
+
+    def __init__(self, rank: int) -> None:
+        self.part = PartOfRun(rank, 2, b"")
+        self.ranks = SimpleNamespace(handles=[RankHandle(rank, Path())])
+        self.deadlines = Deadlines.same(60.0)
+        self.error: Exception | None = None
+        self.called = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.diagnosis = SimpleNamespace(end_if_stopped=self._note_search, end_if_absent=AsyncMock())
+
+    async def ask(self, *_: object) -> list[object]:
+        self.called.set()
+        if self.error is not None:
+            raise self.error
+        return []
+
+    async def _note_search(self, what: str, patience_seconds: float) -> None:
+        self.asked.set()
+
+
+def played_run() -> tuple[RunRanks, list[PlayedGroup]]:
+    """Return the ranks of a run with a trainer and an engine, and their groups."""
+    groups = [PlayedGroup(0), PlayedGroup(1)]
+    trainers, replica = cast("list[WorkerGroup]", groups)
+    return RunRanks(trainers, [replica]), groups
+
+
+def lose(group: PlayedGroup, error: Exception) -> None:
+    """Let the group's rank end. Calls to it raise `error`."""
+    group.error = error
+    group.ranks.handles[0].note_end("ended", 0.0)
+
+
+async def test_work_of_the_driver_may_take_longer_than_the_time_for_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_ranks, "_CAUSE_SECONDS", 0.0)
+    ranks, _ = played_run()
+    assert await ranks.watching(asyncio.sleep(0.05, "scored")) == "scored"
+
+
+async def test_the_error_of_the_work_is_raised_though_the_watch_sees_the_loss_first() -> None:
+    ranks, (trainers, _) = played_run()
+    lose(trainers, PeerLostError("rank 0 ended"))
+
+    async def work() -> None:
+        await trainers.called.wait()
+        # The watch ends in these turns of the event loop.
+        for _ in range(5):
+            await asyncio.sleep(0)
+        raise ValueError("its own call says more")
+
+    with pytest.raises(ValueError, match="its own call says more"):
+        await ranks.watching(work())
+
+
+async def test_work_that_a_loss_cancels_has_ended_when_the_loss_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_ranks, "_CAUSE_SECONDS", 0.0)
+    ranks, (trainers, _) = played_run()
+    lose(trainers, PeerLostError("rank 0 ended"))
+    closed: list[str] = []
+    tasks_before = asyncio.all_tasks()
+
+    async def work() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            closed.append("work")
+
+    with pytest.raises(PeerLostError, match="rank 0 ended"):
+        await ranks.watching(work())
+    assert closed == ["work"] and asyncio.all_tasks() == tasks_before
+
+
+async def test_calls_to_groups_are_answered_together() -> None:
+    assert await together([asyncio.sleep(0.02, "slow"), asyncio.sleep(0, "fast")]) == ["slow", "fast"]
+
+
+async def test_the_cause_is_raised_though_echoes_of_it_come_first() -> None:
+    begun = asyncio.Event()
+
+    async def echo() -> None:
+        error = RankFailedError(0, "a peer left the collective")
+        error.is_echo = True
+        begun.set()
+        raise error
+
+    async def fail() -> None:
+        await begun.wait()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        raise RankFailedError(1, "the cause")
+
+    with pytest.raises(RankFailedError, match="the cause"):
+        await together([echo(), fail()])
+
+
+@pytest.mark.parametrize("can_lose", [True, False])
+async def test_stopped_ranks_are_searched_after_a_cancellation_only(
+    monkeypatch: pytest.MonkeyPatch, can_lose: bool
+) -> None:
+    """Where losing an engine ends the run, its own calls find who is stopped."""
+    monkeypatch.setattr(reshard_calls, "_LEAVE_SECONDS", 0.0)
+    ranks, groups = played_run()
+    if can_lose:
+        ranks.on_lost = lambda group, error: None
+    calls = ReshardCalls(ranks)
+    tasks_before = asyncio.all_tasks()
+    async with calls._watch("reshard", 60.0):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not any(group.asked.is_set() for group in groups)
+        calls._cancelled.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [group.asked.is_set() for group in groups] == [can_lose] * 2
+    # A search that goes on could end a group of the next call.
+    assert asyncio.all_tasks() == tasks_before
+
+
+class PlayedRanks:
+    """The ranks of one group. They answer each request with their text in `texts`, by rank."""
+
+    def __init__(self, texts: Sequence[str], error: Exception | None = None) -> None:
+        self.part = PartOfRun(0, len(texts), b"")
+        self.handles = [RankHandle(rank, Path()) for rank in range(len(texts))]
+        self._texts, self._error = texts, error
+
+    async def request(
+        self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **_: object
+    ) -> Mapping[RankHandle, str]:
+        if self._error is not None:
+            raise self._error
+        return {handle: self._texts[handle.rank] for handle in handles}
+
+
+def played_diagnosis(ranks: PlayedRanks, calls: Sequence[Call] = ()) -> tuple[Diagnosis, AsyncMock]:
+    """Return the diagnosis of a group, and the mock that stands for its end."""
+    run_once = AsyncMock()
+    end = cast(GroupEnd, SimpleNamespace(has_begun=False, run_once=run_once))
+    return Diagnosis(cast(GroupRanks, ranks), end, calls), run_once
+
+
+@pytest.mark.parametrize(("stacks", "is_ended"), [(WORKING, True), (IN_COLLECTIVE, False)], ids=["works", "waits"])
+async def test_a_late_group_ends_if_its_rank_is_outside_of_a_collective(stacks: str, is_ended: bool) -> None:
+    ranks = PlayedRanks([stacks])
+    answer = asyncio.get_running_loop().create_future()
+    late = Call("reshard", Limit(1.0), {ranks.handles[0]: answer}, (), -math.inf)
+    diagnosis, run_once = played_diagnosis(ranks, [late])
+    await diagnosis.end_if_absent("reshard", Limit(1.0))
+    assert run_once.await_count == int(is_ended)
+
+
+@pytest.mark.parametrize(
+    ("search_seconds", "late_seconds", "expected"), [(0.01, 30.0, "search"), (30.0, 0.01, "report")]
+)
+async def test_a_call_is_searched_for_stopped_ranks_and_reported_when_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, search_seconds: float, late_seconds: float, expected: str
+) -> None:
+    done = asyncio.Queue[str]()
+
+    async def search(*_: object) -> tuple[list[RankHandle], dict[int, str]]:
+        await done.put("search")
+        await asyncio.sleep(0.01)
+        return [], {}
+
+    async def report(*_: object) -> None:
+        await done.put("report")
+        await asyncio.sleep(0.01)
+
+    ranks = PlayedRanks([WORKING])
+    diagnosis, _ = played_diagnosis(ranks)
+    monkeypatch.setattr(diagnosis, "_find_stopped", search)
+    monkeypatch.setattr(diagnosis, "_report_slow", report)
+    deadlines = SimpleNamespace(shortest=Limit(search_seconds), late_after=lambda method: late_seconds)
+    answer = asyncio.get_running_loop().create_future()
+    call = Call("reshard", Limit(60.0), {ranks.handles[0]: answer}, (), time.monotonic())
+    watching = asyncio.create_task(
+        diagnosis.watch(call, cast(Deadlines, deadlines), budget_seconds=0.0, extra_seconds=0.0)
+    )
+    assert await asyncio.wait_for(done.get(), 20) == expected
+    watching.cancel()
+
+
+async def test_a_hang_report_leaves_out_a_group_that_fails(tmp_path: Path) -> None:
+    ranks = PlayedRanks([WORKING])
+    group, _ = played_diagnosis(ranks)
+    other, _ = played_diagnosis(PlayedRanks([WORKING], ConnectionError("its agents are lost")))
+    report = HangReport(tmp_path, lambda: [group, other])
+    path = await report.write(group, "fell silent", ranks.handles, {0: WORKING})
+    assert path is not None and "== rank 0: Python ==" in path.read_text()
+
+
+class PlayedAgent:
+    """An agent whose ranks end some turns of the event loop after it is told so, unless it is stopped."""
+
+    def __init__(self, *, is_stopped: bool = False) -> None:
+        self._is_stopped = is_stopped
+        self.is_cut = False
+
+    def kill(self, handles: Sequence[RankHandle]) -> None:
+        if not self._is_stopped:
+            for handle in handles:
+                asyncio.get_running_loop().call_later(0.01, handle.note_end, "was killed", 0.0)
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+
+async def test_only_agents_with_ranks_that_do_not_end_are_cut_off() -> None:
+    agents = [PlayedAgent(), PlayedAgent(is_stopped=True)]
+    places = [RankPlace(cast(AgentLink, agent), number, 0) for number, agent in enumerate(agents)]
+    ranks = GroupRanks(PartOfRun(0, 2, b""), places)
+    ranks.handles = [RankHandle(rank, Path()) for rank in range(2)]
+    await ranks.kill(0.2)
+    assert [agent.is_cut for agent in agents] == [False, True]
+    assert not ranks.handles
