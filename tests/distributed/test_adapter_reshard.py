@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.reshard.adapters import AdapterReshard
 from tests.distributed.test_reshard import MODELS, recipe_of
 from tests.distributed.weight_updates import update
 from tests.rank_pool import RankPool
@@ -28,6 +30,17 @@ UNTIED = "qwen3 kv equal tp, untied"
 def adapted(model: Path, parallel: ParallelConfig, sync: str, **lora: Any) -> Recipe:
     recipe = recipe_of(model, parallel)
     return Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": 4, "sync": sync, **lora}})
+
+
+def test_base_weights_are_verified_with_the_adapter() -> None:
+    base, adapter = Mock(), Mock()
+    base.self_test.return_value, adapter.self_test.return_value = 1, 2
+    reshard = AdapterReshard(base, lambda: adapter)
+    assert reshard.self_test() == 3
+    base.release.assert_called_once_with()
+    reshard.verify()
+    base.verify.assert_called_once_with()
+    adapter.verify.assert_called_once_with()
 
 
 def logprobs(recipe: Recipe, parallel: ParallelConfig) -> tuple[Any, Any]:
@@ -55,7 +68,6 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
 
     from megarl.engine.parts.trained_adapter import TrainedAdapter
     from megarl.families.shape import read_model_shape
-    from megarl.reshard.adapters import AdapterReshard
     from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
     from megarl.reshard.layouts.vllm_computed import VllmLayouts
     from megarl.reshard.layouts.vllm_slots import live_parameters, without_adapters

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.config.parallel import ParallelConfig
 from megarl.groups import backends, megatron_ranks, world
 from megarl.groups.backends import HOST_ONLY, GlooOnlyGroupError
 from megarl.platform import device
 from tests.rank_pool import RankPool
+from tests.shapes import small_shape
 
 GPU = torch.device("cuda", 0)
 
@@ -47,6 +49,20 @@ def test_gloo_is_refused_where_gpu_tensors_enter(ranks: RankPool) -> None:
     assert all("process group copies " in found[kind] for kind in ("gloo", "cpu:gloo,cuda:gloo", HOST_ONLY))
     assert "process group the torch world " in found["world"]
     assert "_PARALLEL_GROUP" in found["Megatron"]
+
+
+def gloo_groups_of_a_trainer() -> list[str]:
+    from megatron.core import parallel_state
+
+    from megarl.training.model import _join_ranks
+
+    _join_ranks(1, ParallelConfig(1, 1, 1, 1), small_shape())
+    return [name for name, group in vars(parallel_state).items() if "GLOO" in name and group is not None]
+
+
+def test_a_trainer_has_no_further_groups_over_gloo(ranks: RankPool) -> None:
+    """Megatron would add one to each group of data-parallel ranks; with a GPU they are refused."""
+    assert ranks.run(gloo_groups_of_a_trainer, world_size=1) == [[]]
 
 
 def host_messages() -> tuple[int, str]:

@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,12 +26,14 @@ from megarl.families.model_tensors import hf_tensors, list_copied_prefixes, list
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import CHECKSUMS, SINGLE, companions
+from megarl.reshard import staging
 from megarl.reshard.boxes import Box, Piece, dense_piece
 from megarl.reshard.checks.fingerprint import MASK, checksum
 from megarl.reshard.checks.ledger import Ledger
 from megarl.reshard.checks.version_checksums import by_tensor, merge, version_checksum
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
-from megarl.reshard.plan import make_plan
+from megarl.reshard.plan import RankPlan, make_plan
+from megarl.reshard.staging import PrivateSlots, SharedSlots
 from megarl.reshard.transport import Transport
 from megarl.types import DataError
 from tests.rank_pool import RankPool
@@ -305,6 +310,61 @@ def keeps_nothing(num_transports: int) -> tuple[int, list[str]]:
     while set(held()) - others and time.monotonic() < ending:
         time.sleep(0.01)
     return counts[-1] - counts[0], sorted(set(held()) - others)
+
+
+def plan_of_one(num_buckets: int) -> RankPlan:
+    """A plan in which this process sends four elements to itself, in each bucket."""
+    transfer = SimpleNamespace(source_rank=0, destination_rank=0, numel=4)
+    bucket = SimpleNamespace(is_exchanged=True, sends=[transfer], receives=[transfer])
+    plan = SimpleNamespace(rank=0, num_ranks=1, buckets=[bucket] * num_buckets, staging_numel=8)
+    return cast(RankPlan, plan)
+
+
+def test_shared_memory_is_open_until_every_rank_has_mapped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[Any] = []
+
+    def gather(value: Any, group: object) -> list[Any]:
+        gathered.append(value)
+        _, file, *_ = gathered[0]
+        os.fstat(file)  # raises if it is closed
+        return [value]
+
+    monkeypatch.setattr(staging, "gather_values", gather)
+    SharedSlots(plan_of_one(1), torch.float32, None)
+    # The second one is a barrier behind the mapping.
+    assert len(gathered) == 2
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(gathered[0][1])
+
+
+def test_a_slot_is_not_packed_again_before_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "gather_values", lambda value, group: [value])
+    monkeypatch.setattr(SharedSlots, "_PATIENCE_SECONDS", 0.0)
+    slots = SharedSlots(plan_of_one(3), torch.float32, None)
+    slots.claim(0)
+    slots.depart(0)
+    # The other slot is free.
+    slots.claim(1)
+    slots.depart(1)
+    with pytest.raises(TimeoutError):
+        slots.claim(2)
+    slots.arrive()
+    slots.release()
+    slots.claim(2)
+    # Before a further reshard, both must have been read.
+    with pytest.raises(TimeoutError):
+        slots.claim(0)
+    slots.release()
+    slots.claim(0)
+
+
+def test_the_only_bucket_of_a_plan_has_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Mock()
+    monkeypatch.setattr(staging.dist, "all_to_all_single", lambda *_, **__: work)
+    slots = PrivateSlots(plan_of_one(1), torch.float32, torch.device("cpu"), None)
+    slots.depart(0)
+    slots.arrive()
+    work.wait.assert_called_once_with()
 
 
 def test_shared_memory_is_given_back(ranks: RankPool) -> None:

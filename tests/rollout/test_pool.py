@@ -294,6 +294,37 @@ async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
     assert (pool.take_lost(), pool.take_lost()) == (1, 0)
 
 
+async def test_the_last_lost_replica_fails_the_requests_that_it_got_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unused: Any = None
+    pool = EnginePool(unused, TWO, max_running=4)
+    monkeypatch.setattr(pool, "_start_pumps", lambda: None)
+    first, second = pool._replicas
+    future = asyncio.get_running_loop().create_future()
+    pool._pending["a"] = PendingRequest(request("a", (5,), 8), future, [])
+    pool._homes["trajectory"] = first
+    first.running["a"] = None
+    pool._drop_replica(first, PeerLostError("the first is lost"))
+    assert list(pool._waiting) == ["a"] and not pool._homes and not future.done()
+    pool._drop_replica(second, PeerLostError("the last is lost"))
+    assert str(future.exception()) == "the last is lost"
+
+
+async def test_ranks_behind_the_first_of_a_replica_get_no_requests() -> None:
+    asked: list[tuple[list[int], list[Any]]] = []
+
+    class Ranks:
+        async def ask(self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, **_: Any) -> Any:
+            asked.append((list(ranks), list(per_rank)))
+            return [[], [], []]
+
+    pool = EnginePool(Ranks(), ParallelConfig(tp=3, pp=1, dp=1, rollout_tp=3), max_running=4)
+    new = (request("a", (5,), 8),)
+    assert await pool._ask(pool._replicas[0], new, ("b",), 1.0) == []
+    assert asked == [([0, 1, 2], [(new, ("b",)), ((), ()), ((), ())])]
+
+
 async def test_no_turn_follows_its_prefix_over_a_pause() -> None:
     """The weights may change meanwhile, and the cached keys and values with them."""
     unused: Any = None

@@ -9,14 +9,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from megarl.models.policy import PackedModel
 from megarl.platform.memory import page_lock
 from megarl.training.host_arena import ALIGNMENT, HostArena, aligned_bytes
+from megarl.training.model import FrozenModel
 from megarl.training.offload import Offloadable
 from megarl.types import ConfigError
+from megarl.worker import trainer_worker
 
 PAGE = 4096
 SIZES = [3 * PAGE + 40, 8, 0, 5 * PAGE, 4, 2 * PAGE + 1]
@@ -147,3 +152,23 @@ def test_a_closed_arena_ends_its_thread() -> None:
     calls = arena.num_calls
     time.sleep(0.05)
     assert arena.num_calls == calls
+
+
+def test_a_model_that_only_scores_waits_for_its_memory_to_be_locked() -> None:
+    model, chunk = object.__new__(FrozenModel), torch.nn.Linear(8, 8)
+    model.chunks, model.arena = [cast(PackedModel, chunk)], HostArena(0)
+    weight = chunk.weight.detach().clone()
+    model._move_to_host()
+    assert (model.arena.num_calls, model.arena.num_locked_bytes) == (1, PAGE)
+    assert torch.equal(chunk.weight, weight)
+
+
+def test_a_trainer_s_end_unlocks_its_memory_while_its_world_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, left = Mock(), Mock()
+    part = Mock()
+    worker.state.parts = {"policy": part}
+    monkeypatch.setattr(trainer_worker.world, "leave", left)
+    left.side_effect = worker.arena.close.assert_called_once_with
+    trainer_worker.TrainerWorker.close(worker)
+    part.close.assert_called_once_with()
+    left.assert_called_once_with()

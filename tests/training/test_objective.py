@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import AlgorithmConfig, CriticConfig
+from megarl.config import AlgorithmConfig, CriticConfig, Recipe
+from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.advantages import keep_highest_entropies
 from megarl.rollout.step.rl_batch import assign_token_weights
+from megarl.training.model import ModelShard
 from megarl.training.objective import StepNumbers, critic_objective, policy_objective
 from megarl.training.rows.choice import make_microbatch
 from megarl.training.rows.metrics import name_metrics, read
 from megarl.types import ConfigError, TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rollout.batches import rl_batch
+from tests.shapes import small_shape
 
 LOG_RATIOS = [[0.3, 0.3, 0.0], [-0.1, 0.0], [-0.2, -0.2]]
 """Ratios of the trained tokens of three segments. The first two are one trajectory, whose mean is a tenth."""
@@ -262,3 +265,12 @@ def test_the_ratio_of_gspo_is_the_trajectory_s(ranks: RankPool, cp: int) -> None
     slopes = sorted(slope for part in found for slope in part["slopes"])
     # A fifth of the trajectory's half of the loss for each of its tokens; none for tokens that are clipped.
     assert slopes == [(-1.0, 0.0)] * 2 + [(1.0, pytest.approx(-RATIO / 10, abs=1e-6))] * 5
+
+
+@pytest.mark.parametrize(("coefficient", "is_trained"), [(0.0, False), (0.01, True)])
+def test_entropies_have_gradients_where_the_loss_has_them(coefficient: float, is_trained: bool) -> None:
+    fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
+    shard = object.__new__(ModelShard)
+    shard.recipe = Recipe.model_validate(fields | {"algorithm": {"entropy_coefficient": coefficient}})
+    shard.parallel, shard.shape, shard.device = ParallelConfig(1, 1, 1, 1), small_shape(), torch.device("cpu")
+    assert shard._head_settings()["trains_entropy"] is is_trained

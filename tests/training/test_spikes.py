@@ -84,6 +84,8 @@ def test_an_update_without_a_trained_token_leaves_the_state_of_a_run_without_it(
         assert [one["train/update_skipped"] for one in metrics] == [0, 1, 0]
         assert [one.get("train/empty_update") for one in metrics] == [None, 1, None]
         assert [one["is_spike"] for one in metrics] == [0, 0, 0]
+        # This run has no limit for the difference of log-probs.
+        assert not any("train/gap_exceeded" in one for one in metrics)
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
     for metrics, tensors in state([first, single, last], none):
         assert [one["train/update_skipped"] for one in metrics] == [0, 0, 0]
