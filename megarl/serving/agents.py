@@ -33,6 +33,7 @@ from megarl.serving.node_memory import RunMemory
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
 from megarl.serving.sessions import Sessions
+from megarl.terminal import FirstOfEachKind
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Problem, Reward, SamplingSettings, StorageError, Trajectory
 
@@ -60,6 +61,12 @@ METRICS = (
         "sampled tokens of an agent not trained on, aborted calls included",
         PER_ATTEMPT,
     ),
+    MetricRow(
+        "environment/unreported_calls",
+        "count",
+        "aborted calls of an agent with an unknown number of tokens, missing in untrained_tokens",
+        PER_ATTEMPT,
+    ),
     MetricRow("environment/model_calls", "count", "completions of an agent", PER_ATTEMPT),
     MetricRow("environment/program_seconds", "seconds", "run time of an agent's program", PER_ATTEMPT),
     MetricRow("environment/container_start_seconds", "seconds", "start of an attempt's container", PER_ATTEMPT),
@@ -79,6 +86,7 @@ Result = TypeVar("Result")
 
 COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
+    "unreported_calls",
 )  # fmt: skip
 """Names of counts of a session (`Session.counts`) that are logged as metrics `environment/NAME`."""
 INHERITED = (
@@ -434,7 +442,7 @@ async def agent_program(
     longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
-    sessions = Sessions(codec)
+    sessions = Sessions(codec, FirstOfEachKind(notify))
     containers: Containers | None = None
     config = recipe.rollout.agent
     endpoint = Endpoint(

@@ -256,7 +256,7 @@ class Session:
         """Wait for the cancelled calls, and count the sampled tokens that no client received."""
         await asyncio.gather(*cancelled, return_exceptions=True)
         # The engines end aborted requests later, and only then know how many tokens these have.
-        await self._sampler.wait_for_reports()
+        self.counts["unreported_calls"] = await self._sampler.wait_for_reports()
         num_delivered = sum(answer.num_sampled_tokens for answer in self.answers)
         self.counts["untrained_tokens"] = self._sampler.num_sampled - num_delivered
         # Removes the pool's record of the engine with this session's prefix cached.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_REPORT_SECONDS = 30.0
+REPORT_SECONDS = 30.0
 """Maximum seconds for an engine to report the tokens of an aborted call. It needs about one second, and a hung engine
 must not delay the end of an attempt for longer.
 """
@@ -81,11 +81,15 @@ class SessionSampler:
         self.num_sampled += len(completion.token_ids)
         return ModelCall(token_ids, completion)
 
-    async def wait_for_reports(self) -> None:
-        """Wait until the engines have reported the tokens of all aborted calls, for at most `_REPORT_SECONDS`."""
+    async def wait_for_reports(self) -> int:
+        """Wait until the engines have reported the tokens of all aborted calls, for at most `REPORT_SECONDS`.
+
+        Returns the number of calls without a report.
+        """
         with suppress(TimeoutError):
-            async with asyncio.timeout(_REPORT_SECONDS):
+            async with asyncio.timeout(REPORT_SECONDS):
                 await self._all_reported.wait()
+        return self._num_unreported
 
     def restore(self, call: ModelCall) -> None:
         """Count the completion of a call that an earlier driver sampled."""

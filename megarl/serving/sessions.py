@@ -13,7 +13,8 @@ from megarl.serving.codec import Codec
 from megarl.serving.refusal import RequestError
 from megarl.serving.session import Session, ended_error
 from megarl.serving.session_journal import SessionJournal
-from megarl.serving.session_sampler import Limits
+from megarl.serving.session_sampler import REPORT_SECONDS, Limits
+from megarl.terminal import FirstOfEachKind
 from megarl.types import SamplingSettings
 
 _REMEMBERED = 100_000
@@ -26,10 +27,12 @@ key).
 class Sessions:
     """Open sessions of an endpoint, by secret.
 
-    A session without a call for `Limits.idle_seconds` is ended.
+    A session without a call for `Limits.idle_seconds` is ended. `notices` gets a text if a session ends before the
+    engines have reported all tokens of its aborted calls.
     """
 
     codec: Codec
+    notices: FirstOfEachKind = field(default_factory=lambda: FirstOfEachKind(lambda text: None))
     _open: dict[str, Session] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
@@ -125,6 +128,14 @@ class Sessions:
             if len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
         await session.end(reward)
+        if num_unreported := session.counts["unreported_calls"]:
+            self.notices.tell(
+                "unreported_calls",
+                f"session {session.name} ended without the tokens of {num_unreported} aborted calls, because their "
+                f"engine did not report them within {REPORT_SECONDS:g} s (environment/unreported_calls). "
+                "environment/untrained_tokens lacks them. `megarl samples RUN --account` has them if the engine still "
+                "reports them; if it is lost, their number is unknown. Look for a hung engine in the ranks' logs",
+            )
 
     async def close(self) -> None:
         """End all sessions."""

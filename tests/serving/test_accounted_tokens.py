@@ -24,6 +24,7 @@ from megarl.serving.agents import AgentProgram
 from megarl.serving.containers import Containers
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
+from megarl.terminal import FirstOfEachKind
 from megarl.types import Completion, Problem, Request, Reward, StorageError, Trajectory
 from tests.rollout.engines import CONTEXT_TOKENS
 from tests.serving.scripted_pool import ScriptedPool, scripted_endpoint
@@ -178,6 +179,40 @@ async def test_a_session_ends_although_the_client_that_ends_it_disconnects() -> 
         await attempt
         assert session.reward == 1.0 and session.counts["untrained_tokens"] == 7
         assert pool.forgotten == [session.name]
+
+
+async def test_calls_that_no_engine_reports_are_named_and_late_reports_are_accounted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two attempts end without the tokens of an aborted call. The engine reports one before their step, one after."""
+    monkeypatch.setattr("megarl.serving.session_sampler.REPORT_SECONDS", 0.0)
+    pool: Any = LatePool()
+    journal = AttemptJournal(tmp_path / "attempts.journal", 1, lambda *_: PROBLEM)
+    notices: list[str] = []
+    trajectories = []
+    async with scripted_endpoint(pool) as s:
+        s.sessions.notices = FirstOfEachKind(notices.append)
+        for number in range(2):
+            log = journal.begin(f"a {number}", "s")
+            limits = Limits(CONTEXT_TOKENS, 40, 60.0)
+            session = s.sessions.open("t", "s", SAMPLING, limits, AttemptEngine(pool, log=log), log)
+            session.complete("The", SAMPLING, b"1", is_retry=False)
+            while len(pool.reports) <= number:
+                await asyncio.sleep(0)
+            await s.sessions.end(session)
+            assert session.counts["unreported_calls"] == 1 and session.counts["untrained_tokens"] == 0
+            trajectories.append(await log.end(Trajectory("command", PROBLEM, 0, 0, (), None)))
+    [notice] = notices
+    assert "environment/unreported_calls" in notice and "1 aborted calls" in notice
+    pool.reports[0](7)
+    journal.settle(1, [(trajectory.journaled_as, 0) for trajectory in trajectories], set())
+    pool.reports[1](5)
+    journal.close()
+    # A start writes the file anew.
+    AttemptJournal(tmp_path / "attempts.journal", 2, lambda *_: PROBLEM).close()
+    account = account_tokens(tmp_path)
+    assert account is not None and account.faults == [] and account.waiting == 0
+    assert account.sampled == account.num_untrained == 12
 
 
 async def test_a_session_ends_although_its_journal_cannot_be_written(tmp_path: Path, no_file_may_grow: Any) -> None:
