@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -44,13 +45,14 @@ class AttemptEngine:
     ) -> None:
         self.log = log
         self._pool, self._calls, self._purpose = pool, [] if calls is None else calls, COUNTED_FOR.get()
+        if log is not None:
+            for call in [call for call in self._calls if not call.is_done]:
+                if not log.note_begun(call):
+                    # In place: later checkpoints must not have the call either.
+                    self._calls.remove(call)
         # A program that outlived the driver has its answers, so only a completion begun for it may be continued.
         is_reopened = log is not None and log.reopened is not None
         self._to_repeat = [call for call in self._calls if not (is_reopened and call.is_done)]
-        if log is not None:
-            for call in self._calls:
-                if not call.is_done:
-                    log.note_begun(call)
         self._is_closed = False
         self._num_awaited = 0
         self._began = self._paused_before = 0.0
@@ -100,7 +102,8 @@ class AttemptEngine:
         COUNTED_FOR.set(self._purpose)
         call = self._take_recorded_call(request.prompt_token_ids)
         if call is None:
-            call = RecordedCall(request.prompt_token_ids)
+            identity = "" if self.log is None else secrets.token_hex(8)
+            call = RecordedCall(request.prompt_token_ids, identity=identity)
             self._calls.append(call)
         is_repeated = call.is_done
         num_begun = 0 if is_repeated else num_sampled(call.parts)

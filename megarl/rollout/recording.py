@@ -21,22 +21,28 @@ if TYPE_CHECKING:
 class RecordedCall:
     """A recorded model call: its prompt, int32 [prompt], and its completion. Each pause adds a part to the
     completion.
+
+    `identity` names the call in the journal and in checkpoints, because parallel calls may have equal prompts. A call
+    without a journal has none.
     """
 
     prompt_token_ids: NDArray[np.int32]
     parts: list[Completion] = field(default_factory=list)
     is_done: bool = False
+    identity: str = ""
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
         """Return the call as JSON values. Its arrays go to `archive` under names beginning with `prefix`."""
         archive.arrays[f"{prefix}prompt"] = self.prompt_token_ids
         parts = [part.to_json(archive, f"{prefix}{place}.") for place, part in enumerate(self.parts)]
-        return {"parts": parts, "is_done": self.is_done}
+        return {"parts": parts, "is_done": self.is_done, "identity": self.identity}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> RecordedCall:
         parts = [Completion.from_json(part, archive, f"{prefix}{place}.") for place, part in enumerate(values["parts"])]
-        return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"])
+        # Checkpoints of earlier versions have no identities.
+        identity = values.get("identity", "")
+        return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"], identity)
 
 
 @dataclass(slots=True, eq=False)

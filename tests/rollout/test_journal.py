@@ -18,13 +18,15 @@ import pytest
 
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.attempt_engine import AttemptEngine
+from megarl.rollout.engine_requests import join_parts, num_sampled
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
 from megarl.rollout.journal.lines import encode_line, read_lines
 from megarl.rollout.journal.state import TokenAccount, account_tokens
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.recording import RecordedCall
+from megarl.rollout.recording import RecordedCall, StartedGroup
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
+    Archive,
     Completion,
     DataError,
     ExpertsHandle,
@@ -360,6 +362,83 @@ async def test_a_full_disk_stops_no_report_of_an_aborted_call(tmp_path: Path, no
     for replica in pool._replicas:
         assert replica.pump is not None
         replica.pump.cancel()
+
+
+class ContinuingPool(Pool):
+    """Adds two tokens to those that a request has from a checkpoint."""
+
+    async def generate(self, request: Request, *, parts: list[Completion], **more: Any) -> Completion:
+        return join_parts([*parts, await super().generate(request, **more)])
+
+
+async def abort_one_of_two_equal_calls(journal: AttemptJournal) -> list[RecordedCall]:
+    """Make two calls with one prompt, pause after two tokens of each, abort one, and take a checkpoint."""
+    pool = EnginePool(PausedEngine(), ParallelConfig(1, 1, 1, 1), max_running=4)
+    engine = AttemptEngine(pool, recorded := [], log=journal.begin("a", "s"))
+    tasks = [
+        asyncio.create_task(engine.generate(Request(f"r{number}", np.array(FIRST, np.int32), SAMPLING, 1)))
+        for number in range(2)
+    ]
+    while pool.load().num_running < 2:
+        await asyncio.sleep(0)
+    await pool.pause()
+    aborted, going = tasks
+    aborted.cancel()
+    await asyncio.gather(aborted, return_exceptions=True)
+    archive, group = Archive(), StartedGroup(0, PROBLEM, calls={0: recorded})
+    values = json.loads(json.dumps(group.to_json(archive)))
+    going.cancel()
+    return StartedGroup.from_json(values, archive, lambda *_: PROBLEM).calls[0]
+
+
+def resumed(journal: AttemptJournal, pool: Any, calls: list[RecordedCall]) -> AttemptEngine:
+    """The attempt's engine of a driver that starts from a checkpoint with these calls."""
+    log = journal.begin("a", "s")
+    calls = [replace(call, parts=[*call.parts]) for call in calls]
+    log.merge_into(calls)
+    return AttemptEngine(pool, calls, log=log)
+
+
+async def test_calls_with_equal_prompts_are_counted_each(tmp_path: Path) -> None:
+    """One is aborted before a checkpoint, and the driver is killed while the other goes on."""
+    journal = opened(tmp_path, 1)
+    calls = await abort_one_of_two_equal_calls(journal)
+    [begun] = calls
+    assert num_sampled(begun.parts) == 2 and account_of(journal).sampled == 2
+    # Killed: nothing more is written.
+    journal.close()
+    journal, pool = opened(tmp_path, 1), ContinuingPool()
+    engine = resumed(journal, pool, calls)
+    answer = await engine.generate(Request("r", np.array(FIRST, np.int32), SAMPLING, 1))
+    assert len(answer.token_ids) == 4 and pool.num_sampled == 2
+    account = account_of(journal)
+    assert (account.sampled, account.lost, account.waiting, account.faults) == (6, 2, 4, [])
+
+
+async def test_a_call_of_a_checkpoint_is_counted_once_by_all_drivers(tmp_path: Path) -> None:
+    """Four drivers start from one checkpoint. The second answers its call. All are killed."""
+    journal = opened(tmp_path, 1)
+    calls = await abort_one_of_two_equal_calls(journal)
+    journal.close()
+    journal, pool = opened(tmp_path, 1), ContinuingPool()
+    await resumed(journal, pool, calls).generate(Request("r", np.array(FIRST, np.int32), SAMPLING, 1))
+    assert account_of(journal).sampled == 6
+    for _ in range(2):
+        journal.close()
+        journal, pool = opened(tmp_path, 1), ContinuingPool()
+        engine = resumed(journal, pool, calls)
+        assert account_of(journal).sampled == 6
+    # The answer is lost with the second driver's try, which the third one's replaced.
+    await engine.generate(Request("r", np.array(FIRST, np.int32), SAMPLING, 1))
+    account = account_of(journal)
+    assert pool.num_sampled == 2 and (account.sampled, account.lost, account.waiting) == (8, 6, 2)
+
+
+def account_of(journal: AttemptJournal) -> TokenAccount:
+    """Return the journal's account, which its file confirms."""
+    journal._thread.submit(int).result()
+    assert account_tokens(journal._file.parent) == journal.account()
+    return journal.account()
 
 
 async def test_a_record_that_nobody_waits_for_is_not_lost_silently(tmp_path: Path, no_file_may_grow: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
         await half.abort(await half.begin(f"Two{LOOP}"))
         going = await half.begin(f"Three{LOOP}")
         # As a checkpoint has them.
-        calls = [RecordedCall(call.prompt_token_ids, list(call.parts), is_done=call.is_done) for call in half.calls]
+        calls = [replace(call, parts=list(call.parts)) for call in half.calls]
         assert [call.is_done for call in calls] == [True, False] and num_sampled(calls[1].parts) > 0
         if is_killed:
             await s.pool.pause()

@@ -184,15 +184,15 @@ class AttemptJournal:
         # The thread of `_flush` writes this too, so records keep their order in the file.
         self._thread.submit(self._write, self._take_pending(), is_flushed=False)
 
-    def note_aborted(self, name: str, prompt: str, num_tokens: int, origin: str | None = None) -> None:
-        """Record sampled tokens of a try that are in none of its answers. `prompt` is the digest of their prompt.
+    def note_aborted(self, name: str, identity: str, num_tokens: int, origin: str | None = None) -> None:
+        """Record sampled tokens of a try that are in none of its answers. `identity` is that of their call.
 
         `origin` is the earlier try that had these tokens before; None: they are new. The record survives a kill of this
         process. Never raises: after a failed write, the next write of an answer or an end raises its error.
         """
         # An engine may report an aborted call after the end of the run.
-        if num_tokens and not self._is_closed:
-            self._note({"kind": "aborted", "try": name, "prompt": prompt, "tokens": num_tokens, "from": origin})
+        if not self._is_closed:
+            self._note({"kind": "aborted", "try": name, "id": identity, "tokens": num_tokens, "from": origin})
 
     async def write_answer(
         self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun: int, request_id: str
@@ -275,8 +275,6 @@ class AttemptLog:
         self._journal, self._attempt, self._is_dropped = journal, attempt, False
         self._origins: defaultdict[tuple[str, bytes], list[tuple[str, int]]] = defaultdict(list)
         self._earlier = attempt if is_reopened else earlier
-        # Tokens without an answer that a call of the checkpoint may continue, by the digests of their prompts.
-        self._num_claimed: Counter[str] = Counter()
         if is_reopened:
             self.calls = [answer.call for answer in attempt.answers.values() if answer.call is not None]
         elif earlier is not None:
@@ -333,6 +331,9 @@ class AttemptLog:
             if call.is_done and journaled[_digest(call)]:
                 journaled[_digest(call)] -= 1
                 calls.remove(call)
+        for call in calls:
+            # Checkpoints and journals of earlier versions identify calls by their prompts.
+            call.identity = call.identity or prompt_digest(call.prompt_token_ids)
         calls += self.calls
 
     def drop(self) -> None:
@@ -341,18 +342,24 @@ class AttemptLog:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
-    def note_begun(self, call: RecordedCall) -> None:
-        """Count the tokens of a call of a checkpoint that has no answer so far. This try may continue the call."""
-        prompt, num_tokens = prompt_digest(call.prompt_token_ids), num_sampled(call.parts)
-        earlier = self._earlier
+    def note_begun(self, call: RecordedCall) -> bool:
+        """Count the tokens of a checkpoint's call without an answer. Return whether this try may continue the call.
+
+        It may not if a driver that started later from the same checkpoint has answered the call: the answer has the
+        tokens.
+        """
+        identity, num_tokens = call.identity, num_sampled(call.parts)
+        earlier = self._earlier or self._attempt
+        is_answered = any(a.call is not None and a.call.identity == identity for a in earlier.answers.values())
         # The earlier try has these tokens if its driver aborted the call. If that driver was killed, no try has them.
-        is_counted = earlier is not None and earlier.aborted[prompt] - self._num_claimed[prompt] >= num_tokens
-        if earlier is self._attempt:
-            self._num_claimed[prompt] += num_tokens
-        if not is_counted:
-            self._journal.note_aborted(self.name, prompt, num_tokens)
-        elif earlier is not None and earlier is not self._attempt:
-            self._journal.note_aborted(self.name, prompt, num_tokens, origin=earlier.name)
+        is_known = is_answered or identity in earlier.aborted
+        can_continue = not is_known or (not is_answered and earlier.aborted[identity] >= num_tokens)
+        if not is_known:
+            self._journal.note_aborted(self.name, identity, num_tokens)
+        elif earlier is not self._attempt:
+            # A record of 0 tokens: the next driver must not count them either.
+            self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier.name)
+        return can_continue
 
     def check_storage(self) -> None:
         """Raise StorageError if an earlier write of the journal failed."""
@@ -360,7 +367,8 @@ class AttemptLog:
 
     def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
         """Count the tokens of a call that was aborted, for the try with this name."""
-        self._journal.note_aborted(attempt_try, prompt_digest(call.prompt_token_ids), num_tokens)
+        if num_tokens:
+            self._journal.note_aborted(attempt_try, call.identity, num_tokens)
 
     async def write_call(
         self, call: RecordedCall, *, is_repeated: bool, num_begun: int = 0, request_id: str = ""

@@ -52,8 +52,8 @@ class JournaledTry:
     `answers` are by their numbers. `num_begun` counts them, also those repeated by a later try. `ended` has the
     trajectory as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a
     kill; None: the program cannot outlive the driver. `asked` has the requests by their ids, and `received` the number
-    of clients that have read each answer. `aborted` has the sampled tokens that are in no answer, by the digests of
-    their prompts.
+    of clients that have read each answer. `aborted` has the sampled tokens that are in no answer, by the identities of
+    their calls. A call with 0 tokens there has given them to an answer.
     """
 
     name: str
@@ -132,8 +132,8 @@ class JournaledTry:
             again.add(number, answer)
             if self.received[answer.request] > 0 and self.can_go_on:
                 yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
-        for prompt, num_tokens in self.aborted.items():
-            yield {"kind": "aborted", "try": self.name, "prompt": prompt, "tokens": num_tokens, "from": None}
+        for identity, num_tokens in self.aborted.items():
+            yield {"kind": "aborted", "try": self.name, "id": identity, "tokens": num_tokens, "from": None}
         if self.ended is not None:
             yield dict(self.ended)
 
@@ -161,6 +161,7 @@ def sampled_record(
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
         "begun": num_begun,
+        "id": call.identity,
         "request": request,
         "base": base,
         "prompt": prompt_digest(call.prompt_token_ids),
@@ -344,16 +345,19 @@ class JournalState:
             raise ValueError("an answer of a try that is over, or an answer twice")
         completion = read_completion(f"{attempt.name}.{number}", values)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
-        call = None if self._used_from is None else RecordedCall(_prompt(attempt, values), [completion], is_done=True)
+        identity = str(values.get("id", ""))
+        call = None
+        if self._used_from is not None:
+            call = RecordedCall(_prompt(attempt, values), [completion], is_done=True, identity=identity)
         newest = int(versions.max(initial=0))
-        # Journals of earlier versions have no ids of requests.
+        # Journals of earlier versions have no ids of requests and calls.
         request = str(values.get("request", ""))
         answer = JournaledAnswer(num_tokens, newest, call, values["repeatable"] is True, request)
         attempt.add(number, answer)
         if values["from"] is None:
             # Journals of earlier versions do not count the tokens of unfinished calls.
             num_begun = _count(values.get("begun", 0))
-            self._take_aborted(attempt, values["prompt"], num_begun)
+            self._take_aborted(attempt, identity or values["prompt"], num_begun)
             self._settled.sampled += num_tokens - num_begun
             return
         # The same tokens leave the earlier try, so that they are counted once.
@@ -362,9 +366,10 @@ class JournalState:
             raise ValueError("an answer that is repeated differs from the first")
 
     def _apply_aborted(self, values: Mapping[str, Any]) -> None:
-        prompt, num_tokens = str(values["prompt"]), _count(values["tokens"])
+        # Journals of earlier versions have the digest of the prompt in place of the call's id.
+        identity, num_tokens = str(values["id"] if "id" in values else values["prompt"]), _count(values["tokens"])
         if values["from"] is not None:
-            self._take_aborted(self.tries[values["from"]], prompt, num_tokens)
+            self._take_aborted(self.tries[values["from"]], identity, num_tokens)
         else:
             self._settled.sampled += num_tokens
         # An engine may report the tokens of an aborted call after its try was dropped.
@@ -372,13 +377,14 @@ class JournalState:
         if attempt is None:
             self._settled.dropped += num_tokens
         else:
-            attempt.aborted[prompt] += num_tokens
+            attempt.aborted[identity] += num_tokens
 
-    def _take_aborted(self, attempt: JournaledTry, prompt: str, num_tokens: int) -> None:
-        """Remove tokens without an answer from a try, because an answer or a later try has them now."""
-        if attempt.aborted[prompt] < num_tokens:
+    def _take_aborted(self, attempt: JournaledTry, identity: str, num_tokens: int) -> None:
+        """Remove a call's tokens without an answer from a try, because an answer or a later try has them now."""
+        if attempt.aborted[identity] < num_tokens:
             raise ValueError("a call continues more tokens than were sampled for it")
-        attempt.aborted[prompt] -= num_tokens
+        if num_tokens:
+            attempt.aborted[identity] -= num_tokens
 
     def _apply_opened(self, values: Mapping[str, Any]) -> None:
         attempt = self.tries[values["try"]]
