@@ -86,13 +86,15 @@ class AttemptEngine:
         *,
         affinity: str | None = None,
         is_last: bool = False,
+        on_begun: Callable[[int], None] | None = None,
         on_abort: Callable[[int], None] | None = None,
     ) -> Completion:
         """Return a recorded completion of this prompt, or sample one.
 
         `affinity` names the trajectory, so its requests reach the replica with its prefix cached. `is_last`
         promises that no request follows. If this call is cancelled or fails, `on_abort` is called once with the number
-        of sampled tokens, perhaps later than this call ends.
+        of sampled tokens, perhaps later than this call ends. `on_begun` is called first with the number of tokens that
+        the attempt's journal has from a checkpoint, if there are any.
         """
         if self._is_closed:
             if on_abort is not None:
@@ -108,6 +110,8 @@ class AttemptEngine:
         is_repeated = call.is_done
         num_begun = 0 if is_repeated else num_sampled(call.parts)
         if not is_repeated:
+            if num_begun and self.log is not None and on_begun is not None:
+                on_begun(num_begun)
             is_last = is_last and not self.is_followed
             report = partial(self._note_abort, call, num_begun, None if self.log is None else self.log.name, on_abort)
             completion = await self._sample(request, call, affinity, report, is_last=is_last)

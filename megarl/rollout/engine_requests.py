@@ -30,13 +30,15 @@ class Generates(Protocol):
         *,
         affinity: str | None = None,
         is_last: bool = False,
+        on_begun: Callable[[int], None] | None = None,
         on_abort: Callable[[int], None] | None = None,
     ) -> Completion:
         """Sample one completion.
 
         Requests with the same `affinity` (a trajectory's name) prefer the replica with their prefix cached. `is_last`
         promises that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called
-        once with the number of sampled tokens, perhaps later than this call ends.
+        once with the number of sampled tokens, perhaps later than this call ends. If the completion continues tokens
+        that the journal has counted already, `on_begun` is called first with their number.
         """
         ...
 

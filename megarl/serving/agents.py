@@ -307,7 +307,8 @@ class AgentProgram:
     ) -> Session:
         """Open the session of an attempt, with the answers of a program that outlived the last driver."""
         log = engine.log
-        session = self.sessions.open(task.name, task.key, task.sampling, limits, engine, log)
+        num_aborted = 0 if log is None else log.num_aborted
+        session = self.sessions.open(task.name, task.key, task.sampling, limits, engine, log, num_aborted=num_aborted)
         if log is not None and log.reopened is not None:
             await self.sessions.reopen(session, log.reopened)
         elif log is not None and container is not None and self.config.outlive_seconds is not None:

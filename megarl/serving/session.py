@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class Session:
     """Record of one agent's attempt.
 
-    `counts` has numbers of dropped calls, joined retries, overridden fields and others, by name.
+    `counts` has numbers of dropped calls, joined retries, overridden fields and others, by name. `num_aborted` tokens
+    were sampled for the attempt by an earlier driver, and are in no answer so far.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Session:
         pool: Generates,
         codec: Codec,
         journal: SessionJournal | None = None,
+        *,
+        num_aborted: int = 0,
     ) -> None:
         self.name = name
         # 192 random bits: the secret is the only protection of a session.
@@ -60,7 +63,7 @@ class Session:
         self.outcome: str | None = None
         """Exceeded limit, which ends the attempt, as `KIND: text`; None: there is none."""
         self._pool, self._codec, self._journal = pool, codec, journal
-        self._sampler = SessionSampler(seed, limits, pool, self.counts)
+        self._sampler = SessionSampler(seed, limits, pool, self.counts, num_aborted=num_aborted)
         self._history = History()
         self._by_body: dict[bytes, ModelCallUnderWay] = {}
         self._calls: dict[int, ModelCallUnderWay] = {}
@@ -131,15 +134,12 @@ class Session:
             token_ids = answer.call.token_ids.astype(np.int32)
             self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
 
-    async def restore(
-        self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int, num_aborted: int
-    ) -> None:
+    async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int) -> None:
         """Take over the answers of a session whose driver was killed, in their order.
 
         A call has its tokens, the facts given to `SessionJournal.note_request`, and whether a client has read its
-        answer. `num_started` calls had begun. `num_aborted` tokens were sampled for calls without an answer.
+        answer. `num_started` calls had begun.
         """
-        self._sampler.num_sampled += num_aborted
         conversations: dict[int, Conversation] = {}
         for recorded, asked, is_received in calls:
             call = ModelCall(recorded.prompt_token_ids, recorded.parts[0])

@@ -45,8 +45,11 @@ class SessionSampler:
     `counts["refused_calls"]` has the calls refused by it.
     """
 
-    def __init__(self, seed: str, limits: Limits, pool: Generates, counts: Counter[str]) -> None:
-        self.num_sampled = 0
+    def __init__(
+        self, seed: str, limits: Limits, pool: Generates, counts: Counter[str], *, num_aborted: int = 0
+    ) -> None:
+        """Create a sampler. `num_aborted` tokens were sampled by an earlier driver, and are in no completion so far."""
+        self.num_sampled = num_aborted
         """Tokens of all completions, and those of aborted calls as soon as the engine reports them."""
         self._num_unreported = 0
         self._all_reported = asyncio.Event()
@@ -73,7 +76,9 @@ class SessionSampler:
         request = Request(f"{session}.{number}", token_ids, sampling, self.seed_of(token_ids))
         self._num_unreported += 1
         self._all_reported.clear()
-        completion = await self._pool.generate(request, affinity=session, on_abort=self._count_aborted)
+        completion = await self._pool.generate(
+            request, affinity=session, on_begun=self._count_begun, on_abort=self._count_aborted
+        )
         self._count_reported()
         if completion.finish_reason == "error":
             self._counts["refused_calls"] += 1
@@ -112,6 +117,10 @@ class SessionSampler:
         drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"
         self._times_seen[prompt] += 1
         return int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:4], "big") >> 1
+
+    def _count_begun(self, num_tokens: int) -> None:
+        # They were among the first `num_aborted`, and are counted with the completion or its abort.
+        self.num_sampled -= num_tokens
 
     def _count_aborted(self, num_tokens: int) -> None:
         # Else a program could sample without end by leaving before its answers.

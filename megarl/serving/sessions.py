@@ -48,14 +48,19 @@ class Sessions:
         limits: Limits,
         pool: Generates,
         journal: SessionJournal | None = None,
+        *,
+        num_aborted: int = 0,
     ) -> Session:
         """Open a session with a unique name. `pool` samples its completions.
 
         `seed` None: the unique name is the seed, so that sessions with equal prompts draw different completions.
+        `num_aborted` tokens were sampled for the attempt by an earlier driver, and are in no answer so far.
         """
         self._num_opened += 1
         unique_name = f"{name}-{self._num_opened}"
-        session = Session(unique_name, seed or unique_name, sampling, limits, pool, self.codec, journal)
+        session = Session(
+            unique_name, seed or unique_name, sampling, limits, pool, self.codec, journal, num_aborted=num_aborted
+        )
         self._open[session.secret] = session
         self.restart_timer(session)
         return session
@@ -65,7 +70,7 @@ class Sessions:
         del self._open[session.secret]
         self._stop_timer(session)
         session.name, session.secret = earlier.name, earlier.key
-        await session.restore(earlier.calls, num_started=earlier.num_started, num_aborted=earlier.num_aborted)
+        await session.restore(earlier.calls, num_started=earlier.num_started)
         self._open[session.secret] = session
         self.restart_timer(session)
         self.cease_to_expect(session.secret)

@@ -44,7 +44,23 @@ class Attempt:
         self.served, self.pool, self.log, self.calls = s, pool, log, calls
         self.engine = AttemptEngine(pool, calls, log=log)
         limits = Limits(CONTEXT_TOKENS, 40, 60.0)
-        self.session: Session = s.sessions.open("t", "s", SAMPLING, limits, self.engine, log)
+        self.session: Session = s.sessions.open(
+            "t", "s", SAMPLING, limits, self.engine, log, num_aborted=log.num_aborted
+        )
+
+    async def open_or_reopen(self) -> None:
+        """Let the program outlive its driver, or go on with the program of the last one."""
+        if self.log.reopened is None:
+            self.log.open_session(self.session.name, self.session.secret, "driver", "container")
+            return
+        # The last driver was another process.
+        self.served.sessions._ended.pop(self.log.reopened.key, None)
+        await self.served.sessions.reopen(self.session, self.log.reopened)
+
+    @property
+    def is_count_exact(self) -> bool:
+        """Whether the session has as many sampled tokens as its try in the journal."""
+        return self.session._sampler.num_sampled == self.log._attempt.num_sampled
 
     async def ask(self, prompt: str, **fields: Any) -> Any:
         async with self.served.client(self.session) as client:
@@ -78,11 +94,15 @@ class Attempt:
         return await self.log.end(Trajectory("command", PROBLEM, 0, 0, stitch(calls), reward, texts=texts))
 
 
+@pytest.mark.parametrize("outlives", [False, True], ids=["restarted", "outlives"])
 @pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
 def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
-    is_killed: bool, served: Callable[..., None], tmp_path: Path
+    is_killed: bool, outlives: bool, served: Callable[..., None], tmp_path: Path
 ) -> None:
-    """One attempt ends with aborted calls. Another has a call under way when its driver stops, or is killed."""
+    """One attempt ends with aborted calls. Another has a call under way when its driver stops, or is killed.
+
+    Its program starts again with the next driver, or goes on. It repeats the call.
+    """
     file = tmp_path / "attempts.journal"
 
     async def test(s: Served) -> None:
@@ -102,6 +122,8 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
         assert account.sampled == sampled and account.num_untrained == whole.session.counts["untrained_tokens"]
 
         half = Attempt(s, s.pool, journal.begin("a 1", "s"), [])
+        if outlives:
+            await half.open_or_reopen()
         await half.ask("One")
         await half.abort(await half.begin(f"Two{LOOP}"))
         going = await half.begin(f"Three{LOOP}")
@@ -125,11 +147,18 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
             EnginePool(s.group, ONE, max_running=4, budget_seconds=0.05),
         )
         again = Attempt(s, pool, journal.begin("a 1", "s"), calls)
-        await again.ask("One")
+        assert (again.log.reopened is not None) == outlives and again.log.num_aborted > 0
+        if outlives:
+            await again.open_or_reopen()
+        else:
+            await again.ask("One")
+        assert again.is_count_exact
         await again.ask(f"Three{LOOP}")
-        assert not again.engine.is_restarted
+        assert again.is_count_exact and not again.engine.is_restarted
         await again.abort(await again.begin(f"Four{LOOP}"))
         trajectory = await again.end()
+        assert again.is_count_exact
+        assert again.session.counts["untrained_tokens"] == again.log._attempt.num_sampled - trajectory.num_sampled
         journal.settle(2, [(trajectory.journaled_as, trajectory.num_sampled)], set())
         journal.close()
         # A start writes the file anew.
@@ -139,7 +168,8 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
         assert account.sampled == s.pool.load().num_sampled_tokens + pool.load().num_sampled_tokens
         assert account.sampled == account.num_trained + account.num_untrained + account.lost
         assert account.num_trained == trajectory.num_sampled + account.trained[1]
-        assert account.untrained[2] > 0 and account.lost > 0
+        # Tokens of aborted calls stay with the try that goes on.
+        assert account.untrained[2] > 0 and (account.lost == 0) == outlives
 
     served(test)
 

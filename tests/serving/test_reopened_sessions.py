@@ -46,10 +46,10 @@ def test_a_call_under_way_at_a_kill_does_not_count() -> None:
             answer = await first.chat(Conversation.read([QUESTION]), SAMPLING, b"1", is_retry=False).task
         recorded = RecordedCall(answer.call.prompt_token_ids, [answer.call.completion], is_done=True)
         calls = ((recorded, notes.requests[0], True),)
-        earlier = ReopenedSession(first.name, first.secret, "driver", "container", calls, num_started=2, num_aborted=5)
+        earlier = ReopenedSession(first.name, first.secret, "driver", "container", calls, num_started=2)
         follow_up = Conversation.read([QUESTION, answer.message, QUESTION])
         async with scripted_endpoint() as s:
-            second = s.sessions.open("t", "s", SAMPLING, limits, s.pool)
+            second = s.sessions.open("t", "s", SAMPLING, limits, s.pool, num_aborted=5)
             await s.sessions.reopen(second, earlier)
             repeated = await second.chat(follow_up, SAMPLING, b"2", is_retry=True).task
             assert (repeated.number, repeated.continued) == (3, 1)

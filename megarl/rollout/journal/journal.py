@@ -284,6 +284,11 @@ class AttemptLog:
     def name(self) -> str:
         return self._attempt.name
 
+    @property
+    def num_aborted(self) -> int:
+        """Number of sampled tokens of this try that are in no answer. A call of a checkpoint may continue some."""
+        return self._attempt.aborted.total()
+
     def _repeat(self, earlier: JournaledTry) -> None:
         """Let this try get the answers of an earlier try again."""
         self._earlier = earlier
@@ -404,7 +409,7 @@ class ReopenedSession:
     """A program that may have outlived the driver: its session, and its calls in the order of their answers.
 
     Each of `calls` has the tokens, the values of the request, and whether a client has read the answer. `num_started`
-    is the highest number of a call, also of calls without an answer. `num_aborted` are sampled tokens of such calls.
+    is the highest number of a call, also of calls without an answer.
     """
 
     name: str
@@ -413,7 +418,6 @@ class ReopenedSession:
     container: str
     calls: tuple[tuple[RecordedCall, Mapping[str, Any], bool], ...]
     num_started: int
-    num_aborted: int
 
     @classmethod
     def of(cls, attempt: JournaledTry) -> ReopenedSession:
@@ -426,7 +430,7 @@ class ReopenedSession:
         names = ("session", "key", "node", "container")
         num_started = max((asked["number"] for asked in attempt.asked.values()), default=0)
         facts = (attempt.opened[name] for name in names)
-        return cls(*facts, calls=calls, num_started=num_started, num_aborted=attempt.aborted.total())
+        return cls(*facts, calls=calls, num_started=num_started)
 
 
 def _digest(call: RecordedCall) -> tuple[str, bytes]:
