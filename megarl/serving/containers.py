@@ -18,8 +18,8 @@ from megarl.cluster.agents.agent_link import AgentLink
 from megarl.config.sections.rollout import ANY_ADDRESS, AgentConfig
 from megarl.sandbox.containers.container import LEASE_SECONDS, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.host import ContainerHost
-from megarl.sandbox.containers.requests import Limits
-from megarl.serving.node_memory import NodeMemory, RunMemory
+from megarl.sandbox.containers.requests import DEFAULT_DISK_BYTES, Limits
+from megarl.serving.node_memory import MachineMemory, RunMemory
 from megarl.types import MegarlError
 
 _RENEW_SECONDS = 10.0
@@ -48,7 +48,9 @@ class Node:
     name: str
     request: Request
     address: tuple[str, int]
-    memory: NodeMemory
+    memory: MachineMemory
+    names: set[str] = field(default_factory=set)
+    """Names of the node's living containers."""
     start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
 
     async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
@@ -126,7 +128,7 @@ class Containers:
     """Containers of attempts, spread over nodes by free memory. Call `start` first, and `close` at the end.
 
     `agents` returns the agents of the run's nodes; `address` is the endpoint's on the driver's machine. `memory` is the
-    nodes' memory, shared with the run's other sources. None: the run has no other source.
+    machines' memory, shared with the run's other sources. None: the run has no other source.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Containers:
         host, port = address
         self._memory = memory or RunMemory()
         address_on_driver = _LOOPBACK.get(host, host), port
-        self._driver = Node("driver", self._host.request, address_on_driver, self._memory.of_node("driver"))
+        self._driver = Node("driver", self._host.request, address_on_driver, self._memory.open_account())
         self._nodes: dict[AgentLink, Node] = {}
         # Two limits: one for containers, and `AgentProgram.places` for the programs in them.
         self._startable = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
@@ -219,7 +221,7 @@ class Containers:
             # Unique on every node of the run, also after a restart of the driver. podman and docker refuse blanks.
             name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(_NUMBERS)}"
             # Counted before it lives, so that attempts starting together choose different nodes.
-            node.memory.reserved_bytes[name] = memory_bytes
+            self._reserve(node, name, memory_bytes)
             began = time.monotonic()
             try:
                 answer = await node.ask("start", settings=self._settings(name, node, image, limits))
@@ -240,7 +242,7 @@ class Containers:
         """Return the bytes of memory that a container may fill: its programs, and new files held in memory."""
         needed_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
         if self._config.has_layer:
-            needed_bytes += limits.get("disk_bytes", _gib(self._config.disk_gib)) or 0
+            needed_bytes += limits.get("disk_bytes", _gib(self._config.disk_gib)) or DEFAULT_DISK_BYTES
         return int(needed_bytes)
 
     async def _choose_node(self, tried: Collection[Node], memory_bytes: int) -> Node | None:
@@ -258,7 +260,8 @@ class Containers:
                 break
             self._report_wait(memory_bytes)
             await self._memory.wait_for_change()
-        return max(candidates, key=lambda node: node.memory.bytes_per_container, default=None)
+        # Nodes of one machine take turns.
+        return max(candidates, key=lambda node: (node.memory.bytes_per_container, -len(node.names)), default=None)
 
     def _report_wait(self, memory_bytes: int) -> None:
         """Report once that containers wait for memory."""
@@ -266,11 +269,18 @@ class Containers:
             self._is_wait_reported = True
             self._notify(
                 f"containers wait for memory: {self.num_living} live, and no node has {memory_bytes / 2**30:.3g} GiB "
-                "left besides their limits (rollout.agent.memory_gib, disk_gib); one starts when another ends"
+                "left besides their limits; one starts when another ends. Set rollout.agent.memory_gib and disk_gib to "
+                "what an attempt needs (disk_gib counts with sandbox and apptainer, by default 4)"
             )
+
+    def _reserve(self, node: Node, name: str, memory_bytes: int) -> None:
+        """Reserve memory for a container of a node."""
+        node.names.add(name)
+        node.memory.reserved_bytes[name] = memory_bytes
 
     async def _release(self, node: Node, name: str) -> None:
         """Forget a container of a node, and let starts look at its memory again."""
+        node.names.discard(name)
         node.memory.reserved_bytes.pop(name, None)
         await self._memory.notify_change()
 
@@ -303,7 +313,7 @@ class Containers:
             except BaseException:
                 await self._stop(node, name)
                 raise
-            node.memory.reserved_bytes[name] = self._needed_memory({})
+            self._reserve(node, name, self._needed_memory({}))
             container = AttemptContainer(node, name, answer["url"], 0.0, answer["seconds_running"])
             try:
                 yield container
@@ -351,6 +361,7 @@ class Containers:
         # One lost node must not stop the renewals on the others.
         with suppress(ContainerError):
             answer = await node.ask("renew")
+            node.memory = self._memory.account_of(answer["machine"], node.memory)
             node.memory.update(answer["free_bytes"])
             await self._memory.notify_change()
 
@@ -361,7 +372,7 @@ class Containers:
             return await agent.request("container", verb=verb, fields=dict(fields))
 
         host, port = self._address
-        memory = self._memory.of_node(agent.node)
+        memory = self._memory.open_account()
         if agent.addresses is None:
             return Node(agent.node, request, self._driver.address, memory)
         # An address for all interfaces leads nowhere from another node.

@@ -1,17 +1,16 @@
-"""Memory of a run's nodes for containers of agents' attempts. The sources of a mixture share it."""
+"""Memory of a run's machines for containers of agents' attempts. The sources of a mixture share it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from megarl.sandbox.containers.host import free_memory_bytes
 
 
 @dataclass(slots=True, eq=False)
-class NodeMemory:
-    """Memory of one node, in bytes, with the limits of its living containers."""
+class MachineMemory:
+    """Memory of one machine, in bytes, with the limits of its living containers."""
 
     free_bytes: int = field(default_factory=free_memory_bytes)
     capacity_bytes: int | None = None
@@ -25,17 +24,17 @@ class NodeMemory:
         return self.free_bytes / (len(self.reserved_bytes) + 1)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether the node has memory for one more container with this limit."""
-        # A limit above the node's memory must not stop the run.
+        """Return whether the machine has memory for one more container with this limit."""
+        # A limit above the machine's memory must not stop the run.
         if not self.reserved_bytes or self.capacity_bytes is None:
             return True
         # Young containers have not taken theirs yet, so their limits count.
         are_limits_met = sum(self.reserved_bytes.values()) + num_bytes <= self.capacity_bytes
-        # Other programs of the node may have grown.
+        # Other programs of the machine may have grown.
         return are_limits_met and num_bytes <= self.free_bytes
 
     def update(self, free_bytes: int) -> None:
-        """Take over the node's free memory, as its host read it."""
+        """Take over the machine's free memory, as a container host read it."""
         self.free_bytes = free_bytes
         if self.capacity_bytes is None:
             self.capacity_bytes = free_bytes + sum(self.reserved_bytes.values())
@@ -44,22 +43,33 @@ class NodeMemory:
 
 
 class RunMemory:
-    """Memory of all nodes of a run."""
+    """Memory of all machines of a run. Nodes of one machine share an account: the driver and its agent, for example."""
 
     def __init__(self) -> None:
-        self._nodes: defaultdict[str, NodeMemory] = defaultdict(NodeMemory)
+        self._accounts: list[MachineMemory] = []
+        self._by_machine: dict[str, MachineMemory] = {}
         self._changed = asyncio.Condition()
 
-    def of_node(self, name: str) -> NodeMemory:
-        return self._nodes[name]
+    def open_account(self) -> MachineMemory:
+        """Return an account for a node, whose machine is not known yet."""
+        self._accounts.append(account := MachineMemory())
+        return account
+
+    def account_of(self, machine: str, account: MachineMemory) -> MachineMemory:
+        """Return the account of a machine. Containers in the node's own `account` move to it."""
+        shared = self._by_machine.setdefault(machine, account)
+        if shared is not account:
+            shared.reserved_bytes |= account.reserved_bytes
+            self._accounts.remove(account)
+        return shared
 
     @property
     def num_containers(self) -> int:
-        """Number of living containers on all nodes."""
-        return sum(len(memory.reserved_bytes) for memory in self._nodes.values())
+        """Number of living containers on all machines."""
+        return sum(len(account.reserved_bytes) for account in self._accounts)
 
     async def wait_for_change(self) -> None:
-        """Wait until memory of a node may have become free."""
+        """Wait until memory of a machine may have become free."""
         async with self._changed:
             await self._changed.wait()
 

@@ -39,7 +39,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def run_on_all(agents: Callable[[], Sequence[AgentLink]], number: int) -> dict[str, Any]:
     """Start containers together, run a program in each while all of them live, and end them."""
     server = await asyncio.start_server(serve, "0.0.0.0", 0)
-    config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all", max_processes=number)
+    config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all", max_processes=number, disk_gib=0.01)
     containers = Containers(config, ("0.0.0.0", server.sockets[0].getsockname()[1]), agents=agents)
     await containers.start()
     try:

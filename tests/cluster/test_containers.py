@@ -20,7 +20,7 @@ from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
 from megarl.sandbox.containers.host import free_memory_bytes
 from megarl.sandbox.containers.outliving import connect_to
-from megarl.serving.containers import AttemptContainer, Containers
+from megarl.serving.containers import AttemptContainer, Containers, Node, Request
 from megarl.serving.node_memory import RunMemory
 from tests.child_processes import is_alive
 from tests.cluster.containers_on_nodes import CALL, serve
@@ -36,7 +36,7 @@ async def wait_for_end(processes: list[int]) -> None:
 
 
 async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path: Path) -> None:
-    config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all", max_processes=4)
+    config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all", max_processes=4, disk_gib=0.01)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, spawned_nodes(2, 1, tmp_path) as nodes, AsyncExitStack() as stack:
         address = server.sockets[0].getsockname()
@@ -88,7 +88,7 @@ async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path
 
 async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would end programs that together need more memory than a node has."""
-    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01)
+    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.005, disk_gib=0.005)
     # Room for two limits of memory.
     monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(0.025 * 2**30))
     notices: list[str] = []
@@ -142,9 +142,7 @@ async def test_memory_is_reserved_once_a_container_for_all_sources_with_its_new_
 
 async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_there_again(tmp_path: Path) -> None:
     # Of any size, a second container with this limit does not fit on the node of the first.
-    config = AgentConfig(
-        command=("true",), sandbox="sandbox", nodes="all", memory_gib=0.6 * free_memory_bytes() / 2**30
-    )
+    config = AgentConfig(command=("true",), nodes="all", memory_gib=0.6 * free_memory_bytes() / 2**30)
     reported = asyncio.Event()
     async with spawned_nodes(2, 1, tmp_path) as nodes, AsyncExitStack() as stack:
         containers = Containers(
@@ -153,16 +151,24 @@ async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_the
         await containers.start()
         stack.push_async_callback(containers.close)
         broken, healthy = containers.nodes
-        request, num_failed = broken.request, 0
+        num_failed = 0
 
-        async def refuse_starts(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-            nonlocal num_failed
-            if verb != "start":
-                return await request(verb, fields)
-            num_failed += 1
-            return {"error": "OSError: the disk of this node is full"}
+        def requests_of(node: Node) -> Request:
+            """Play a machine of its own."""
+            request = node.request
 
-        broken.request = refuse_starts
+            async def make_request(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+                nonlocal num_failed
+                if verb == "start" and node is broken:
+                    num_failed += 1
+                    return {"error": "OSError: the disk of this node is full"}
+                answer = await request(verb, fields)
+                return {**answer, "machine": node.name} if verb == "renew" else answer
+
+            return make_request
+
+        for node in (broken, healthy):
+            node.request = requests_of(node)
         async with AsyncExitStack() as first:
             assert (await first.enter_async_context(containers.container("0.0"))).node is healthy
             failed_before = num_failed
@@ -172,10 +178,56 @@ async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_the
         assert (await asyncio.wait_for(second, 60)).node is healthy
 
 
+async def test_a_driver_and_the_agent_of_its_machine_share_one_account(tmp_path: Path) -> None:
+    """One source of a mixture runs its programs on the driver's machine, another one on all nodes."""
+    # Of any size, a second container with this limit does not fit on the machine of the first.
+    limit_gib = 0.6 * free_memory_bytes() / 2**30
+    reported, memory = asyncio.Event(), RunMemory()
+    async with spawned_nodes(1, 1, tmp_path) as nodes, AsyncExitStack() as stack:
+        on_driver, on_nodes = (
+            Containers(
+                AgentConfig(command=("true",), nodes=where, memory_gib=limit_gib),
+                ("127.0.0.1", 9),
+                agents=lambda: nodes.agents,
+                notify=lambda text: reported.set(),
+                memory=memory,
+            )
+            for where in ("driver", "all")
+        )
+        for containers in (on_driver, on_nodes):
+            await containers.start()
+            stack.push_async_callback(containers.close)
+        async with AsyncExitStack() as first:
+            await first.enter_async_context(on_driver.container("0.0"))
+            second = asyncio.create_task(stack.enter_async_context(on_nodes.container("0.0")))
+            await asyncio.wait({second, asyncio.create_task(reported.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            assert not second.done() and memory.num_containers == 1
+        assert (await asyncio.wait_for(second, 60)).node.name == "node0" and memory.num_containers == 1
+
+
+async def test_files_of_a_container_are_reserved_without_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files may grow to 4 GiB in memory."""
+    config = AgentConfig(command=("true",), sandbox="sandbox")
+    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: 7 * 2**30)
+    reported = asyncio.Event()
+    containers = Containers(config, ("127.0.0.1", 9), notify=lambda text: reported.set())
+    await containers.start()
+    try:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(containers.container("0.0"))
+            second = asyncio.create_task(stack.enter_async_context(containers.container("0.1")))
+            await asyncio.wait({second, asyncio.create_task(reported.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            assert not second.done()
+            second.cancel()
+            await asyncio.wait({second})
+    finally:
+        await containers.close()
+
+
 async def test_memory_of_an_earlier_driver_s_containers_is_used_after_their_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01)
+    config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.005, disk_gib=0.005)
     free_gib = 0.015
     monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(free_gib * 2**30))
     containers = Containers(config, ("127.0.0.1", 9))

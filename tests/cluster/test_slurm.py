@@ -391,7 +391,7 @@ rollout:
   sampling: {{max_new_tokens: 24}}
   environment: command
   max_turns: 4
-  agent: {{command: {command}, timeout_seconds: 3000, sandbox: sandbox, memory_gib: 0.05}}
+  agent: {{command: {command}, timeout_seconds: 3000, sandbox: sandbox, memory_gib: 0.05, disk_gib: 0.05}}
 train: {{steps: 2, prompts_per_step: 8, samples_per_prompt: 8}}
 """
 AGENT = """

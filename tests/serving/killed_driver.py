@@ -47,6 +47,7 @@ AGENT: dict[str, Any] = {
     "sandbox": "sandbox",
     "nodes": "all",
     "max_processes": 20,
+    "disk_gib": 0.01,
     "outlive_seconds": OUTLIVE_SECONDS,
 }
 PROMPTS, SAMPLES = 5, 2

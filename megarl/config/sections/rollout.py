@@ -117,14 +117,14 @@ class AgentConfig(Section):
     none."""
     memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
     """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
-    MemoryLimit. An attempt waits for a node with so much memory left, and disk_gib if it is set. Default: none."""
+    MemoryLimit. An attempt waits for a node with so much memory left, and disk_gib. Default: none."""
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled for all calls of an attempt together. The call after it is refused, and the
     attempt ends with TokenLimit. Parallel calls may exceed it by their own lengths. Default: limited only by
     rollout.max_turns and the room for an attempt's tokens."""
     disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, LAYERED)] = None
-    """Maximum size of an attempt's new files in GiB. They are held in memory. A program that fills it ends with
-    DiskLimit. Default: 4."""
+    """Maximum size of an attempt's new files in GiB. They are held in memory, which an attempt reserves before it
+    starts. A program that fills it ends with DiskLimit. Default: 4."""
     output_mib: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
     """Maximum output of a program in MiB. A program that prints more ends with OutputLimit. Default: none. The last
     64 KiB are kept."""

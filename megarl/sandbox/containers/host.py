@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megarl.files.pid_space import boot_id
 from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.requests import Limits
 
@@ -123,10 +124,10 @@ class ContainerHost:
         return {}
 
     async def _renew(self) -> dict[str, Any]:
-        """Renew all leases. Returns the names of the living containers, and the node's free memory."""
+        """Renew all leases. Returns the names of the living containers, the machine's identity, and its free memory."""
         for container in self._containers.values():
             container.renew()
-        return {"names": [*self._containers], "free_bytes": free_memory_bytes()}
+        return {"names": [*self._containers], "machine": boot_id(), "free_bytes": free_memory_bytes()}
 
     def _find(self, name: str) -> Container:
         if name not in self._containers:

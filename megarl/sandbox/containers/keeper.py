@@ -21,7 +21,7 @@ from megarl.sandbox.containers import apptainer
 from megarl.sandbox.containers.command_lines import CommandLinePlace
 from megarl.sandbox.containers.places import MachinePlace, NamespacePlace
 from megarl.sandbox.containers.relay import Relay
-from megarl.sandbox.containers.requests import Limits, Place, RequestLoop
+from megarl.sandbox.containers.requests import DEFAULT_DISK_BYTES, Limits, Place, RequestLoop
 from megarl.sandbox.containers.root_folder import (
     NAMESPACES,
     NETWORK_NAMESPACE,
@@ -35,9 +35,6 @@ from megarl.sandbox.containers.root_folder import (
 )
 from megarl.sandbox.kernel import CLONE_NEWNS, clone, unshare
 from megarl.sandbox.namespaces import become_user, unprivileged_users
-
-# New files are held in memory, so they have a limit even if the recipe sets none.
-DEFAULT_DISK_BYTES = 4 << 30
 
 
 def main() -> NoReturn:

@@ -34,6 +34,10 @@ _SPARE_TASKS = 64
 """Tasks that the kernel allows beyond the limit, so a check can notice the excess."""
 
 
+DEFAULT_DISK_BYTES = 4 << 30
+"""Maximum bytes of new files held in memory if the recipe sets no limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one container. None: no limit."""
