@@ -32,9 +32,10 @@ GAP_SECONDS = 900.0
 # Requests before their turn keep their bodies in memory, so their number is limited.
 MOST_AHEAD = 10_000
 """Maximum distance of a request's number from the next missing one."""
-# SDK 0.38 repeats a refused training request for 300 seconds, then raises an error and has lost its number.
+# SDK 0.38 repeats a request with status 429 for 300 seconds, then raises an error and has lost its number.
 PATIENCE_SECONDS = 200.0
-"""Seconds of refusals after which a training request is accepted above the limits of waiting tokens."""
+"""Seconds of BusyErrors after which a request uses its number. It is accepted above the limits of what waits, or fails.
+"""
 _JSON = "application/json"
 _SKIPPED = b"skipped"
 """Digest of the promise of a missing or refused number. No hash has its length."""
@@ -105,8 +106,8 @@ class _Sequence:
     """Requests before their turn, by number."""
     ready: asyncio.Queue[tuple[Promise, Work]] = field(default_factory=asyncio.Queue)
     worker: asyncio.Task[None] | None = None
-    refused: tuple[int, float] = (0, 0.0)
-    """Number of the last request that exceeded the limits of waiting tokens, and the time of its first refusal."""
+    busy_since: dict[int, float] = field(default_factory=dict)
+    """Time of the first BusyError of each number that the client repeats."""
 
     @property
     def is_idle(self) -> bool:
@@ -203,14 +204,17 @@ class Ledger:
         self._release(sequence)
         return promise
 
-    def refuse(self, model_id: str, number: int, message: str, *, is_training: bool) -> Promise:
+    def refuse(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
         """Use a number of a model for a request that cannot run. It fails in its turn, and with `is_training` the next
         step too.
 
-        A repetition gets the same promise, whatever its body. The promise of an earlier request stays.
+        A repetition gets the same promise, whatever its body. The promise of an earlier request stays. A BusyError is
+        raised again while the client repeats the request.
         """
-        sequence = self._sequences[model_id]
+        sequence, message = self._sequences[model_id], str(error)
         if (promise := self._find_used(sequence, model_id, number)) is None:
+            if isinstance(error, BusyError) and self._is_patient(sequence, number):
+                raise error
             reason = f"request {number} was refused: {message}" if is_training else None
             promise = self._skip(sequence, model_id, number, reason, message)
             self._release(sequence)
@@ -320,17 +324,17 @@ class Ledger:
 
     def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
         """Raise BusyError if a request exceeds the limits of what waits, and its model has others to run."""
-        refused_number, refused_at = sequence.refused
-        if refused_number == number and self._clock() - refused_at > PATIENCE_SECONDS:
-            return
         try:
             self.admission.check(sequence.owner, tokens)
             if not self.admission.has_room(sequence.owner, BODY_BYTES.get()):
                 raise BusyError(self.admission.no_room_message(sequence.owner, BODY_BYTES.get()))
         except BusyError:
-            if refused_number != number:
-                sequence.refused = (number, self._clock())
-            raise
+            if self._is_patient(sequence, number):
+                raise
+
+    def _is_patient(self, sequence: _Sequence, number: int) -> bool:
+        """Return whether the client of a busy service still repeats this request."""
+        return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
     def _find_used(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
         """Return the promise of a number that no request can take any more; None for one that is free."""
@@ -366,6 +370,7 @@ class Ledger:
         # SDK 0.38 submits the first chunk of a call last, so one request may release many.
         while (work := sequence.held.pop(sequence.next_number, None)) is not None:
             sequence.ready.put_nowait((sequence.promises[sequence.next_number], work))
+            sequence.busy_since.pop(sequence.next_number, None)
             sequence.next_number += 1
         if not sequence.held:
             sequence.waiting_since = None

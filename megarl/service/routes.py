@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -81,15 +81,17 @@ class _Routes:
             "telemetry": self._telemetry,
             "create_model": self._create_model,
             "get_info": self._get_info,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "weights_info": self._weights_info,
+        }
+        numbered: dict[str, Handler] = {
             "load_weights": self._numbered(self._load_weights),
             "forward_backward": self._forward_backward,
             "optim_step": self._numbered(self._desk.training.optim_step, is_training=True),
             "save_weights": self._numbered(self._desk.saves.save_weights),
             "save_weights_for_sampler": self._numbered(self._desk.saves.save_for_sampler),
-            "create_sampling_session": self._create_sampler,
-            "asample": self._sample,
-            "retrieve_future": self._retrieve,
-            "weights_info": self._weights_info,
             "save_weights_external": self._numbered(self._desk.training.refuse_numbered),
         }
         gets: dict[str, Handler] = {
@@ -98,6 +100,10 @@ class _Routes:
         }
         return [
             *(web.post(f"/api/v1/{path}", self._checked(handler)) for path, handler in posts.items()),
+            *(
+                web.post(f"/api/v1/{path}", self._checked(handler, is_numbered=True))
+                for path, handler in numbered.items()
+            ),
             *(web.get(f"/api/v1/{path}", self._checked(handler)) for path, handler in gets.items()),
             *(
                 web.route(method, f"/api/v1/{path}", self._checked(handler))
@@ -126,8 +132,13 @@ class _Routes:
             await task
         await self._desk.close()
 
-    def _checked(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler with a check of the key before, and answers for its errors."""
+    def _checked(
+        self, handler: Handler, *, is_numbered: bool = False
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler with a check of the key before, and answers for its errors.
+
+        A handler of numbered requests checks their bodies itself, after it has read the number.
+        """
 
         async def checked(request: web.Request) -> web.StreamResponse:
             # The key is checked before the body is read, so strangers cannot fill the memory.
@@ -137,14 +148,11 @@ class _Routes:
             # The server soon ends a connection without an admitted request, and a poll waits longer than that.
             if not self.server.admit(request):
                 return _error(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
+            BODY_BYTES.set(_body_bytes(request))
             try:
-                _refuse_compressed(request)
-                # Polls have small bodies, and stay in the handler for long.
-                num_bytes = _body_bytes(request)
-                BODY_BYTES.set(num_bytes)
-                if num_bytes < _SMALL_BYTES:
+                if is_numbered:
                     return await handler(request, owner)
-                with self._desk.ledger.admission.reading(owner, num_bytes):
+                with self._reading(request, owner):
                     return await handler(request, owner)
             except NotFoundError as error:
                 return _error(str(error), 404)
@@ -160,6 +168,21 @@ class _Routes:
                 return _error(str(error), 422)
 
         return checked
+
+    @contextlib.contextmanager
+    def _reading(self, request: web.Request, owner: str) -> Iterator[None]:
+        """Context that reads a request's body.
+
+        Raises RequestError for a compressed one, and BusyError if an account sends too many bytes at this time.
+        """
+        if encoding := request.headers.get("Content-Encoding"):
+            raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
+        # Polls have small bodies, and stay in the handler for long.
+        if BODY_BYTES.get() < _SMALL_BYTES:
+            yield
+            return
+        with self._desk.ledger.admission.reading(owner, BODY_BYTES.get()):
+            yield
 
     def _numbered(self, accept: Callable[[dict[str, Any], str], Promise], *, is_training: bool = False) -> Handler:
         """Return the handler of a model's numbered requests in JSON. `is_training`: a step lacks a refused one."""
@@ -181,16 +204,22 @@ class _Routes:
         *,
         is_training: bool,
     ) -> web.StreamResponse:
-        """Answer a numbered request with its promise, from `read`. A request that cannot be read gets a failed one."""
-        head = await read_head(request, _HEAD_BYTES)
+        """Answer a numbered request with its promise, from `read`. A request that cannot be read gets a failed one.
+
+        A request above the limit of bytes is repeated by the SDK until it gets a failed promise too.
+        """
+        head = bytearray()
         try:
-            return _promise(await read(head + await read_bytes(request)))
-        except (RequestError, MalformedError, UserError) as error:
-            address = find_address(head)
+            # The number first: after a refusal without it, later requests would wait for it.
+            await read_head(request, head, _HEAD_BYTES)
+            with self._reading(request, owner):
+                return _promise(await read(bytes(head) + await read_bytes(request)))
+        except (RequestError, MalformedError, UserError, BusyError) as error:
+            address = find_address(bytes(head))
             # A client whose connection broke sends the request again.
             if address is None or request.transport is None:
                 raise
-            return _promise(self._desk.training.refuse(*address, str(error), owner, is_training=is_training))
+            return _promise(self._desk.training.refuse(*address, error, owner, is_training=is_training))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
         # `_checked` refuses compressed bodies, so clients must not compress them.
@@ -272,11 +301,6 @@ async def _healthz(request: web.Request) -> web.StreamResponse:
 
 async def _json(request: web.Request) -> dict[str, Any]:
     return dict(await read_json(request))
-
-
-def _refuse_compressed(request: web.Request) -> None:
-    if encoding := request.headers.get("Content-Encoding"):
-        raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
 
 
 def _body_bytes(request: web.Request) -> int:

@@ -89,17 +89,18 @@ class TrainingCalls:
 
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work, is_training=True)
 
-    def refuse(self, model_id: str, number: int, message: str, owner: str, *, is_training: bool) -> Promise:
+    def refuse(self, model_id: str, number: int, error: Exception, owner: str, *, is_training: bool) -> Promise:
         """Accept a request that cannot be read. Its promise fails, so its number is used. Raises NotFoundError.
 
-        `is_training`: the next step fails too, because it lacks this request.
+        A BusyError is raised again, so that the client repeats the request, until its patience ends. `is_training`: the
+        next step fails too, because it lacks this request.
 
         SDK 0.38 raises an error for a refused request, and goes on with the next number. Later requests would wait for
         the unused one.
         """
         session, model = self._sessions.find_model(model_id, owner)
         self._sessions.note_use(session, model)
-        return self._ledger.refuse(model_id, number, message, is_training=is_training)
+        return self._ledger.refuse(model_id, number, error, is_training=is_training)
 
     def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
         """Accept an unsupported numbered request. Its promise fails, so its number is used."""

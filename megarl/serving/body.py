@@ -49,16 +49,16 @@ async def parse_json(raw: bytes) -> Mapping[str, Any]:
     return await _parse(parse_body, raw or b"{}")
 
 
-async def read_head(request: web.Request, num_bytes: int) -> bytes:
-    """Return the first `num_bytes` of a body, or all of a shorter one. `read_bytes` then returns the bytes after them.
+async def read_head(request: web.Request, head: bytearray, num_bytes: int) -> None:
+    """Read the first `num_bytes` of a body into `head`, or all of a shorter one. `read_bytes` returns the bytes after
+    them.
 
-    Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones.
+    Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones. `head` then has the
+    bytes before the fault.
     """
     async with _read_faults_refused():
-        try:
-            return await request.content.readexactly(num_bytes)
-        except asyncio.IncompleteReadError as error:
-            return error.partial
+        while len(head) < num_bytes and (part := await request.content.read(num_bytes - len(head))):
+            head += part
 
 
 async def read_bytes(request: web.Request) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,7 @@ def test_bodies_that_cannot_be_read_are_refused_without_a_retry(tmp_path: Path) 
             assert (await client.post("optim_step", {"model_id": 3}))[0] == 422
             assert (await client.post("forward_backward", raw=b"\xff\xff\xff"))[0] in (400, 404)
             assert (await client.post("forward_backward", raw=b"x", **{"Content-Encoding": "gzip"}))[0] == 415
+            assert (await client.post("telemetry", raw=gzip.compress(b"{}"), **{"Content-Encoding": "gzip"}))[0] == 415
 
     asyncio.run(run())
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession
 
 from megarl.service.admission import BODY_BYTES, Admission, QueueLimits
 from megarl.service.ledger import PATIENCE_SECONDS, Ledger, Reply, json_reply
 from megarl.service.refusals import BusyError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import run_program, serving
+from tests.service.test_access import Client, make_model
 
 
 def test_accounts_have_limits_of_their_own_and_one_together() -> None:
@@ -103,6 +106,44 @@ def test_bodies_are_read_up_to_a_limit_at_a_time() -> None:
         raise AssertionError
     with admission.reading("large", 60), admission.reading("large", 40):
         pass
+
+
+def test_a_body_without_room_uses_its_number_after_the_patience_of_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK raises after five minutes, and goes on with the next number."""
+    monkeypatch.setattr("megarl.service.routes._SMALL_BYTES", 1 << 10)
+    limits = QueueLimits(bytes_per_key=1 << 10)
+
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path, limits=limits) as url, ClientSession() as http:
+            client = Client(http, url, "tml-a")
+            _, model_id = await make_model(client)
+            body = {"model_id": model_id, "seq_id": 1, "path": "saved", "further": "x" * (1 << 12)}
+            is_read = asyncio.Event()
+
+            async def send() -> AsyncIterator[bytes]:
+                """Occupy all of the account's bytes."""
+                yield b"{"
+                await is_read.wait()
+                yield b"}"
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(client.post("create_session", raw=send()))
+                status = 0
+                while status != 429:
+                    status, reply = await client.post("save_weights", body)
+                    # The other body may not have arrived.
+                    body["seq_id"] += status == 200
+                assert "at once" in reply["error"]
+                monkeypatch.setattr("megarl.service.ledger.PATIENCE_SECONDS", -1.0)
+                refusal = await client.result("save_weights", body)
+                is_read.set()
+            assert "at once" in refusal["error"] and refusal["category"] == "user"
+            step = await client.result("optim_step", {"model_id": model_id, "seq_id": body["seq_id"] + 1})
+            assert "metrics" in step
+
+    asyncio.run(run())
 
 
 def test_the_sdk_repeats_refused_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
 from megarl.service import wire
+from megarl.service.admission import Admission
 from megarl.service.ledger import GAP_SECONDS, READ_SECONDS, Ledger, Reply, json_reply
+from megarl.service.refusals import BusyError
 from tests.service.fake_trainer import VOCABULARY, FakeTrainer
 from tests.service.served import run_program, serving
 
@@ -32,8 +35,15 @@ REFUSED: list[Call] = [
     ("forward_backward", {"tokens": [1] * (MOST_BYTES // 4), "weight": 1.0}),
     ("save_weights", {"path": "large", "user_metadata": {"text": "x" * MOST_BYTES}}),
     ("save_weights", {"path": "deep", "user_metadata": json.loads('{"a":' * 70 + "1" + "}" * 70)}),
+    ("save_weights", {"path": "compressed", "is_compressed": True}),
+    ("optim_step", {"adam_params": {}, "is_compressed": True}),
+    ("forward_backward", {"tokens": [1, 2, 3], "weight": 1.0, "is_compressed": True}),
 ]
 """Requests whose bodies cannot be read."""
+
+
+class Compressed(bytes):
+    """A body that is sent with gzip."""
 
 
 def training_body(model_id: str, number: int, tokens: list[int], weight: float, num_chunks: int = 0) -> bytes:
@@ -81,10 +91,17 @@ class Network:
 
     async def post(self, route: str, body: Any) -> tuple[str, bytes]:
         """Return content type and body of a reply."""
-        data = {"data": body} if isinstance(body, bytes) else {"json": body}
-        async with self._http.post(f"{self._url}/api/v1/{route}", headers={"X-API-Key": "tml-a"}, **data) as reply:
-            assert reply.status == 200, (route, reply.status, await reply.text())
-            return reply.content_type, await reply.read()
+        data: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+        headers = {"X-API-Key": "tml-a"}
+        if isinstance(body, Compressed):
+            data, headers["Content-Encoding"] = {"data": gzip.compress(body)}, "gzip"
+        while True:
+            async with self._http.post(f"{self._url}/api/v1/{route}", headers=headers, **data) as reply:
+                # The SDK repeats a request with this status.
+                if reply.status == 429:
+                    continue
+                assert reply.status == 200, (route, reply.status, await reply.text())
+                return reply.content_type, await reply.read()
 
     async def status(self, route: str, body: Any) -> int:
         async with self._http.post(f"{self._url}/api/v1/{route}", headers={"X-API-Key": "tml-a"}, json=body) as reply:
@@ -151,8 +168,13 @@ async def run_schedule(
 
     async def run_call(number: int) -> tuple[str, bytes]:
         route, values = program[number - 1]
-        address = {"model_id": model_id, "seq_id": number}
-        raw = training_body(model_id, number, **values) if route == "forward_backward" else address | values
+        values = dict(values)
+        is_compressed = values.pop("is_compressed", False)
+        raw: Any = {"model_id": model_id, "seq_id": number} | values
+        if route == "forward_backward":
+            raw = training_body(model_id, number, **values)
+        if is_compressed:
+            raw = Compressed(raw if isinstance(raw, bytes) else json.dumps(raw).encode())
         return await network.result((await network.deliver(route, raw))["request_id"])
 
     numbers = list(range(1, len(program) + 1))
@@ -188,8 +210,22 @@ async def run_schedule(
 
 async def check_schedules(folder: Path, seeds: range) -> None:
     trainer = FakeTrainer()
-    num_refused = 0
+    num_refused, num_busy = 0, 0
+    read, draw = Admission.reading, random.Random(7)
+
+    @contextmanager
+    def reading(admission: Admission, owner: str, num_bytes: int) -> Iterator[None]:
+        """Be busy now and then, as when an account sends too many bytes at once."""
+        nonlocal num_busy
+        if draw.random() < 0.1:
+            num_busy += 1
+            raise BusyError("busy")
+        with read(admission, owner, num_bytes):
+            yield
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Admission, "reading", reading)
+        patch.setattr("megarl.service.routes._SMALL_BYTES", 0)
         patch.setattr("megarl.serving.body.MAX_BODY_BYTES", MOST_BYTES)
         patch.setattr("megarl.service.wire._MOST_PARTS", MOST_PARTS)
         async with serving(trainer, folder) as url, ClientSession(timeout=ClientTimeout(SCHEDULE_SECONDS)) as http:
@@ -201,7 +237,7 @@ async def check_schedules(folder: Path, seeds: range) -> None:
                 refusals = [number for number, call in enumerate(program) if call in REFUSED]
                 assert all(b'"category": "user"' in clean[0][number][1] for number in refusals), seed
                 num_refused += len(refusals)
-    assert num_refused
+    assert num_refused and num_busy
 
 
 def test_a_bad_network_changes_no_result(tmp_path: Path) -> None:

@@ -214,6 +214,27 @@ def test_a_too_large_body_of_unknown_length_uses_its_number(tmp_path: Path, monk
     asyncio.run(run())
 
 
+def test_a_body_that_stops_after_its_number_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.serving.body._BODY_SECONDS", 0.2)
+
+    async def run() -> None:
+        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+            _, model_id = await make_model(Client(http, url, "tml-a"))
+            is_answered = asyncio.Event()
+
+            async def send() -> AsyncIterator[bytes]:
+                yield f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
+                await is_answered.wait()
+
+            async with http.post(f"{url}/api/v1/optim_step", data=send(), headers={KEY: "tml-a"}) as reply:
+                promise = await reply.json()
+                is_answered.set()
+            result = json.loads(await read(http, url, promise["request_id"]))
+            assert "not complete after 0.2 seconds" in result["error"] and result["category"] == "user"
+
+    asyncio.run(run())
+
+
 async def send_part(url: str, path: str, body: bytes, size: int) -> None:
     """Send the head of a request and a part of its body, then close the connection without reading."""
     host, port = url.removeprefix("http://").split(":")
