@@ -80,13 +80,13 @@ _REPLACED = ".replaced"
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name, replacing an older one.
+    """Rename a complete folder to its final name, replacing an older one. The new name survives a power failure.
 
-    `end_replacements` completes or undoes it after a kill.
+    `end_replacement` completes or undoes it after a kill.
     """
     # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
     # last.
-    replaced = folder.with_name(f".{folder.name}{_REPLACED}")
+    replaced = _replaced_path(folder)
     # After a kill between two renames, `replaced` is the only complete folder until the new one has its name.
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -98,17 +98,28 @@ def replace_folder(partial: Path, folder: Path) -> None:
         if replaced.exists():
             replaced.rename(folder)
         raise
+    # Before the older folder goes: the rename is durable only after an fsync of the parent.
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def end_replacement(folder: Path) -> None:
+    """Complete a killed `replace_folder`: delete the older folder if the newer has its name, else restore it."""
+    replaced = _replaced_path(folder)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        replaced.rename(folder)
+
+
 def end_replacements(parent: Path) -> None:
-    """Delete the replaced folders that a killed process left in a folder, or give them their names back."""
+    """Complete all killed replacements in a folder."""
     for replaced in parent.glob(f".*{_REPLACED}"):
-        folder = replaced.with_name(replaced.name.removeprefix(".").removesuffix(_REPLACED))
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(folder)
+        end_replacement(replaced.with_name(replaced.name.removeprefix(".").removesuffix(_REPLACED)))
+
+
+def _replaced_path(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_REPLACED}")
 
 
 def sync(path: Path) -> None:

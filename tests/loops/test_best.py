@@ -117,7 +117,7 @@ def test_a_death_between_the_names_of_model_and_adapters_is_ended_by_the_resume(
     run.step(best, 2, 0.5)
     asyncio.run(best.take(4))
     (tmp_path / "hf_candidate/best.json").write_text(json.dumps({"step": 4, "metric": run.metric, "value": 0.75}))
-    (tmp_path / "adapter_best").rename(tmp_path / ".adapter_best.removed")
+    (tmp_path / "adapter_best").rename(tmp_path / ".adapter_best.replaced")
     (tmp_path / "adapter_candidate").rename(tmp_path / "adapter_best")
     assert run.begin(resumed_step=4).step == 4
     assert run.kept == (4, 0.75) and run.names == FOLDERS
@@ -126,9 +126,9 @@ def test_a_death_between_the_names_of_model_and_adapters_is_ended_by_the_resume(
 def test_a_death_between_two_renames_loses_no_model(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(run.begin(), 2, 0.5)
-    (tmp_path / "hf_best").rename(tmp_path / ".hf_best.removed")
+    (tmp_path / "hf_best").rename(tmp_path / ".hf_best.replaced")
     assert run.begin(resumed_step=2).step == 2 and run.kept == (2, 0.5)
-    (tmp_path / ".hf_best.removed").mkdir()
+    (tmp_path / ".hf_best.replaced").mkdir()
     run.begin(resumed_step=2)
     assert run.names == FOLDERS
 

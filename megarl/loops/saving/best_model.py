@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.files.atomic import replace_text, storage_faults_named, sync
+from megarl.files.atomic import end_replacement, replace_folder, replace_text, storage_faults_named
 from megarl.files.model_folder import read_object, sibling_folder
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -71,8 +71,8 @@ class BestModel:
         """Read hf_best/best.json, and complete interrupted renames. Raises StorageError or DataError."""
         self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
         self._metric = recipe.checkpoint.best
-        self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
-        self._taken_at: int | None = None
+        self._candidate, self._best = folder.path / "hf_candidate", folder.path / "hf_best"
+        self._exported_step: int | None = None
         self.step: int | None = None
         """Step of the best model; None: no step was evaluated."""
         self._value = math.nan
@@ -80,15 +80,15 @@ class BestModel:
             return
         with storage_faults_named(folder.path):
             # Complete renames interrupted by a kill before anything is read.
-            for model_folder in (self._kept, *_companions(self._kept)):
-                _settle(model_folder)
+            for model_folder in (self._best, *_companions(self._best)):
+                end_replacement(model_folder)
             candidate = BestRecord.read(self._candidate)
             # The value is written only after the verdict, so this candidate won and only the renaming is missing.
             if candidate is not None and candidate.value is not None:
-                self._keep()
+                self._publish_candidate()
             elif candidate is not None:
-                self._taken_at = candidate.step
-            best = BestRecord.read(self._kept)
+                self._exported_step = candidate.step
+            best = BestRecord.read(self._best)
         # This step may come after the resumed checkpoint and be trained again. Its model still exists and its value was
         # measured, so it counts.
         if best is not None and best.value is not None and best.metric == self._metric:
@@ -101,19 +101,19 @@ class BestModel:
         with self._tracker.phase("export"):
             await self._ranks.call("export", self._candidate)
         BestRecord(step).write(self._candidate)
-        self._taken_at = step
+        self._exported_step = step
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the model exported at `step` if its evaluation is the best so far, else remove it."""
-        if self._metric is None or self._taken_at != step:
+        if self._metric is None or self._exported_step != step:
             return
-        self._taken_at = None
+        self._exported_step = None
         value = metrics.get(self._metric)
         if value is None:
-            measured = ", ".join(name for name in metrics if name.startswith("val/")) or "none"
+            val_metrics = ", ".join(name for name in metrics if name.startswith("val/")) or "none"
             self._tracker.notice_once(
                 "best",
-                f"checkpoint.best = {self._metric}: is not a metric of this run's evaluations; they have {measured}",
+                f"checkpoint.best = {self._metric}: is not a metric of this run's evaluations; they have {val_metrics}",
             )
         if value is None or not self._is_best(value):
             for folder in (self._candidate, *_companions(self._candidate)):
@@ -122,15 +122,15 @@ class BestModel:
         # After this line the candidate counts as the best. If the run is killed before the folders are renamed, the
         # resumed run renames them.
         BestRecord(step, self._metric, float(value)).write(self._candidate)
-        self._keep()
+        self._publish_candidate()
         self.step, self._value = step, value
 
-    def _keep(self) -> None:
+    def _publish_candidate(self) -> None:
         # The model last: its `hf_best/best.json` then implies that all are complete.
-        for best, candidate in zip(_companions(self._kept), _companions(self._candidate), strict=True):
+        for best, candidate in zip(_companions(self._best), _companions(self._candidate), strict=True):
             if candidate.exists():
-                _replace(best, candidate)
-        _replace(self._kept, self._candidate)
+                replace_folder(candidate, best)
+        replace_folder(self._candidate, self._best)
 
     def _is_best(self, value: float) -> bool:
         if not math.isfinite(value):
@@ -143,29 +143,3 @@ class BestModel:
 def _companions(folder: Path) -> list[Path]:
     """Return the folders that an export may write next to a model folder: LoRA adapters, a trained drafter."""
     return [sibling_folder(folder, name) for name in ("adapter", "drafter")]
-
-
-def _removal_path(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.removed")
-
-
-def _replace(folder: Path, newer: Path) -> None:
-    """Rename `newer` to `folder`, which may exist. `_settle` completes an interrupted call."""
-    shutil.rmtree(_removal_path(folder), ignore_errors=True)
-    if folder.exists():
-        folder.rename(_removal_path(folder))
-    # Two renames, not copy and delete: a model of 100 GB would take minutes, and a kill would leave a partial folder.
-    newer.rename(folder)
-    # Only the sync of the parent makes the rename survive a crash of the machine.
-    sync(folder.parent)
-    shutil.rmtree(_removal_path(folder), ignore_errors=True)
-
-
-def _settle(folder: Path) -> None:
-    """Complete an interrupted `_replace`: delete the old model if the new one is in place, else restore the old one."""
-    if not _removal_path(folder).exists():
-        return
-    if folder.exists():
-        shutil.rmtree(_removal_path(folder), ignore_errors=True)
-    else:
-        _removal_path(folder).rename(folder)

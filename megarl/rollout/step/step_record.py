@@ -142,7 +142,6 @@ class StepRecord:
                 (partial / name).write_bytes(content)
                 sync(partial / name)
             replace_folder(partial, folder)
-            sync(records)
         return sum(map(len, contents.values()))
 
     def _chain(self, previous: str) -> str:
