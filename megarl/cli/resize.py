@@ -58,7 +58,7 @@ def resize(
     before = load_of_run(run)
     values = _sizes(run / "config.yaml", (), overrides, is_of_run=True)
     # Only the run knows its present sizes: after the loss of ranks they are not those of config.yaml.
-    _, parallel = change_sizes(before, values)
+    parallel = change_sizes(before, values).parallel
     request(run, values)
     print_lines([f"{run}: changes to {parallel} after its current step"])
 

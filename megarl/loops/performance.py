@@ -127,6 +127,22 @@ small offset means one machine.
 """
 
 
+class EvaluationMetrics(NamedTuple):
+    """Metrics of a step's evaluation."""
+
+    evaluation: dict[str, float]
+    """Metrics of the engines, and peak memory."""
+    whole_step: dict[str, float]
+    """Shares of the step's time with its evaluation; empty if an earlier start measured the step."""
+
+
+class _BusySeconds(NamedTuple):
+    """Mean seconds in calls per rank."""
+
+    all_ranks: float
+    trainers: float
+
+
 class _EngineMeasurements(NamedTuple):
     """Measurements of engines since the previous ones."""
 
@@ -139,13 +155,13 @@ class _EngineMeasurements(NamedTuple):
 class _Clocks(NamedTuple):
     """Monotonic clocks of ranks, read between a request and its last answer at the driver. All in seconds."""
 
-    asked: float
+    request_began: float
     answered: float
     readings: list[float]
 
     @property
     def duration(self) -> float:
-        return self.answered - self.asked
+        return self.answered - self.request_began
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +193,8 @@ class Performance:
         self._goes_on = recipe.rollout.carries_groups
         self._has_begun = False
         self._first_began: float | None = None
-        self._asked: asyncio.Future[_EngineMeasurements] | None = None
-        self._measured: _MeasuredStep | None = None
+        self._engine_request: asyncio.Future[_EngineMeasurements] | None = None
+        self._last_step: _MeasuredStep | None = None
         """The last measured step, until its evaluation is measured."""
 
     async def begin(self) -> None:
@@ -198,10 +214,10 @@ class Performance:
             return _EngineMeasurements(activities, await self._ranks.call_engines("engine_metrics"))
 
         # A request sent before a background reshard is answered at once. A later one would wait for the weights.
-        self._asked = asyncio.ensure_future(ask())
+        self._engine_request = asyncio.ensure_future(ask())
         # Retrieve the exception, or asyncio warns of it if the run ends before `measure_step` raises it.
-        self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
-        return self._asked
+        self._engine_request.add_done_callback(lambda request: request.cancelled() or request.exception())
+        return self._engine_request
 
     async def measure_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the time since the previous call.
@@ -220,36 +236,34 @@ class Performance:
         memory = peak_memory(activities)
         work = self._work.take()
         update_tokens = work.update_tokens if seconds.get("time/train_seconds") else 0.0
-        self._measured = _MeasuredStep(update_tokens, *self._busy(activities), step_seconds)
-        metrics = engines | memory | self._predicted_metrics(memory) | self._shares(self._measured)
+        self._last_step = _MeasuredStep(update_tokens, *self._busy_seconds(activities), step_seconds)
+        metrics = engines | memory | self._predicted_metrics(memory) | self._shares(self._last_step)
         return metrics | self._throughput(work, seconds, scalars)
 
-    async def measure_evaluation(self, seconds: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the metrics of a step's evaluation, and those of the whole step. `seconds` are the evaluation's by
-        phase.
+    async def measure_evaluation(self, seconds: Mapping[str, float]) -> EvaluationMetrics:
+        """Return the metrics since the step's measurement. `seconds` are the evaluation's by phase.
 
-        The first are the engines' metrics and peak memory. The others are shares of the step's time with its
-        evaluation; empty if an earlier start measured the step. The next step's measurement begins here.
+        The next step's measurement begins here.
         """
         activities, engines = await self._take_measurements()
         memory = peak_memory(activities)
-        step, self._measured = self._measured, None
+        step, self._last_step = self._last_step, None
         whole_step: dict[str, float] = {}
         if step is not None:
-            busy, trainers_busy = self._busy(activities)
+            busy = self._busy_seconds(activities)
             whole_step = self._shares(
                 _MeasuredStep(
                     step.update_tokens,
-                    step.busy_seconds + busy,
-                    step.trainers_busy_seconds + trainers_busy,
+                    step.busy_seconds + busy.all_ranks,
+                    step.trainers_busy_seconds + busy.trainers,
                     step.seconds + seconds["time/step_seconds"],
                 )
             )
-        return engines | memory | self._predicted_metrics(memory), whole_step
+        return EvaluationMetrics(engines | memory | self._predicted_metrics(memory), whole_step)
 
-    def _busy(self, activities: Sequence[Activity]) -> tuple[float, float]:
-        """Return the mean seconds in calls of all ranks, and of the trainers, which come first."""
-        return mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size])
+    def _busy_seconds(self, activities: Sequence[Activity]) -> _BusySeconds:
+        """Return the ranks' mean seconds in calls. The trainers' `activities` come first."""
+        return _BusySeconds(mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size]))
 
     def _shares(self, step: _MeasuredStep) -> dict[str, float]:
         """Return the metrics divided by a step's time."""
@@ -264,13 +278,13 @@ class Performance:
     async def _take_measurements(self) -> tuple[list[Activity], dict[str, float]]:
         """Fetch and reset the ranks' call statistics, trainers first, and the engines' metrics."""
         activities: list[Activity] = await self._ranks.trainers.call("__activity__")
-        asked, self._asked = self._asked or self.ask_engines(), None
-        engines = await asked
+        request, self._engine_request = self._engine_request or self.ask_engines(), None
+        engines = await request
         return [*activities, *engines.activities], values(merge(engines.metrics))
 
-    def _predicted_metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
+    def _predicted_metrics(self, memory: Mapping[str, float]) -> dict[str, float]:
         """Return `memory/PHASE_predicted_gib` for the measured phases."""
-        phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
+        phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in memory]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
     def _throughput(self, work: Work, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
@@ -517,7 +531,7 @@ async def _begin(call: Call) -> list[float]:
     rounds = [await _ask_clocks(call) for _ in range(2)]
     clocks = min(rounds, key=lambda clocks: clocks.duration)
     # As in NTP: the clock was read about halfway between request and answer.
-    offsets = [(clocks.asked + clocks.answered) / 2 - reading for reading in clocks.readings]
+    offsets = [(clocks.request_began + clocks.answered) / 2 - reading for reading in clocks.readings]
     return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, clocks.duration) else offset for offset in offsets]
 
 

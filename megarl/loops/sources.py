@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megarl.cluster.agents.agent_link import AgentLink
 from megarl.cluster.launchers.run_nodes import server_processes
@@ -34,8 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
-"""Training problems of a source, and its validation sets by name."""
+class SourceData(NamedTuple):
+    """Problems of a source."""
+
+    training: Sequence[Problem]
+    """Empty in loops that read their training data themselves."""
+    validation: dict[str, Sequence[Problem]]
+    """Validation sets by name."""
 
 
 class Screen(Protocol):
@@ -52,12 +57,12 @@ class Screen(Protocol):
 
 def read_data(
     recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path, *, with_validation: bool = True
-) -> dict[str, Data]:
+) -> dict[str, SourceData]:
     """Read each source's training problems, in on-policy loops, and its validation sets.
 
     Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
     """
-    data_of: dict[str, Data] = {}
+    data_of: dict[str, SourceData] = {}
     for source in recipe.sources:
         source_recipe: Recipe = source.recipe
         train: Sequence[Problem] = ()
@@ -72,7 +77,8 @@ def read_data(
                 collect=collect_for(source_recipe, folder),
             )
         needs_heldout = source_recipe.has_engine and with_validation
-        data_of[source.name] = train, read_heldout(source_recipe, tokenizer, dropped) if needs_heldout else {}
+        validation = read_heldout(source_recipe, tokenizer, dropped) if needs_heldout else {}
+        data_of[source.name] = SourceData(train, validation)
     return data_of
 
 
@@ -137,7 +143,7 @@ def _settings(recipe: Recipe) -> Mapping[str, Any]:
 
 async def make_sources(
     recipe: Recipe,
-    data: Mapping[str, Data],
+    data: Mapping[str, SourceData],
     rewards: Mapping[str, RewardPool],
     pool: EnginePool,
     tokenizer: Tokenizer,
@@ -173,7 +179,7 @@ async def make_sources(
             stack,
             is_abandoned,
             screen,
-            had_ended(earlier, source.name, data[source.name][1], is_mixture=bool(recipe.mixture)),
+            had_ended(earlier, source.name, data[source.name].validation, is_mixture=bool(recipe.mixture)),
             agents,
             memory,
         )
@@ -183,7 +189,7 @@ async def make_sources(
 
 async def make_source(
     source: SourceRecipe,
-    data: Data,
+    data: SourceData,
     rewards: RewardPool,
     environments: EnvironmentPool | None,
     pool: EnginePool,
@@ -233,5 +239,4 @@ async def make_source(
         environment_pool=environments,
         answers=Answers(judges, source.name, screen.notice_once, had_ended),
     )
-    train, validation = data
-    return Source(source.name, source.weight, recipe, sampler, train, validation, rewards.metrics)
+    return Source(source.name, source.weight, recipe, sampler, data.training, data.validation, rewards.metrics)

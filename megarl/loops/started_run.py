@@ -136,13 +136,15 @@ class Run:
             sets = await self.ranks.watching(self._evaluated_sets())
         # Read after all sets, so that the tokens of the whole evaluation count.
         metrics = self.pool.evaluation_metrics()
-        for done in sets:
-            await self.samples.write(step, done.records(), done.trajectories)
-            metrics |= done.metrics
+        for evaluated_set in sets:
+            await self.samples.write(step, evaluated_set.records(), evaluated_set.trajectories)
+            metrics |= evaluated_set.metrics
         return metrics
 
     async def _evaluated_sets(self) -> list[EvaluatedSet]:
-        return [done async for done in evaluate(self.data.sources, self.recipe.reward.max_failed_fraction)]
+        return [
+            evaluated_set async for evaluated_set in evaluate(self.data.sources, self.recipe.reward.max_failed_fraction)
+        ]
 
     def abandon_if_asked(self) -> None:
         """Raise AbandonedError if a signal asked the run to stop. Call it before the step's updates.
@@ -190,8 +192,8 @@ class Run:
             metrics = await evaluate(number)
         except AbandonedError:
             return None
-        measured, whole_step = await self.watch.performance.measure_evaluation(self.tracker.seconds)
-        return self._log_evaluation(number, metrics | measured, whole_step)
+        performance = await self.watch.performance.measure_evaluation(self.tracker.seconds)
+        return self._log_evaluation(number, metrics | performance.evaluation, performance.whole_step)
 
     def _log_evaluation(
         self, number: int, metrics: dict[str, float], whole_step: Mapping[str, float] | None = None
@@ -220,26 +222,26 @@ class Run:
         The reason is a `megarl resize`, or lost nodes that have come back.
         """
         try:
-            asked = take_request(self.folder.path, self.recipe)
+            change = take_request(self.folder.path, self.recipe)
             if step == self.recipe.train.steps:
-                if asked is not None:
+                if change is not None:
                     self.tracker.notice("the run is not resized, because this was its last step")
                 return
-            if asked is not None:
-                await self.ranks.reserve(asked.parallel.world_size, asked.parallel.replica_sizes)
+            if change is not None:
+                await self.ranks.reserve(change.parallel.world_size, change.parallel.replica_sizes)
         except MegarlError as error:
             self.tracker.notice(f"the run cannot be resized: {error}")
             return
         # Without a request: the change back to the run's full size, if lost nodes have come back.
-        asked = asked or self.processes.growth()
-        if asked is None:
+        change = change or self.processes.growth()
+        if change is None:
             return
         await self.complete_background_work()
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.copy(step, state and state.save)
         # A signal may have arrived meanwhile.
         await self._stop_if_asked(step, state)
-        raise asked
+        raise change
 
     async def _save(self, step: int, state: RLState | None) -> None:
         """Save a checkpoint apart from the regular ones, with the engines asleep."""

@@ -30,8 +30,8 @@ def test_survivors_form_whole_replicas(
 ) -> None:
     made = recipe(cluster={"ranks_per_node": 4}, trainer=trainer)
     parallel = check(made)
-    changed, smaller, found = shrink_to(made, parallel, survivors)
-    assert found == chosen and changed.cluster.ranks_per_node == smaller.world_size == size
+    changed, smaller, continuing = shrink_to(made, parallel, survivors)
+    assert continuing == chosen and changed.cluster.ranks_per_node == smaller.world_size == size
     assert (smaller.tp, smaller.pp) == (parallel.tp, parallel.pp) and smaller.dp == size // (parallel.tp * parallel.pp)
 
 

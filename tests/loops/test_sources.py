@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
-from megarl.loops.sources import make_source, make_sources
+from megarl.loops.sources import SourceData, make_source, make_sources
 from megarl.rollout.source import sampling_settings
 
 
@@ -33,7 +33,7 @@ async def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Call
     async with AsyncExitStack() as stack:
         [given] = recipe.sources
         tokenizer = load_tokenizer(folder)
-        await make_source(given, ((), {}), rewards, None, pool, tokenizer, stack, lambda: False, screen)
+        await make_source(given, SourceData((), {}), rewards, None, pool, tokenizer, stack, lambda: False, screen)
     assert warnings == [] and [line.partition(":")[0] for line in lines] == ["rollout.history = append"]
 
 
@@ -50,7 +50,7 @@ async def test_agents_of_a_mixture_share_the_memory_of_the_nodes(
     )  # fmt: skip
     screen: Any = SimpleNamespace(info=list, notice=list, notice_once=None)
     rewards: Any = {source.name: SimpleNamespace(score=None, metrics=dict) for source in recipe.sources}
-    data: Any = {source.name: ((), {}) for source in recipe.sources}
+    data: Any = {source.name: SourceData((), {}) for source in recipe.sources}
     pool: Any = SimpleNamespace(load=None)
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(folder)
@@ -77,7 +77,7 @@ async def test_completions_end_where_the_template_ends_turns(tiny_model: Callabl
     lines: list[str] = []
     screen: Any = SimpleNamespace(info=lines.append, notice=lines.append, notice_once=None)
     rewards: Any = {source.name: SimpleNamespace(score=None, metrics=dict) for source in recipe.sources}
-    data: Any = {source.name: ((), {}) for source in recipe.sources}
+    data: Any = {source.name: SourceData((), {}) for source in recipe.sources}
     pool: Any = None
 
     async with AsyncExitStack() as stack:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.loops.performance import EvaluationMetrics
 from megarl.loops.run_data import RunData
 from megarl.loops.started_run import Run, StepWatch
 from megarl.loops.stopping import StopRequest
@@ -37,8 +38,9 @@ class Parts:
     async def measure_step(self, seconds: object, metrics: object) -> dict[str, float]:
         return {"memory/rollout_gib": 3.0, "perf/mfu": 0.5}
 
-    async def measure_evaluation(self, seconds: object) -> tuple[dict[str, float], dict[str, float]]:
-        return {"memory/rollout_gib": 2.0, "memory/logprobs_gib": 1.0, "perf/mfu": 0.1}, {"time/ranks_idle": 0.25}
+    async def measure_evaluation(self, seconds: object) -> EvaluationMetrics:
+        evaluation = {"memory/rollout_gib": 2.0, "memory/logprobs_gib": 1.0, "perf/mfu": 0.1}
+        return EvaluationMetrics(evaluation, whole_step={"time/ranks_idle": 0.25})
 
     def find_fault(self, step: Any) -> MegarlError | None:
         return UnhealthyError("fault") if step.number == self.fault_at and "reward/mean" in step.metrics else None

@@ -29,7 +29,7 @@ from megarl.datasets.reading import Dropped
 from megarl.datasets.reward_trials import check_rewards
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import find_folder
-from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
+from megarl.loops.sources import SourceData, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import leaving_on_signals
 from megarl.planner.defaults import with_memory_defaults
 from megarl.preflight import check, download_missing, download_model, load
@@ -237,8 +237,8 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
     await ranks.construct("megarl.serving.local_model:EngineRank", engines)
     rewards = start_rewards(recipe, stack, logs, screen.notice)
     pool = EnginePool(ranks, evaluation.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
-    data: dict[str, Data] = {
-        source: ((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
+    data = {
+        source: SourceData((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
         for source, sets in heldout.items()
     }
     return await make_sources(
@@ -262,16 +262,16 @@ def _summary(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> 
         return {name: measure._asdict() for name, measure in measures.items()}
 
     sets = {
-        done.name: {
-            "problems": len(done.trajectories) // done.samples_per_prompt,
-            "samples_per_prompt": done.samples_per_prompt,
-            "temperature": done.temperature,
-            "measures": plain(done.measures),
-            "data_sources": {name: plain(measures) for name, measures in done.by_data_source.items()},
+        evaluated_set.name: {
+            "problems": len(evaluated_set.trajectories) // evaluated_set.samples_per_prompt,
+            "samples_per_prompt": evaluated_set.samples_per_prompt,
+            "temperature": evaluated_set.temperature,
+            "measures": plain(evaluated_set.measures),
+            "data_sources": {name: plain(measures) for name, measures in evaluated_set.by_data_source.items()},
         }
-        for done in evaluated_sets
+        for evaluated_set in evaluated_sets
     }
-    metrics = {name: value for done in evaluated_sets for name, value in done.metrics.items()}
+    metrics = {name: value for evaluated_set in evaluated_sets for name, value in evaluated_set.metrics.items()}
     return {
         "model": str(evaluation.model.absolute()),
         "recipe": evaluation.recipe.name,

@@ -183,14 +183,15 @@ class RankProcesses:
             return
         full = self._full or ResizeAskedError(self.recipe, self.parallel)
         try:
-            self.recipe, self.parallel, chosen_ranks = shrink_to(self.recipe, self.parallel, alive)
+            shrunk = shrink_to(self.recipe, self.parallel, alive)
         except MegarlError as refusal:
             raise error from refusal
+        self.recipe, self.parallel = shrunk.recipe, shrunk.parallel
         self._full = full if can_grow(self.recipe) else None
-        self._places = [self._places[rank] for rank in chosen_ranks] if self._places else []
+        self._places = [self._places[rank] for rank in shrunk.continuing_ranks] if self._places else []
         notify(
-            f"{error}. {len(alive)} of {num_before} ranks are left; the run continues on {len(chosen_ranks)} of them: "
-            f"{self.parallel}"
+            f"{error}. {len(alive)} of {num_before} ranks are left; the run continues on "
+            f"{self.parallel.world_size} of them: {self.parallel}"
         )
         if self._full is not None:
             # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -26,6 +26,22 @@ _MOST = 100_000
 """Largest size in a request: more ranks than any cluster has."""
 _REQUEST = "resize.json"
 """File in the run folder with requested values by field. The run reads and removes it."""
+
+
+class ResizedRecipe(NamedTuple):
+    """A recipe with other parallel sizes, and these sizes."""
+
+    recipe: Recipe
+    parallel: ParallelConfig
+
+
+class ShrunkRecipe(NamedTuple):
+    """A recipe for the ranks left after a loss."""
+
+    recipe: Recipe
+    parallel: ParallelConfig
+    continuing_ranks: list[int]
+    """For each new rank, the surviving rank whose place it gets."""
 
 
 class ResizeAskedError(Exception):
@@ -96,16 +112,16 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
                 f"{path}: {field} = {json.dumps(value):.40} is not a whole number from 1 to {_MOST}; ask with megarl "
                 "resize"
             )
-    changed, parallel = change_sizes(recipe, values)
-    refuse_same_sizes(recipe, changed, parallel)
-    return ResizeAskedError(changed, parallel)
+    resized = change_sizes(recipe, values)
+    refuse_same_sizes(recipe, resized)
+    return ResizeAskedError(resized.recipe, resized.parallel)
 
 
-def refuse_same_sizes(recipe: Recipe, changed: Recipe, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if a resize would change nothing. `parallel` belongs to the `changed` recipe."""
+def refuse_same_sizes(recipe: Recipe, resized: ResizedRecipe) -> None:
+    """Raise ConfigError if a resize would change nothing."""
     sizes = attrgetter("cluster.nodes", "cluster.ranks_per_node")
-    if sizes(recipe) == sizes(changed) and check(recipe, is_start=False) == parallel:
-        raise ConfigError(f"the run has these sizes already ({parallel}); nothing changes")
+    if sizes(recipe) == sizes(resized.recipe) and check(recipe, is_start=False) == resized.parallel:
+        raise ConfigError(f"the run has these sizes already ({resized.parallel}); nothing changes")
 
 
 def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
@@ -116,8 +132,8 @@ def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
     return type(None) in get_args(type(getattr(recipe, section)).model_fields[name].annotation)
 
 
-def change_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
-    """Return the recipe and ParallelConfig with these sizes. Raises ConfigError if they do not fit."""
+def change_sizes(recipe: Recipe, values: Mapping[str, Any]) -> ResizedRecipe:
+    """Return the recipe with these sizes. Raises ConfigError if they do not fit."""
     _refuse_incomplete_copies(recipe)
     return _with_checked_sizes(recipe, values)
 
@@ -145,19 +161,16 @@ def can_grow(recipe: Recipe) -> bool:
     return recipe.cluster.launcher != "local" and _is_copied_whole(recipe)
 
 
-def _with_checked_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
-    changed = with_field_values(recipe, values)
-    return changed, check(changed, is_start=False)
+def _with_checked_sizes(recipe: Recipe, values: Mapping[str, Any]) -> ResizedRecipe:
+    resized = with_field_values(recipe, values)
+    return ResizedRecipe(resized, check(resized, is_start=False))
 
 
-def shrink_to(
-    recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
-) -> tuple[Recipe, ParallelConfig, list[int]]:
-    """Return the recipe and sizes with as many data-parallel replicas as the surviving ranks can hold.
+def shrink_to(recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]) -> ShrunkRecipe:
+    """Return the recipe with as many data-parallel replicas as the surviving ranks can hold.
 
-    Also returns, for each new rank, the surviving rank whose place it gets. Numbers of replicas that the recipe refuses
-    are left out, such as 3 for a batch of 8 sequences. Raises ConfigError if the survivors cannot hold one replica, or
-    the recipe refuses every number.
+    Numbers of replicas that the recipe refuses are left out, such as 3 for a batch of 8 sequences. Raises ConfigError
+    if the survivors cannot hold one replica, or the recipe refuses every number.
     """
     size = parallel.world_size // parallel.dp
     replicas = len(survivors) // size
@@ -166,16 +179,16 @@ def shrink_to(
             f"cluster.recover = shrink: {len(survivors)} processes are left, but one data-parallel replica needs "
             f"{size}; continue from the last checkpoint with --resume, on at least {size} ranks"
         )
-    changed, smaller = _with_replicas(recipe, replicas, size)
+    smaller = _with_replicas(recipe, replicas, size)
     # Whole replicas stay where they are, if possible: then their weights need not move.
     replicas_ranks = [parallel.replica_ranks(replica) for replica in range(parallel.dp)]
     ranks_of_whole = [rank for ranks in replicas_ranks if set(ranks) <= set(survivors) for rank in ranks]
     continuing = [*ranks_of_whole, *(rank for rank in survivors if rank not in ranks_of_whole)]
-    return changed, smaller, sorted(continuing[: smaller.world_size])
+    return ShrunkRecipe(smaller.recipe, smaller.parallel, sorted(continuing[: smaller.parallel.world_size]))
 
 
-def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> tuple[Recipe, ParallelConfig]:
-    """Return the recipe and sizes with at most `max_replicas` data-parallel replicas of `size` ranks.
+def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> ResizedRecipe:
+    """Return the recipe with at most `max_replicas` data-parallel replicas of `size` ranks.
 
     Raises ConfigError if the recipe refuses every number.
     """
@@ -186,8 +199,8 @@ def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> tuple[Recipe
         dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
         num_ranks = replicas * size + engines
         for per_node in range(min(recipe.cluster.ranks_per_node, num_ranks), 0, -1):
-            nodes, rest = divmod(num_ranks, per_node)
-            if rest:
+            nodes, remainder = divmod(num_ranks, per_node)
+            if remainder:
                 continue
             sizes = {"cluster.nodes": nodes, "cluster.ranks_per_node": per_node, **dp}
             try:
