@@ -39,8 +39,8 @@ class LocalGroup(WorkerGroup):
         except BaseException as error:
             await self.end.interrupt("start", error)
             raise
-        taken = {(0, number) for number in range(self.part.first_rank)}
-        self.ranks.places = nodes.choose_places(self.world_size, taken, on_one_node=True)
+        used_places = {(0, number) for number in range(self.part.first_rank)}
+        self.ranks.places = nodes.choose_places(self.world_size, used_places, on_one_node=True)
         return await super().start(
             worker,
             kwargs,

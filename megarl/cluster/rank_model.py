@@ -139,8 +139,8 @@ class RankModel:
         The method gets a replica's rows and `args`. A row has at most `max_tokens` tokens (None:
         `max_tokens_per_microbatch`). Sequences repeated to fill rows have no trained token.
         """
-        sent = self.filled(batch.num_sequences)
-        filled = batch if len(sent) == batch.num_sequences else batch.select(sent)
+        filled_indices = self.filled(batch.num_sequences)
+        filled = batch if len(filled_indices) == batch.num_sequences else batch.select(filled_indices)
         filled.loss_mask[batch.cu_seqlens[-1] :] = False
         packed = self._pack(filled, self.together, max_tokens)
         rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=max_tokens)
@@ -153,8 +153,8 @@ class RankModel:
         gathered = np.zeros((*parts[0][1].shape[:-1], len(batch.token_ids)), np.float32)
         for row, values in parts:
             # Drop the values of repeated sequences; they only fill rows (see `filled`).
-            is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
-            gathered[..., batch.tokens_of(sent[row])[is_asked]] = values[..., is_asked]
+            is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[filled_indices[row]])
+            gathered[..., batch.tokens_of(filled_indices[row])[is_asked]] = values[..., is_asked]
         return gathered
 
     def forward_rows(self, batch: TokenBatch, num_counted: int) -> list[list[TokenBatch]]:

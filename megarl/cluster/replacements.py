@@ -26,13 +26,13 @@ class Replacements:
         self._starting: set[asyncio.Task[None]] = set()
         self._ready: list[WorkerGroup] = []
 
-    def replace(self, lost: WorkerGroup, error: Exception, num_left: int) -> None:
+    def replace(self, lost_group: WorkerGroup, error: Exception, num_left: int) -> None:
         """Restart a lost replica in the background. `num_left` is the number of remaining replicas, for the message."""
         self._notify(
-            f"{self._name(lost)} is lost: {error}. Its requests move to the remaining engines ({num_left}). The lost "
-            "engine is being restarted"
+            f"{self._name(lost_group)} is lost: {error}. Its requests move to the remaining engines ({num_left}). The "
+            "lost engine is being restarted"
         )
-        task = asyncio.create_task(self._replace(lost))
+        task = asyncio.create_task(self._replace(lost_group))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
@@ -53,24 +53,26 @@ class Replacements:
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in self.take()))
 
-    async def _replace(self, lost: WorkerGroup) -> None:
+    async def _replace(self, lost_group: WorkerGroup) -> None:
         began = time.monotonic()
         # The old processes must be gone before new ones use their GPUs.
-        await lost.close()
+        await lost_group.close()
         for attempt in range(1, _MOST_STARTS + 1):
             try:
-                group = await self._start(lost)
+                group = await self._start(lost_group)
             except Exception as error:
                 reason = str(error) if isinstance(error, MegarlError) else repr(error)
-                self._notify(f"{self._name(lost)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {reason}")
+                self._notify(
+                    f"{self._name(lost_group)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {reason}"
+                )
             else:
                 self._ready.append(group)
                 seconds = time.monotonic() - began
                 self._notify(
-                    f"{self._name(lost)} has started again in {seconds:.1f} s; it samples after the next reshard"
+                    f"{self._name(lost_group)} has started again in {seconds:.1f} s; it samples after the next reshard"
                 )
                 return
-        self._notify(f"{self._name(lost)} stays lost: there are no more attempts to restart it")
+        self._notify(f"{self._name(lost_group)} stays lost: there are no more attempts to restart it")
 
     def _name(self, group: WorkerGroup) -> str:
         return name_engine(group.part.ranks(group.world_size))

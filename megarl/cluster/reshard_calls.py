@@ -156,8 +156,8 @@ class ReshardCalls:
             if command is Command.END_SUSPECT:
                 suspect = self._first_to_leave
                 assert suspect is not None
-                what = f"left the reshard first, at attempt {self._states.attempt} of {MOST_ATTEMPTS}"
-                await self._end(range(suspect.world_size), suspect, what)
+                fault = f"left the reshard first, at attempt {self._states.attempt} of {MOST_ATTEMPTS}"
+                await self._end(range(suspect.world_size), suspect, fault)
                 command = self._states.end_attempt()
 
     async def _await_calls(
@@ -203,9 +203,9 @@ class ReshardCalls:
         await asyncio.gather(*ending)
         return reports
 
-    async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
-        """End a replica for a fault of these ranks, described by `what`."""
-        error = await group.diagnosis.end_faulty(ranks, what)
+    async def _end(self, ranks: Sequence[int], group: WorkerGroup, fault: str) -> None:
+        """End a replica for a fault of these ranks, described by `fault`."""
+        error = await group.diagnosis.end_faulty(ranks, fault)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
@@ -228,9 +228,9 @@ class ReshardCalls:
         async def end_stopped() -> None:
             await self._cancelled.wait()
             await asyncio.sleep(_LEAVE_SECONDS)
-            what = f"did not leave `{method}` after its process group was aborted"
+            fault = f"did not leave `{method}` after its process group was aborted"
             # The agent of a busy node may answer late.
-            await self._end_stopped(self._ranks.groups, what, limit / 2)
+            await self._end_stopped(self._ranks.groups, fault, limit / 2)
 
         watches = [asyncio.create_task(end_late()), asyncio.create_task(end_stopped())]
         try:
@@ -240,9 +240,9 @@ class ReshardCalls:
                 watch.cancel()
             await asyncio.wait(watches)
 
-    async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
+    async def _end_stopped(self, groups: Sequence[WorkerGroup], fault: str, patience_seconds: float) -> None:
         if self._ranks.on_lost is not None:
-            await asyncio.gather(*(group.diagnosis.end_if_stopped(what, patience_seconds) for group in groups))
+            await asyncio.gather(*(group.diagnosis.end_if_stopped(fault, patience_seconds) for group in groups))
 
     def _limit(self, method: str) -> float:
         return self._ranks.trainers.deadlines.limit_for(method).seconds

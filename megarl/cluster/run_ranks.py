@@ -34,7 +34,9 @@ class RanksNodes(Protocol):
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
 
-    async def fork_replica(self, lost: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path) -> WorkerGroup: ...
+    async def fork_replica(
+        self, lost_group: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path
+    ) -> WorkerGroup: ...
 
     def on_signal(self, callback: Callable[[str], object]) -> None: ...
 
@@ -185,8 +187,8 @@ class RunRanks:
         """Remove lost replicas until the run cannot continue without a lost rank: raises PeerLostError then."""
         while True:
             for group in self.groups:
-                lost = [handle for handle in group.ranks.handles if handle.died.done()]
-                for handle in lost[:1]:
+                lost_handles = [handle for handle in group.ranks.handles if handle.died.done()]
+                for handle in lost_handles[:1]:
                     # A call to a lost rank fails at once, names the rank, and ends the group.
                     call = group.ask([handle.rank - group.part.first_rank], _NO_CALL, [None])
                     await self.unless_lost(group, call)
@@ -255,7 +257,7 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
     if errors:
         for task in tasks:
             # asyncio warns about errors that nobody retrieves; these calls may still fail later.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         raise min(errors, key=_is_echo)
     return [task.result() for task in tasks]
 

@@ -23,7 +23,7 @@ Files = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldCopy:
+class StateCopy:
     """A copy of the state of rank `origin`, of `num_ranks`, after a step, and the agent that holds it."""
 
     agent: AgentLink
@@ -44,13 +44,13 @@ async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
     await asyncio.gather(*(agent.request("hold", files=files) for agent, files in of_agent.items()))
 
 
-async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[HeldCopy], list[str]]:
+async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[StateCopy], list[str]]:
     """Return the copies that living agents hold. With `checks`, drop damaged ones, and return a sentence about each."""
     living = _living(agents)
     answers = await asyncio.gather(
         *(agent.request("copies", checks=checks) for agent in living), return_exceptions=True
     )
-    copies: list[HeldCopy] = []
+    copies: list[StateCopy] = []
     damages: list[str] = []
     for agent, answer in zip(living, answers, strict=True):
         if isinstance(answer, PeerLostError):
@@ -64,12 +64,12 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
                 f"node {agent.node}: the copy of rank {origin}'s state after step {step} has changed in its memory; "
                 "this copy is dropped"
             )
-        by_copy: dict[str, HeldCopy] = {}
+        by_copy: dict[str, StateCopy] = {}
         for name, fields in answer["files"].items():
             copy_name = name.rpartition("/")[0]
             step, origin, num_ranks = map(int, copy_name.split("/"))
             if copy_name not in damaged:
-                copy = by_copy.setdefault(copy_name, HeldCopy(agent, step, origin, num_ranks))
+                copy = by_copy.setdefault(copy_name, StateCopy(agent, step, origin, num_ranks))
                 copy.files[name] = fields
         copies += by_copy.values()
     return copies, damages
@@ -79,7 +79,7 @@ def _living(agents: Sequence[AgentLink]) -> list[AgentLink]:
     return [agent for agent in dict.fromkeys(agents) if not agent.is_lost]
 
 
-def is_complete(copies: Sequence[HeldCopy], step: int) -> bool:
+def is_complete(copies: Sequence[StateCopy], step: int) -> bool:
     """Return whether every rank's state after a step has a copy."""
     of_step = [copy for copy in copies if copy.step == step]
     return bool(of_step) and {copy.origin for copy in of_step} == set(range(of_step[0].num_ranks))
@@ -100,7 +100,7 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
     A copy held on none of these nodes is first sent to one of them. Raises PeerLostError if an agent is lost meanwhile.
     """
     copies = [copy for copy in (await list_copies(agents))[0] if copy.step == step]
-    holders: defaultdict[int, dict[AgentLink, HeldCopy]] = defaultdict(dict)
+    holders: defaultdict[int, dict[AgentLink, StateCopy]] = defaultdict(dict)
     for copy in copies:
         holders[copy.origin][copy.agent] = copy
     nodes = list(dict.fromkeys(place.agent for place in places))
@@ -112,10 +112,10 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
     return [files[place.agent] for place in places]
 
 
-async def _send(copy: HeldCopy, receiver: AgentLink) -> HeldCopy:
+async def _send(copy: StateCopy, receiver: AgentLink) -> StateCopy:
     """Send a copy to another node's agent, and return the new copy."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
     await receiver.request("fetch", **offered)
     copies, _ = await list_copies([receiver])
-    return next(sent for sent in copies if (sent.step, sent.origin) == (copy.step, copy.origin))
+    return next(sent_copy for sent_copy in copies if (sent_copy.step, sent_copy.origin) == (copy.step, copy.origin))

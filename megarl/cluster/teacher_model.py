@@ -16,8 +16,10 @@ class TeacherRankModel(RankModel):
         """Let the teacher's ranks compute and store distillation targets for a batch. The policy's next update reads
         them.
         """
-        sent = batch.with_arrays({})
-        sent.target_keys = batch.target_keys
+        teacher_batch = batch.with_arrays({})
+        teacher_batch.target_keys = batch.target_keys
         # Repeating sequences is harmless: their rows write the same targets again.
-        sent = sent.select(self.filled(batch.num_sequences))
-        await self.group.scatter(f"{self.name}.teach", self.by_rank(self.forward_rows(sent, batch.num_sequences)))
+        teacher_batch = teacher_batch.select(self.filled(batch.num_sequences))
+        await self.group.scatter(
+            f"{self.name}.teach", self.by_rank(self.forward_rows(teacher_batch, batch.num_sequences))
+        )

@@ -209,9 +209,9 @@ class ReshardSchedule:
 
         # A later request would be answered only after the engines have the weights, so the end of the step would wait
         # for them.
-        asked = self._performance.ask_engines()
+        engine_measurements = self._performance.ask_engines()
         pausing = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
-        engines_paused = asyncio.gather(pausing, asyncio.wait([asked]))
+        engines_paused = asyncio.gather(pausing, asyncio.wait([engine_measurements]))
         try:
             self._reports = await self._reshard_calls.run_overlapping(
                 self._is_verified(step), step + 1, engines_paused, continue_training
@@ -249,12 +249,12 @@ def reshard_metrics(reports: Reports) -> dict[str, float]:
     seconds = {
         f"time/reshard_{stage}_seconds": max(report.seconds.get(stage, 0.0) for report in reports) for stage in stages
     }
-    moved = {
+    transferred_bytes = {
         f"reshard/{kind}_bytes": float(sum(report.num_bytes[kind] for report in reports))
         for kind in reports[0].num_bytes
     }
     gaps = [report.probe_gap for report in reports if report.probe_gap is not None]
-    return seconds | moved | ({"reshard/probe_gap": max(gaps)} if gaps else {}) | _rounding_metrics(reports)
+    return seconds | transferred_bytes | ({"reshard/probe_gap": max(gaps)} if gaps else {}) | _rounding_metrics(reports)
 
 
 def _rounding_metrics(reports: Reports) -> dict[str, float]:

@@ -31,7 +31,7 @@ from megarl.service.rank_top_tokens import TopTokensHead, select_scores
 from megarl.training.optimizer import step_if_finite
 from megarl.training.state import checkpoint
 from megarl.training.state.exchange import (
-    HeldState,
+    TrainedState,
     copy_state,
     drop_moments,
     read_state,
@@ -58,7 +58,7 @@ class Adapters:
         self._policy, self._parallel = policy, parallel
         self._live: str | None = None
         """The model in the policy; None: the policy may be overwritten."""
-        self._held: dict[str, HeldState] = {}
+        self._held: dict[str, TrainedState] = {}
         self._on_disk: dict[str, Path] = {}
         self._versions: dict[str, list[Tensor]] = {}
         # Only the last stage computes log-probs.

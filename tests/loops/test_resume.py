@@ -357,7 +357,7 @@ def test_other_records_left_out_are_refused(recipe: Recipe, tmp_path: Path) -> N
             with pytest.raises(DataError, match=rf"data\.train: .*kept are {now}; then 9 records, aa\)"):
                 find_origin(recipe, folder, "if-any", {"data.train": now})
         assert contents(folder.path) == was
-        assert find_origin(recipe, folder, "if-any", before | {"data.ptx": "3 records, ad"}).inputs.kept
+        assert find_origin(recipe, folder, "if-any", before | {"data.ptx": "3 records, ad"}).inputs.record_digests
 
 
 def test_changed_training_data_is_refused_and_changed_validation_data_told(

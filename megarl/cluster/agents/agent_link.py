@@ -32,12 +32,12 @@ _PATIENCE_SECONDS = 600.0
 class _Batch:
     """One call's answers from one node.
 
-    `whole` completes with the last answer, or fails with the first error.
+    `all_answered` completes with the last answer, or fails with the first error.
     """
 
     answers: Answers
     num_awaited: int
-    whole: asyncio.Future[None]
+    all_answered: asyncio.Future[None]
 
     def take(self, handle: RankHandle, message: memoryview) -> None:
         """Decode a rank's answer and complete its future. A decoding error fails the future."""
@@ -49,8 +49,8 @@ class _Batch:
         except Exception as error:
             self.fail(handle, error)
         self.num_awaited -= 1
-        if not self.num_awaited and not self.whole.done():
-            self.whole.set_result(None)
+        if not self.num_awaited and not self.all_answered.done():
+            self.all_answered.set_result(None)
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
         """Fail the future of a rank's answer, and the whole call on this node."""
@@ -58,9 +58,9 @@ class _Batch:
         if not self.answers[handle].done():
             self.answers[handle].set_exception(error)
             self.answers[handle].exception()
-        if not self.whole.done():
-            self.whole.set_exception(error)
-            self.whole.exception()
+        if not self.all_answered.done():
+            self.all_answered.set_exception(error)
+            self.all_answered.exception()
 
 
 class AgentLink(asyncio.Protocol):
@@ -172,10 +172,10 @@ class AgentLink(asyncio.Protocol):
         living = {handle: message for handle, message in messages.items() if not handle.died.done()}
         self._batches |= dict.fromkeys(living, batch)
         for handle in messages.keys() - living.keys():
-            batch.fail(handle, handle.lost())
+            batch.fail(handle, handle.loss_error())
         if living:
             self.send(*_pack_batch(living))
-        return batch.whole
+        return batch.all_answered
 
     def send_notice(self, handles: Sequence[RankHandle], notice: bytes) -> None:
         """Send a notice to ranks. They read it even during a call."""
@@ -283,13 +283,13 @@ class AgentLink(asyncio.Protocol):
             error = OSError(event["errno"], event["error"], event["file"])
             answer.set_exception(error if event["errno"] is not None else OSError(event["error"]))
 
-    def _note_end(self, handle: RankHandle, end: str, at: float, *, is_cut_off: bool = False) -> None:
+    def _note_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
         """Record the end of a rank, and fail the call in progress on it."""
         del self._handles[handle.process]
         where = "" if self.addresses is None else f"on node {self.node} "
-        handle.note_end(end if is_cut_off else where + end, at, is_cut_off=is_cut_off)
+        handle.note_end(end if is_cut_off else where + end, epoch_seconds, is_cut_off=is_cut_off)
         if (batch := self._batches.pop(handle, None)) is not None:
-            batch.fail(handle, handle.lost())
+            batch.fail(handle, handle.loss_error())
 
 
 class RankPlace(NamedTuple):

@@ -45,15 +45,15 @@ class StrangerError(Exception):
 
 
 async def meet(
-    met: dict[Peer, socket.socket],
+    peers: dict[Peer, socket.socket],
     server: socket.socket,
     key: bytes,
     count: int,
     parse: Callable[[dict[str, Any]], Peer],
 ) -> None:
-    """Accept connections until `count` processes have proved the key, and store them in `met`.
+    """Accept connections until `count` processes have proved the key, and store them in `peers`.
 
-    `parse` turns a process's first message into its key in `met`, or raises TypeError or ValueError. Handshakes run
+    `parse` turns a process's first message into its key in `peers`, or raises TypeError or ValueError. Handshakes run
     concurrently, so a peer without the key causes no delay. `server` and the accepted sockets are non-blocking. Raises
     OSError if connections cannot be accepted.
     """
@@ -68,13 +68,13 @@ async def meet(
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             introduction = await asyncio.wait_for(admit(connected, key), _INTRODUCTION_SECONDS)
-            met[parse(introduction)] = connected
+            peers[parse(introduction)] = connected
         except (StrangerError, OSError, ValueError, TypeError, TimeoutError):
             connected.close()
         except asyncio.CancelledError:
             connected.close()
             raise
-        if len(met) == count and not complete.done():
+        if len(peers) == count and not complete.done():
             complete.set_result(None)
 
     async def accept() -> None:
@@ -88,7 +88,7 @@ async def meet(
                     oldest.cancel()
                 greeting = group.create_task(greet(connected))
                 greetings[greeting] = None
-                greeting.add_done_callback(lambda ended: greetings.pop(ended, None))
+                greeting.add_done_callback(lambda task: greetings.pop(task, None))
 
     accepting = asyncio.create_task(accept())
     try:
@@ -112,10 +112,10 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     async def receive(count: int) -> bytes:
         data = b""
         while len(data) < count:
-            more = await loop.sock_recv(connected, count - len(data))
-            if not more:
+            data_part = await loop.sock_recv(connected, count - len(data))
+            if not data_part:
                 raise StrangerError("the connection was closed during the handshake")
-            data += more
+            data += data_part
         return data
 
     challenge = secrets.token_bytes(_NUMBER_BYTES)
@@ -177,10 +177,10 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
     """Receive `count` bytes from a blocking socket. Raises StrangerError if the connection ends earlier."""
     data = b""
     while len(data) < count:
-        more = connected.recv(count - len(data))
-        if not more:
+        data_part = connected.recv(count - len(data))
+        if not data_part:
             raise StrangerError("the connection was closed during the handshake")
-        data += more
+        data += data_part
     return data
 
 

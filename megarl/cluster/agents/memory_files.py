@@ -91,7 +91,7 @@ class MemoryFiles:
         server = socket.create_server((address, 0))
         files = {name: self._files[name] for name in names}
         sending = asyncio.create_task(_send_files(server, key, list(files.values())))
-        sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         described = {name: {"size": file.size, "checksum": file.checksum} for name, file in files.items()}
         return {"address": list(server.getsockname()[:2]), "key": key.hex(), "files": described}
 

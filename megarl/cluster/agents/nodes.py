@@ -78,31 +78,31 @@ class Nodes(ABC):
             if self.agents[number].is_lost and spares:
                 self.agents[number], self.agents[spares[0]] = self.agents[spares[0]], self.agents[number]
 
-    def free_places(self, taken: Collection[tuple[int, int]]) -> Iterator[RankPlace]:
-        """Yield the places of living nodes, node by node, except `taken` (node number, local rank)."""
+    def free_places(self, used_places: Collection[tuple[int, int]]) -> Iterator[RankPlace]:
+        """Yield the places of living nodes, node by node, except `used_places` (node number, local rank)."""
         for number, agent in enumerate(self.agents):
             if not agent.is_lost:
                 local_ranks = count() if self.is_unlimited else range(self.kind.ranks_per_node)
-                yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in taken)
+                yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in used_places)
 
     is_unlimited = False
     """Whether a node has any number of places, as this machine has: its ranks may share a CPU."""
 
     def choose_places(
-        self, num_ranks: int, taken: Collection[tuple[int, int]], *, on_one_node: bool
+        self, num_ranks: int, used_places: Collection[tuple[int, int]], *, on_one_node: bool
     ) -> list[RankPlace]:
         """Return the first free places for a group of ranks. `on_one_node` prefers places of one node.
 
         Raises PeerLostError if there are too few.
         """
-        places = list(islice(self.free_places(taken), num_ranks))
+        places = list(islice(self.free_places(used_places), num_ranks))
         if len(places) < num_ranks:
             raise PeerLostError(
                 f"{num_ranks} ranks need a place, and the {self.num_living} living nodes have {len(places)} free ones"
             )
         if on_one_node and len({place.node_number for place in places}) > 1:
             for number in range(len(self.agents)):
-                on_node = [place for place in self.free_places(taken) if place.node_number == number]
+                on_node = [place for place in self.free_places(used_places) if place.node_number == number]
                 if len(on_node) >= num_ranks:
                     return on_node[:num_ranks]
         return places
@@ -192,11 +192,11 @@ class ConnectedNodes(Nodes):
         }
         link = await self._open_link(connected, introduction)
         link.send(pack_json(welcome))
-        lost = next((number for number, agent in enumerate(self.agents) if agent.is_lost), None)
-        if lost is None:
+        lost_number = next((number for number, agent in enumerate(self.agents) if agent.is_lost), None)
+        if lost_number is None:
             self.agents.append(link)
         else:
-            self.agents[lost] = link
+            self.agents[lost_number] = link
 
     async def _meet(
         self, server: socket.socket, num_needed: int, num_launched: int, timeout_seconds: float

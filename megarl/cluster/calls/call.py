@@ -21,7 +21,7 @@ class Call:
     answers: Answers
     awaited: Sequence[asyncio.Future[None]]
     """Futures that are done when all ranks have answered."""
-    started: float
+    began: float
     """Monotonic seconds at the start."""
 
     def is_answered(self) -> bool:
@@ -44,8 +44,8 @@ class Call:
 
     def errors(self) -> list[Exception]:
         """Return the errors of failed answers, without cancelled answers."""
-        ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
-        return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
+        finished_answers = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
+        return [error for answer in finished_answers if isinstance(error := answer.exception(), Exception)]
 
 
 def pack_commands(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:

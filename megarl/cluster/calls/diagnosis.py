@@ -58,27 +58,27 @@ class Diagnosis:
         """End the group because a rank failed in this call or missed its deadline. Returns the error to raise."""
         return await self._end.run_once(partial(self._end_call, call))
 
-    async def end_faulty(self, ranks: Sequence[int], what: str) -> Exception:
-        """End the group because of a fault of these ranks. `what` describes the fault.
+    async def end_faulty(self, ranks: Sequence[int], fault: str) -> Exception:
+        """End the group because of a fault of these ranks. `fault` describes the fault.
 
         Returns the error of all later calls.
         """
 
         async def end() -> Exception:
             silent = [self._ranks.handles[rank] for rank in ranks]
-            return await self._end_silent(what, silent, await self.read_stacks())
+            return await self._end_silent(fault, silent, await self.read_stacks())
 
         return await self._end.run_once(end)
 
-    async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
-        """End the group if a living rank is stopped. `what` describes the fault.
+    async def end_if_stopped(self, fault: str, patience_seconds: float) -> None:
+        """End the group if a living rank is stopped. `fault` describes the fault.
 
         Agents have `patience_seconds` to answer, limited to a few seconds up to a minute.
         """
         if self._end.has_begun:
             return
         if stopped := list(await self._find_obstacles(self._ranks.handles, patience_seconds)):
-            await self._end.run_once(partial(self._end_silent, what, stopped, await self.read_stacks()))
+            await self._end.run_once(partial(self._end_silent, fault, stopped, await self.read_stacks()))
 
     async def end_if_absent(self, method: str, limit: Limit) -> None:
         """End the group if ranks exceed the limit of a call of `method`, and do not wait in a collective.
@@ -86,14 +86,14 @@ class Diagnosis:
         Silent ranks that all wait in a collective may wait for another group's ranks.
         """
         began = time.monotonic() - limit.seconds
-        late = [call for call in self._calls if call.method == method and call.started < began]
+        late = [call for call in self._calls if call.method == method and call.began < began]
         if self._end.has_begun or not late:
             return
         stacks = await self.read_stacks()
         silent = [handle for call in late for handle in call.silent()]
         if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent):
-            what = f"did not answer `{method}` within {limit.seconds:g} s"
-            await self._end.run_once(partial(self._end_silent, what, silent, stacks, _remedy(limit)))
+            fault = f"did not answer `{method}` within {limit.seconds:g} s"
+            await self._end.run_once(partial(self._end_silent, fault, silent, stacks, _remedy(limit)))
 
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
         """Report the ranks that delay a call, once. End the group if one of them is stopped.
@@ -102,15 +102,15 @@ class Diagnosis:
         one. `budget_seconds` is the working time planned for the call. `extra_seconds` is all time added to its
         deadline, `budget_seconds` included.
         """
-        pause, deadline = deadlines.shortest.seconds, call.started + call.limit.seconds
-        late_at = call.started + deadlines.late_after(call.method) + extra_seconds
-        search_at = call.started + budget_seconds + pause
+        pause, deadline = deadlines.shortest.seconds, call.began + call.limit.seconds
+        late_at = call.began + deadlines.late_after(call.method) + extra_seconds
+        search_at = call.began + budget_seconds + pause
         # At the deadline, `explain` names the silent ranks.
         while (next_at := min(late_at, search_at)) < deadline:
-            if (left := next_at - time.monotonic()) > 0:
-                await asyncio.sleep(left)
+            if (remaining_seconds := next_at - time.monotonic()) > 0:
+                await asyncio.sleep(remaining_seconds)
                 continue
-            seconds = time.monotonic() - call.started
+            seconds = time.monotonic() - call.began
             try:
                 if next_at == late_at:
                     late_at = math.inf
@@ -118,8 +118,8 @@ class Diagnosis:
                 else:
                     stopped, stacks = await self._find_stopped(call, (call.limit.seconds - extra_seconds) / 2)
                     if stopped:
-                        what = f"did not answer `{call.method}` within {seconds:.0f} s"
-                        await self._end.run_once(partial(self._end_silent, what, stopped, stacks))
+                        fault = f"did not answer `{call.method}` within {seconds:.0f} s"
+                        await self._end.run_once(partial(self._end_silent, fault, stopped, stacks))
                     search_at = time.monotonic() + pause
             except Exception as error:
                 # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
@@ -136,7 +136,7 @@ class Diagnosis:
     def show_stacks(self) -> None:
         """Make the ranks write their threads' stacks to their logs and continue."""
         reading = asyncio.ensure_future(self.read_stacks())
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _end_call(self, call: Call) -> Exception:
         """End the group because of a failed or late rank. Returns the error naming the first cause.
@@ -145,8 +145,8 @@ class Diagnosis:
         """
         calls = list(self._calls)
         if not call.errors():
-            what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
-            return await self._end_silent(what, call.silent(), await self.read_stacks(), _remedy(call.limit))
+            fault = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
+            return await self._end_silent(fault, call.silent(), await self.read_stacks(), _remedy(call.limit))
         answers = [answer for pending in calls for answer in pending.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         failures: list[tuple[RankError, Call]] = []
@@ -160,36 +160,36 @@ class Diagnosis:
         # Consequences come last. So do ranks cut off with their agent: the loss of a node may end an agent of another
         # one before a rank's own end is reported.
         first, failed = min(
-            failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].at)
+            failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
         )
         # The failure is only a consequence. The cause is a rank that did not enter the collective, if there is one.
         if first.echo and (silent := failed.silent()):
             stacks = await self.read_stacks()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
                 return await self._end_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
-        lost: list[RankHandle] = []
+        lost_handles: list[RankHandle] = []
         if first.report is None or (first.report["lost"] and not first.report["megarl_class"]):
             # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
-            lost = [first.handle, *(error.handle for error, _ in failures if not error.echo)]
-        await self._end.kill(lost)
+            lost_handles = [first.handle, *(error.handle for error, _ in failures if not error.echo)]
+        await self._end.kill(lost_handles)
         # After the end: a lost rank's log is complete then.
         return error_of(first, failed.method, self._ranks.part.num_ranks)
 
     async def _end_silent(
-        self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
+        self, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
     ) -> Exception:
         """End the group because of silent ranks. Returns an error with their names and the stacks of all ranks.
 
         Silent ranks that only wait for a stopped one in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
-        cause = f"{name_handles(stopped)} of {self._ranks.part.num_ranks} {what}"
+        cause = f"{name_handles(stopped)} of {self._ranks.part.num_ranks} {fault}"
         # Before the end, which kills the processes.
         obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped, 0.0)).values()))
-        path = await self._write_report(cause, what, stopped, stacks)
+        path = await self._write_report(cause, fault, stopped, stacks)
         await self._end.kill(stopped)
-        if waiting := [handle for handle in silent if handle not in stopped]:
-            cause += f"; {name_handles(waiting)} waited in a collective"
+        if waiting_handles := [handle for handle in silent if handle not in stopped]:
+            cause += f"; {name_handles(waiting_handles)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
         error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
@@ -198,7 +198,7 @@ class Diagnosis:
         return error
 
     async def _write_report(
-        self, cause: str, what: str, stopped: Sequence[RankHandle], stacks: Mapping[int, str]
+        self, cause: str, fault: str, stopped: Sequence[RankHandle], stacks: Mapping[int, str]
     ) -> Path | None:
         """Write the hang report and return its path; None without one. Raises nothing, because the group must end."""
         if self.report is None:
@@ -206,7 +206,7 @@ class Diagnosis:
         # Before the report: a debugger takes seconds, and an operator may act meanwhile.
         self.on_slow(f"{cause}; the driver reads the stacks of all ranks, then ends the call")
         try:
-            return await self.report.write(self, what, stopped, stacks)
+            return await self.report.write(self, fault, stopped, stacks)
         except Exception as error:
             self.on_slow(f"the report of this hang could not be written: {error!r}")
             return None
@@ -259,9 +259,9 @@ class Diagnosis:
             for handle in handles
         }
 
-    async def read_native_stacks(self, first: Sequence[RankHandle], most: int) -> dict[int, str]:
-        """Return the native stacks of at most `most` ranks, `first` ones first, or why there are none."""
-        handles = sorted(self._ranks.handles, key=lambda handle: handle not in first)[:most]
+    async def read_native_stacks(self, preferred: Sequence[RankHandle], max_ranks: int) -> dict[int, str]:
+        """Return the native stacks of at most `max_ranks` ranks, `preferred` ones first, or why there are none."""
+        handles = sorted(self._ranks.handles, key=lambda handle: handle not in preferred)[:max_ranks]
         answers = await self._ranks.request("native_stacks", handles, _NATIVE_SECONDS + 1.0, seconds=_NATIVE_SECONDS)
         texts = {handle.rank: answers.get(handle, "no native stacks: the process has ended") for handle in handles}
         silent_agent = "no native stacks: the agent of its node does not answer"
@@ -286,23 +286,23 @@ class HangReport:
         self._folder, self._groups, self._most_native = folder, groups, most_native
 
     async def write(
-        self, group: Diagnosis, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
+        self, group: Diagnosis, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
     ) -> Path | None:
         """Write a report about a group's silent ranks, and return its path; None if it cannot be written.
 
-        `what` says what the ranks missed. `stacks` are the group's Python stacks by rank.
+        `fault` says what the ranks missed. `stacks` are the group's Python stacks by rank.
         """
 
-        async def describe(other: Diagnosis) -> dict[int, list[str]]:
-            return await other.describe_places(stacks if other is group else await other.read_stacks())
+        async def describe(diagnosis: Diagnosis) -> dict[int, list[str]]:
+            return await diagnosis.describe_places(stacks if diagnosis is group else await diagnosis.read_stacks())
 
-        others = [other for other in self._groups() if other is not group]
-        texts = await asyncio.gather(*map(describe, (group, *others)), return_exceptions=True)
+        other_groups = [diagnosis for diagnosis in self._groups() if diagnosis is not group]
+        texts = await asyncio.gather(*map(describe, (group, *other_groups)), return_exceptions=True)
         # A group that fails is left out.
         places = {rank: lines for text in texts if isinstance(text, dict) for rank, lines in text.items()}
         silent_ranks = sorted(handle.rank for handle in silent)
         lines = [
-            f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {name_ranks(silent_ranks)} {what}",
+            f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {name_ranks(silent_ranks)} {fault}",
             f"first silent rank: {silent_ranks[0]}",
             *(line for rank in sorted(places) for line in places[rank]),
         ]

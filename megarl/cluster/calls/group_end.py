@@ -71,9 +71,9 @@ class GroupEnd:
         # Several calls may wait for the end. The shield lets it complete even if some of them are cancelled.
         return await asyncio.shield(self._ending)
 
-    async def kill(self, lost: Sequence[RankHandle] = ()) -> None:
-        """Kill all remaining ranks and free the group's resources. The loss of `lost` is the cause."""
-        self.lost = list(dict.fromkeys(lost))
+    async def kill(self, lost_handles: Sequence[RankHandle] = ()) -> None:
+        """Kill all remaining ranks and free the group's resources. The loss of `lost_handles` is the cause."""
+        self.lost = list(dict.fromkeys(lost_handles))
         for call in self._calls:
             for future in (*call.answers.values(), *call.awaited):
                 future.cancel()

@@ -234,7 +234,7 @@ class WorkerGroup:
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
             # Planned working time says nothing about how slow the method is.
-            self.deadlines.note(method, max(0.0, time.monotonic() - call.started - budget_seconds))
+            self.deadlines.note(method, max(0.0, time.monotonic() - call.began - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_stop_signal(stop_signal)
             return [answer.result() for answer in answers.values()]

@@ -67,19 +67,19 @@ class Bandwidth:
     def _exchange(self, partner: int | None) -> None:
         if partner is None:
             return
-        both = [dist.P2POp(dist.isend, self._mine, partner), dist.P2POp(dist.irecv, self._theirs, partner)]
-        for work in dist.batch_isend_irecv(both):
+        operations = [dist.P2POp(dist.isend, self._mine, partner), dist.P2POp(dist.irecv, self._theirs, partner)]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     def _timed(self, exchange: Callable[[], object]) -> float:
         dist.barrier()
         # An accelerator works asynchronously; `item` waits for it before the clock is read.
         self._theirs[-1].item()
-        started = time.perf_counter()
+        began = time.perf_counter()
         exchange()
         self._mine[-1].item()
         self._theirs[-1].item()
-        return time.perf_counter() - started
+        return time.perf_counter() - began
 
 
 def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
@@ -93,7 +93,7 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
     for pairs in _rounds(max(map(len, on_node))):
         within.append([(ranks[a], ranks[b]) for ranks in on_node for a, b in pairs if b < len(ranks)])
     for pairs in _rounds(len(on_node)):
-        across.append([both for a, b in pairs for both in zip(on_node[a], on_node[b], strict=False)])
+        across.append([pair for a, b in pairs for pair in zip(on_node[a], on_node[b], strict=False)])
     return [
         (kind, {rank: partner for a, b in pairs for rank, partner in ((a, b), (b, a))})
         for kind, rounds in ((WITHIN, within), (ACROSS, across))
@@ -110,25 +110,25 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def slow_links(
-    topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
+    topology: Sequence[Sequence[str]], bandwidths: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[Finding]:
     """Yield a fault for each rank with less than `least_share` of the median bandwidth, per kind of link."""
     for kind in (WITHIN, ACROSS):
-        if not (speeds_of_kind := [speeds[kind] for speeds in measured if kind in speeds]):
+        if not (speeds_of_kind := [speeds[kind] for speeds in bandwidths if kind in speeds]):
             continue
         median = statistics.median(speeds_of_kind)
-        for rank, speeds in enumerate(measured):
+        for rank, speeds in enumerate(bandwidths):
             if (speed := speeds.get(kind, median)) < least_share * median:
                 text = f"rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank {median / 1e9:.2f}"
                 remedy = "exclude the node, or lower cluster.min_bandwidth_fraction"
                 yield Finding("bad", f"node {topology[rank][0]}", text, remedy)
 
 
-def summary(measured: Sequence[Mapping[str, float]]) -> str:
+def summary(bandwidths: Sequence[Mapping[str, float]]) -> str:
     """Return one line with the median and the lowest bandwidth for each kind of link."""
     lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
-        if speeds_of_kind := [speeds[kind] for speeds in measured if kind in speeds]:
+        if speeds_of_kind := [speeds[kind] for speeds in bandwidths if kind in speeds]:
             lines.append(
                 f"{kind} {statistics.median(speeds_of_kind) / 1e9:.1f} GB/s "
                 f"(slowest rank {min(speeds_of_kind) / 1e9:.1f})"

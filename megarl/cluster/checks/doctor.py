@@ -106,12 +106,12 @@ def examine_machine() -> list[Finding]:
 
 
 async def examine_nodes(
-    recipe: Recipe, planned: RankHostBytes | None = None
+    recipe: Recipe, planned_memory: RankHostBytes | None = None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
     """Examine the nodes of the recipe's launcher, with the checks of a run's start.
 
-    Returns findings by node, and notices such as bandwidths. `planned` is each rank's host memory in bytes; None: it is
-    not checked.
+    Returns findings by node, and notices such as bandwidths. `planned_memory` is each rank's host memory in bytes;
+    None: it is not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # The run folder's storage is checked, so the folder must lie where all nodes would write.
@@ -119,7 +119,7 @@ async def examine_nodes(
         engines = recipe.cluster.groups.engines
         ranks = await start_ranks(recipe.cluster, folder.absolute(), [] if engines is None else [engines.num_ranks])
         try:
-            wrong, notices = await inspect(ranks, recipe, folder.absolute(), planned)
+            faults, notices = await inspect(ranks, recipe, folder.absolute(), planned_memory)
             await asyncio.gather(
                 *(group.construct("megarl.cluster.checks.doctor:Doctor", {}) for group in ranks.groups)
             )
@@ -131,7 +131,7 @@ async def examine_nodes(
     findings_by_node = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
     for node, findings in zip(nodes, places, strict=True):
         findings_by_node[node] += findings
-    for text in map(str, wrong):
+    for text in map(str, faults):
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
         named = text.removeprefix("node ").partition(": ")
         for node in [named[0]] if named[0] in findings_by_node else findings_by_node:
@@ -146,18 +146,22 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
     fault. `extra` is the group of optional dependencies installed with megarl, such as `cpu`.
     """
     for name in STACK:
-        version, asks = installed.get(name), _asks(name, requires, extra)
+        version, requirements = installed.get(name), _asks(name, requires, extra)
         unmet = [
-            (package, asked)
-            for package, asked in asks
-            if version is None or not asked.contains(version, prereleases=True)
+            (package, specifier)
+            for package, specifier in requirements
+            if version is None or not specifier.contains(version, prereleases=True)
         ]
-        untried = "".join(f", tested with {asked}" for package, asked in unmet if package == "megarl" and version)
+        untried = "".join(
+            f", tested with {specifier}" for package, specifier in unmet if package == "megarl" and version
+        )
         if version is None:
-            faults = [f"{package} needs {name}{asked}, not installed" for package, asked in unmet]
+            faults = [f"{package} needs {name}{specifier}, not installed" for package, specifier in unmet]
         else:
-            others = [(package, asked) for package, asked in unmet if package != "megarl"]
-            faults = [f"{version}, but {package} {installed[package]} needs {asked}" for package, asked in others]
+            conflicts = [(package, specifier) for package, specifier in unmet if package != "megarl"]
+            faults = [
+                f"{version}, but {package} {installed[package]} needs {specifier}" for package, specifier in conflicts
+            ]
             if name.startswith("vllm") and not VLLM_VERSIONS.contains(version):
                 faults.append(f"{version}, megarl supports {VLLM_VERSIONS}")
         if faults:
@@ -173,10 +177,13 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
     """
 
     def num_met(extra: str) -> int:
-        asks = [
-            (name, asked) for name in STACK for package, asked in _asks(name, requires, extra) if package == "megarl"
+        requirements = [
+            (name, specifier)
+            for name in STACK
+            for package, specifier in _asks(name, requires, extra)
+            if package == "megarl"
         ]
-        return sum(name in installed and asked.contains(installed[name]) for name, asked in asks)
+        return sum(name in installed and specifier.contains(installed[name]) for name, specifier in requirements)
 
     return max((kind, f"{kind}-next"), key=num_met)
 
@@ -200,8 +207,8 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
     requirements = []
     for package, texts in requires.items():
         markers = {"extra": extra if package == "megarl" else ""}
-        asked = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
-        requirements += [(package, r.specifier) for r in asked if r.marker is None or r.marker.evaluate(markers)]
+        matches = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
+        requirements += [(package, r.specifier) for r in matches if r.marker is None or r.marker.evaluate(markers)]
     return requirements
 
 
@@ -304,9 +311,11 @@ def _machine() -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_OPEN_FILES:
         yield Finding("bad", "open files", f"at most {files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")
-    shared = shutil.disk_usage("/dev/shm").free
-    if shared < _LEAST_SHARED_BYTES:
-        yield Finding("bad", "/dev/shm", f"{shared >> 20} MiB free; NCCL and vLLM need {_LEAST_SHARED_BYTES >> 20}")
+    shared_bytes = shutil.disk_usage("/dev/shm").free
+    if shared_bytes < _LEAST_SHARED_BYTES:
+        yield Finding(
+            "bad", "/dev/shm", f"{shared_bytes >> 20} MiB free; NCCL and vLLM need {_LEAST_SHARED_BYTES >> 20}"
+        )
     ports = {p: p.read_text().split(": ")[-1].strip() for p in Path("/sys/class/infiniband").glob("*/ports/*/state")}
     if ports:
         down = [path.parts[4] for path, state in ports.items() if state != "ACTIVE"]

@@ -25,11 +25,12 @@ _CLOCK_SECONDS = 60.0
 
 
 async def inspect(
-    ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
+    ranks: RunRanks, recipe: Recipe, run_folder: Path, planned_memory: RankHostBytes | None = None
 ) -> tuple[list[Finding], list[str]]:
     """Check the nodes of all ranks, and the bandwidths within each group. Returns faults and notices.
 
-    `planned` is each rank's host memory in bytes; None: it is not checked. The ranks' worker must be a `NodeReport`.
+    `planned_memory` is each rank's host memory in bytes; None: it is not checked. The ranks' worker must be a
+    `NodeReport`.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
@@ -38,34 +39,36 @@ async def inspect(
     # After a resize a node may have no rank with LOCAL_RANK 0.
     at_once = {node for node, number in zip(nodes, ranks.local_ranks, strict=True) if number == 0}
     indexes = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
-    looked = await ranks.call_with_first_rank("look", models, str(run_folder), indexes)
-    reports = joined_reports(nodes, looked)
-    wrong: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned)
-    if len(reports) > 1 and not wrong:
+    reports_of_ranks = await ranks.call_with_first_rank("look", models, str(run_folder), indexes)
+    reports = joined_reports(nodes, reports_of_ranks)
+    node_faults: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned_memory)
+    if len(reports) > 1 and not node_faults:
         addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
-        tried = await ranks.call("reach", addresses)
-        wrong = list(unreachable_nodes({node: why for node, why in zip(nodes, tried, strict=True) if why}))
+        reach_errors = await ranks.call("reach", addresses)
+        node_faults = list(unreachable_nodes({node: why for node, why in zip(nodes, reach_errors, strict=True) if why}))
     await ranks.call("close")
     # Bandwidths are measured only where ranks have links: not for groups of one rank, nor on one node without GPUs.
     linked = [group for group in ranks.groups if group.world_size > 1]
-    if wrong or not linked or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
-        return wrong, []
-    measured = [
+    if node_faults or not linked or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
+        return node_faults, []
+    bandwidths = [
         speeds
         for group_speeds in await together([_bandwidths(group, recipe) for group in linked])
         for speeds in group_speeds
     ]
     topology = [place for group in linked for place in group.topology]
-    return list(slow_links(topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
+    return list(slow_links(topology, bandwidths, cluster.min_bandwidth_fraction)), [summary(bandwidths)]
 
 
-def joined_reports(nodes: Sequence[str], looked: Sequence[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+def joined_reports(
+    nodes: Sequence[str], reports_of_ranks: Sequence[dict[str, Any] | None]
+) -> dict[str, dict[str, Any]]:
     """Return the report of each node, from the node and the report of each rank.
 
     Under Ray each group on a node has a report of its own GPUs. These reports are joined.
     """
     reports: dict[str, dict[str, Any]] = {}
-    for node, report in zip(nodes, looked, strict=True):
+    for node, report in zip(nodes, reports_of_ranks, strict=True):
         if report:
             reports[node] = _joined(reports[node], report) if node in reports else report
     return reports
@@ -91,21 +94,21 @@ def all_faults(
     nodes: Sequence[str],
     recipe: Recipe,
     run_folder: str,
-    planned: RankHostBytes | None,
+    planned_memory: RankHostBytes | None,
 ) -> list[Finding]:
     """Return the faults in the nodes' reports.
 
-    `nodes` is each rank's node, `planned` each rank's host memory in bytes; None: it is not checked.
+    `nodes` is each rank's node, `planned_memory` each rank's host memory in bytes; None: it is not checked.
     """
     faults_by_node = [
         fault
-        for kind, asked in kinds_of_nodes(recipe, nodes)
-        for fault in faults({node: reports[node] for node in kind}, run_folder, kind, asked)
+        for kind, kind_needs in kinds_of_nodes(recipe, nodes)
+        for fault in faults({node: reports[node] for node in kind}, run_folder, kind, kind_needs)
     ]
     return (
         faults_by_node
-        if planned is None
-        else [*faults_by_node, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned)]
+        if planned_memory is None
+        else [*faults_by_node, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned_memory)]
     )
 
 
@@ -114,14 +117,14 @@ def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Count
 
     `nodes` is each rank's node.
     """
-    asked = needs(recipe)
+    all_needs = needs(recipe)
     if recipe.cluster.groups.engines is None:
-        yield Counter(nodes), asked
+        yield Counter(nodes), all_needs
         return
-    of_engines = needs(recipe, is_trained=False)
+    engine_needs = needs(recipe, is_trained=False)
     first = recipe.trainer_ranks
-    yield Counter(nodes[:first]), {field: need for field, need in asked.items() if field not in of_engines}
-    yield Counter(nodes[first:]), of_engines
+    yield Counter(nodes[:first]), {field: need for field, need in all_needs.items() if field not in engine_needs}
+    yield Counter(nodes[first:]), engine_needs
 
 
 async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
@@ -132,12 +135,15 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 
 
 def faults(
-    reports: Mapping[str, Mapping[str, Any]], run_folder: str, num_ranks: Mapping[str, int], asked: Mapping[str, Need]
+    reports: Mapping[str, Mapping[str, Any]],
+    run_folder: str,
+    num_ranks: Mapping[str, int],
+    kind_needs: Mapping[str, Need],
 ) -> Iterator[Finding]:
     """Yield the faults of one kind of nodes: those in their reports, and unmet needs.
 
-    `reports` are results of `NodeReport.look` by node, `num_ranks` the ranks per node. `asked` are the ranks' needs by
-    recipe field.
+    `reports` are results of `NodeReport.look` by node, `num_ranks` the ranks per node. `kind_needs` are the ranks'
+    needs by recipe field.
     """
     ranks_per_node = max(num_ranks.values())
     num_gpus = max(len(report["gpus"]) for report in reports.values())
@@ -180,7 +186,7 @@ def faults(
             yield _bad_node(node, f"{name} is installed but cannot be imported ({fault})", remedy)
         if report["compiler"]:
             yield _bad_node(node, f"Triton cannot compile kernels when the engine starts: {report['compiler']}")
-        for text in unmet_needs(asked, report["usable_gpus"], report["versions"]):
+        for text in unmet_needs(kind_needs, report["usable_gpus"], report["versions"]):
             yield _bad_node(node, text)
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
             text = f"its clock is {report['time'] - clock:+.0f} s off"
@@ -200,19 +206,19 @@ def unfit_nodes_error(title: str, unfit: Sequence[Finding]) -> MegarlError:
     return kind(error_page(title, list(map(str, unfit))))
 
 
-def unreachable_nodes(tried: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def unreachable_nodes(reach_errors: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     """Yield a fault for each node that others cannot reach, from the results of `NodeReport.reach`."""
-    for node in dict.fromkeys(node for errors in tried.values() for node in errors):
-        others = {other: errors[node] for other, errors in tried.items() if node in errors}
+    for node in dict.fromkeys(node for errors in reach_errors.values() for node in errors):
+        errors_by_peer = {peer: errors[node] for peer, errors in reach_errors.items() if node in errors}
         yield _bad_node(
             node,
-            f"its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))})",
+            f"its ports cannot be reached from {', '.join(errors_by_peer)} ({next(iter(errors_by_peer.values()))})",
             "open its firewall to the job's nodes, or exclude the node",
         )
 
 
 def memory_shortages(
-    reports: Mapping[str, Mapping[str, Any]], nodes: Sequence[str], num_trainers: int, planned: RankHostBytes
+    reports: Mapping[str, Mapping[str, Any]], nodes: Sequence[str], num_trainers: int, planned_memory: RankHostBytes
 ) -> Iterator[Finding]:
     """Yield a fault for each node with less host memory than its ranks will take.
 
@@ -221,11 +227,11 @@ def memory_shortages(
     """
     for node, report in reports.items():
         trainers, num_engines = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)
-        needed = planned.of_node(NodeRanks(trainers=trainers, engines=num_engines))
-        if needed > report["memory"]:
+        needed_bytes = planned_memory.of_node(NodeRanks(trainers=trainers, engines=num_engines))
+        if needed_bytes > report["memory"]:
             yield _bad_node(
                 node,
-                f"its {trainers + num_engines} ranks need {needed / 2**30:.0f} GiB of host memory, but the node has "
-                f"{report['memory'] / 2**30:.0f} (MemTotal, or the limit of a cgroup)",
+                f"its {trainers + num_engines} ranks need {needed_bytes / 2**30:.0f} GiB of host memory, but the node "
+                f"has {report['memory'] / 2**30:.0f} (MemTotal, or the limit of a cgroup)",
                 "under Slurm request all with --mem=0, else offload less (trainer.offload) or use fewer ranks per node",
             )

@@ -34,15 +34,15 @@ class NodeReport:
         self._server: socket.socket | None = None
 
     def look(
-        self, models: Sequence[str], run_folder: str, chosen: Collection[int] = (), first_rank: int = 0
+        self, models: Sequence[str], run_folder: str, inspecting_ranks: Collection[int] = (), first_rank: int = 0
     ) -> dict[str, Any] | None:
         """Inspect this rank's node, and return the report as plain data, or None from other ranks.
 
-        Ranks with LOCAL_RANK 0 inspect, and the `chosen` run-wide ranks on nodes without such a rank. `first_rank` is
-        the run-wide number of the group's rank 0. The TCP port `port` stays open until `close`, for connection tests of
-        other nodes.
+        Ranks with LOCAL_RANK 0 inspect, and the `inspecting_ranks` run-wide ranks on nodes without such a rank.
+        `first_rank` is the run-wide number of the group's rank 0. The TCP port `port` stays open until `close`, for
+        connection tests of other nodes.
         """
-        if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in chosen:
+        if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None
         writable, has_cuda = Path(run_folder), device.current().type == "cuda"
         self._server = socket.create_server(("", 0), backlog=4096)
@@ -107,7 +107,7 @@ def gpus() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         # nvidia-smi hangs on some broken GPUs, hence the timeout.
-        done = run_command(command, seconds=30)
+        process = run_command(command, seconds=30)
     except OSError:
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return process.stdout.splitlines() if process.returncode == 0 else []

@@ -43,11 +43,11 @@ class _Process:
 
     def serve(self, path: Sequence[str], address: tuple[str, int], key: bytes, turn: int) -> None:
         """Run an agent until it ends. `turn` is the actor's index, `path` the driver's module search path."""
-        here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
+        context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        switches = str(context.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
         gpus = tuple(int(number) for number in ray.get_gpu_ids())
         # Several Ray nodes may run on one host. The ID distinguishes them.
-        node = _node_name(host, here.get_node_id())
+        node = _node_name(host, context.get_node_id())
         node_fields = [turn, node, host, list(filter(None, switches)), gpus]
         # The agent is a separate process: it forks from its main thread, and Ray runs this method in another one.
         agent = LaunchedProgram(
@@ -241,9 +241,9 @@ class RayNodes(ConnectedNodes):
             await asyncio.sleep(1.0)
 
     async def await_end(self) -> str:
-        running = [served for served in self._served if not served.done()]
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        error = done.pop().exception()
+        running_actors = [served for served in self._served if not served.done()]
+        ended_actors, _ = await asyncio.wait(running_actors, return_when=asyncio.FIRST_COMPLETED)
+        error = ended_actors.pop().exception()
         return "an actor of Ray ended" + ("" if error is None else f": {str(error).strip().splitlines()[-1]}")
 
     async def end_agents(self) -> None:

@@ -157,14 +157,16 @@ class RunNodes:
             on_missing_engine(str(error))
         return RunRanks(trainers, groups)
 
-    async def fork_replica(self, lost: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path) -> WorkerGroup:
+    async def fork_replica(
+        self, lost_group: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path
+    ) -> WorkerGroup:
         """Start the ranks of a lost engine replica again, next to the living `groups`.
 
         Raises ConfigError or PeerLostError without places for them.
         """
         await self.engine_nodes.replace_lost(self._cluster.start_timeout_seconds)
-        places = self._replica_places(lost.world_size, [place for group in groups for place in group.places])
-        return await self._fork_group(log_folder, lost.part, places, self.engine_nodes)
+        places = self._replica_places(lost_group.world_size, [place for group in groups for place in group.places])
+        return await self._fork_group(log_folder, lost_group.part, places, self.engine_nodes)
 
     def _replica_places(self, size: int, used_places: Collection[RankPlace]) -> list[RankPlace]:
         """Return free places for an engine replica. `used_places` may include nodes of another kind."""

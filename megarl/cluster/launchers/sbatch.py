@@ -55,10 +55,10 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     values["nodes"] = cluster.nodes + cluster.spare_nodes
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
-    more = [f"exclude={','.join(bad_nodes)}"] if bad_nodes else []
+    recovery_options = [f"exclude={','.join(bad_nodes)}"] if bad_nodes else []
     # Otherwise Slurm ends the job as soon as it sees a dead node.
-    more += ["no-kill"] if cluster.recover != "stop" else []
-    lines = "".join(f"#SBATCH --{option}\n" for option in more)
+    recovery_options += ["no-kill"] if cluster.recover != "stop" else []
+    lines = "".join(f"#SBATCH --{option}\n" for option in recovery_options)
     template = re.sub(r"(?m)^#SBATCH --requeue$", f"{lines}#SBATCH --requeue", template)
     components = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if (engines := cluster.groups.engines) is not None:
@@ -70,7 +70,7 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     # `re.sub` would interpret backslashes in a text.
     block = "".join(f"{line}\n" for line in components)
     template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{block}MEGARL_HOME=", template, count=1)
-    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
+    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
     if cluster.launcher != "ray":
         # Always, so that a value of the submitting shell does not count.
@@ -152,10 +152,10 @@ def submit(script: str, options: Sequence[str]) -> str:
     """
     require_sbatch()
     for trial in (["--test-only"], []):
-        done = run_command(["sbatch", *trial, *options], stdin=script)
-        if done.returncode:
-            raise ConfigError(f"sbatch refuses the job: {done.stderr.strip()}")
-    return done.stdout.strip()
+        process = run_command(["sbatch", *trial, *options], stdin=script)
+        if process.returncode:
+            raise ConfigError(f"sbatch refuses the job: {process.stderr.strip()}")
+    return process.stdout.strip()
 
 
 def is_host_name(value: object) -> bool:

@@ -62,10 +62,10 @@ def _report(error: Exception) -> dict[str, Any]:
         print(text, file=sys.stderr, flush=True)
     user_error = error if isinstance(error, MegarlError) else disk_full(error)
     # The driver raises the error again under its nearest class in `megarl.types`.
-    named = next((c.__name__ for c in type(user_error).__mro__ if c.__module__ == MegarlError.__module__), None)
+    megarl_class = next((c.__name__ for c in type(user_error).__mro__ if c.__module__ == MegarlError.__module__), None)
     return {
         "class": type(error).__qualname__,
-        "megarl_class": named,
+        "megarl_class": megarl_class,
         "message": f"out of host memory: {error}" if _is_out_of_memory(error) else str(user_error or error),
         "traceback": text,
         "echo": is_peer_loss(error),

@@ -34,13 +34,14 @@ _process_numbers = itertools.count(1)
 class RankError(Exception):
     """Raised for an error that a rank reported, or for a lost rank (`report` None).
 
-    `at` is its time in seconds since 1970. `echo`: the error only reflects that another rank left a collective.
+    `epoch_seconds` is its time in seconds since 1970. `echo`: the error only reflects that another rank left a
+    collective.
     """
 
     def __init__(
-        self, handle: RankHandle, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
+        self, handle: RankHandle, epoch_seconds: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
     ) -> None:
-        self.handle, self.at, self.echo, self.report = handle, at, echo, report
+        self.handle, self.epoch_seconds, self.echo, self.report = handle, epoch_seconds, echo, report
 
 
 def log_tail(log: Path) -> str:
@@ -81,16 +82,16 @@ class RankHandle:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 
-    def note_end(self, end: str, at: float, *, is_cut_off: bool = False) -> None:
+    def note_end(self, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
         """Record how and when the process ended, once.
 
-        `at` is in seconds since 1970. `is_cut_off`: only the connection to the agent ended.
+        `epoch_seconds` is in seconds since 1970. `is_cut_off`: only the connection to the agent ended.
         """
         if not self.died.done():
             self.end, self.is_cut_off = end, is_cut_off
-            self.died.set_result(at)
+            self.died.set_result(epoch_seconds)
 
-    def lost(self) -> RankError:
+    def loss_error(self) -> RankError:
         """Return the error of this ended rank."""
         return RankError(self, self.died.result())
 

@@ -41,19 +41,19 @@ def has_begun(stacks: str) -> bool:
 
 def summary(stacks: Mapping[int, str]) -> str:
     """Return a text with the innermost frames of each rank's main thread. Ranks with the same stack share an entry."""
-    alike: dict[str, list[int]] = {}
+    ranks_by_frames: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
         frames = [line for line in main_thread.splitlines() if _FRAME.search(line)] if heading else []
         lines_shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
-        alike.setdefault("\n".join(lines_shown or ["  wrote no stack"]), []).append(rank)
+        ranks_by_frames.setdefault("\n".join(lines_shown or ["  wrote no stack"]), []).append(rank)
     # Rare stacks come first: most ranks only wait for the few that stand elsewhere.
-    kinds = sorted(alike.items(), key=lambda kind: len(kind[1]))
+    kinds = sorted(ranks_by_frames.items(), key=lambda kind: len(kind[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]
     for frames, ranks in kinds[:_MOST_STACKS]:
         lines += [name_ranks(ranks), frames]
-    if rest := sorted(rank for _, ranks in kinds[_MOST_STACKS:] for rank in ranks):
-        lines.append(f"{name_ranks(rest)}: elsewhere")
+    if remaining_ranks := sorted(rank for _, ranks in kinds[_MOST_STACKS:] for rank in ranks):
+        lines.append(f"{name_ranks(remaining_ranks)}: elsewhere")
     return "\n".join(lines)
 
 

@@ -97,7 +97,7 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     if drafter is not None and recipe.drafter is not None and not (out is None and drafter.is_dir()):
         policy = read_model_shape(recipe.model.folder, recipe.model.override_config)
         convert_drafter(checkpoint, drafter, find_folder(recipe.drafter), policy)
-    done = to_hf(
+    conversion = to_hf(
         checkpoint,
         folder,
         hf=Path(recipe.model.folder),
@@ -105,7 +105,7 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
         # The base model's card describes another model; `write_card` writes this model's.
         other_texts={CARD: None, **own_files(recipe.model)},
     )
-    return Exported(folder, step, done, drafter)
+    return Exported(folder, step, conversion, drafter)
 
 
 def _exported_drafter(folder: Path) -> Path | None:

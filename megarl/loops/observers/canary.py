@@ -56,13 +56,18 @@ class Canary(StepObserver):
     """Computes the canary before the updates of every n-th step. A wrong result ends the run and excludes the node."""
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig, ranks: RunRanks, folder: RunFolder) -> None:
-        self._every, self._parallel, self._ranks, self._folder = recipe.weights.canary_every, parallel, ranks, folder
+        self._every_steps, self._parallel, self._ranks, self._folder = (
+            recipe.weights.canary_every,
+            parallel,
+            ranks,
+            folder,
+        )
         self._last_step = folder.resumed_step
         """Newest step with a right canary; at first, the step of the resumed checkpoint."""
 
     async def before_updates(self, step: Step) -> None:
         """Compute the canary if due, and add its metric. Raises FaultyNodeError for a difference."""
-        if not self._every or step.number % self._every:
+        if not self._every_steps or step.number % self._every_steps:
             return
         reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
         verdict = judge(reports, self._parallel)
@@ -80,10 +85,10 @@ class Canary(StepObserver):
         excluded = tuple(dict.fromkeys(nodes)) if len(set(nodes)) == 1 else ()
         remedy = f"Node {excluded[0]} is excluded from now on" if excluded else self._undecided_remedy(verdict)
         return FaultyNodeError(
-            f"weights.canary_every = {self._every}: before the updates of step {step}, {one_of}trainer {places} {how} "
-            f"of the canary batch with the same weights, first at {verdict.output}. The GPU or the memory is probably "
-            f"faulty. {remedy}. The canary was right at step {self._last_step}: remove checkpoints after it if in "
-            f"doubt. Go on with: megarl train {self._folder.path} --resume",
+            f"weights.canary_every = {self._every_steps}: before the updates of step {step}, {one_of}trainer {places} "
+            f"{how} of the canary batch with the same weights, first at {verdict.output}. The GPU or the memory is "
+            f"probably faulty. {remedy}. The canary was right at step {self._last_step}: remove checkpoints after it "
+            f"if in doubt. Go on with: megarl train {self._folder.path} --resume",
             rank=verdict.ranks[0] if len(verdict.ranks) == 1 else None,
             nodes=excluded,
         )

@@ -54,8 +54,8 @@ class PlanPromise(StepObserver):
 
     def _compare_memory(self, step: Step) -> None:
         names = {phase: f"memory/{phase}_gib" for phase in self._gib}
-        measured = {phase: step.metrics[name] for phase, name in names.items() if name in step.metrics}
-        ratios = {phase: gib / self._gib[phase] for phase, gib in measured.items() if self._gib[phase]}
+        peak_gib = {phase: step.metrics[name] for phase, name in names.items() if name in step.metrics}
+        ratios = {phase: gib / self._gib[phase] for phase, gib in peak_gib.items() if self._gib[phase]}
         if not ratios:
             return
         phase = max(ratios, key=lambda name: ratios[name])
@@ -63,21 +63,21 @@ class PlanPromise(StepObserver):
         if ratios[phase] > _MEMORY_LIMIT:
             self._tracker.notice_once(
                 "plan memory",
-                f"step {step.number}: {phase} took {measured[phase]:.1f} GiB on a rank, {ratios[phase]:.2f} times the "
+                f"step {step.number}: {phase} took {peak_gib[phase]:.1f} GiB on a rank, {ratios[phase]:.2f} times the "
                 f"{self._gib[phase]:.1f} GiB that megarl plan promised (plan/memory_ratio)",
             )
 
     def _compare_seconds(self, step: Step) -> None:
-        measured = self._tracker.seconds
-        total = measured["time/step_seconds"] / self._seconds["step"]
+        seconds = self._tracker.seconds
+        total = seconds["time/step_seconds"] / self._seconds["step"]
         step.log({"plan/seconds_ratio": total})
         if total <= _SECONDS_LIMIT:
             return
-        excess = {name: measured.get(f"time/{name}_seconds", 0.0) - self._seconds[name] for name in _PHASES}
+        excess = {name: seconds.get(f"time/{name}_seconds", 0.0) - self._seconds[name] for name in _PHASES}
         phase = max(excess, key=lambda name: excess[name])
         self._tracker.notice_once(
             "plan seconds",
             f"step {step.number}: took {total:.2f} times the {self._seconds['step']:.1f} s that megarl plan promised "
-            f"(plan/seconds_ratio), most of it in {phase}: {measured.get(f'time/{phase}_seconds', 0.0):.1f} s instead "
+            f"(plan/seconds_ratio), most of it in {phase}: {seconds.get(f'time/{phase}_seconds', 0.0):.1f} s instead "
             f"of {self._seconds[phase]:.1f}",
         )

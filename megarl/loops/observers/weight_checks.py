@@ -151,10 +151,10 @@ class WeightChecks(StepObserver):
         )
 
     def _error(self, problem: str, boxes: Sequence[Box]) -> MegarlError:
-        named = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
-        more = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
+        box_names = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
+        remainder = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(
-            f"weights.check_every = {self._weights.check_every}: {problem}: {named}{more}. "
+            f"weights.check_every = {self._weights.check_every}: {problem}: {box_names}{remainder}. "
             "The memory of that rank's GPU or node is probably faulty. Exclude the node (Slurm: --exclude), then go on "
             f"from the last checkpoint with: megarl train {self._folder.path} --resume"
         )

@@ -67,7 +67,7 @@ class Checkpoints:
         self._inputs, self._spikes, self._position = inputs, spikes, position
         self._spikes_then: Mapping[str, Any] | None = None
         """State of the spike detector when the save began: later updates change it before a background save ends."""
-        self._begun: int | None = None
+        self._step_in_progress: int | None = None
         self._exported_at: int | None = None
         self._best = BestModel(recipe, folder, tracker, ranks)
 
@@ -110,7 +110,7 @@ class Checkpoints:
     ) -> None:
         """Save the state after a step and its reshard, and wait. Does nothing if the checkpoint exists."""
         await self._check_weights()
-        if self._begun != step and not self._published(step).exists():
+        if self._step_in_progress != step and not self._published(step).exists():
             await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
 
@@ -138,7 +138,7 @@ class Checkpoints:
         partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        self._begun = step
+        self._step_in_progress = step
         self._spikes_then = self._memory_of_spikes()
         if save_driver:
             with self._removed_when_full(), disk_full_named(partial, 0):
@@ -149,7 +149,7 @@ class Checkpoints:
     async def complete(self, *, wait: bool = False) -> None:
         """Publish the save in progress if all ranks have written their parts. `wait` for them."""
         await self.copies.complete(self._ranks, wait=wait)
-        if self._begun is None:
+        if self._step_in_progress is None:
             return
         with self._tracker.phase("checkpoint"):
             parts = await self._of_ranks("finish_checkpoint", wait)
@@ -157,8 +157,8 @@ class Checkpoints:
                 return
             # Metrics must be on disk before the checkpoint: a resumed run continues their files at its step.
             self._tracker.flush()
-            self._publish(self._begun, dict(ChainMap(*parts)))
-        self._begun = None
+            self._publish(self._step_in_progress, dict(ChainMap(*parts)))
+        self._step_in_progress = None
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:
         """Write driver.json and the manifest, rename the folder to its final name, and remove old checkpoints."""
@@ -209,8 +209,8 @@ class Checkpoints:
         try:
             yield
         except DiskFullError:
-            assert self._begun is not None
-            shutil.rmtree(self._partial(self._begun), ignore_errors=True)
+            assert self._step_in_progress is not None
+            shutil.rmtree(self._partial(self._step_in_progress), ignore_errors=True)
             raise
 
 

@@ -51,15 +51,15 @@ _DRAFTER_FIELD = "rollout.vllm.speculative_config.model"
 class Inputs:
     """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
-    `template` is the sha256 of the chat template's text. `kept` has, by data file, number and digest of the training
-    records that are not too long. `drafter` has the sha256 of config.json and of each vocabulary map of a drafter that
-    is trained with the policy, by file and tensor.
+    `template` is the sha256 of the chat template's text. `record_digests` has, by data file, number and digest of the
+    training records that are not too long. `drafter` has the sha256 of config.json and of each vocabulary map of a
+    drafter that is trained with the policy, by file and tensor.
     """
 
     models: Mapping[str, str]
     data: Mapping[str, str]
     template: str | None
-    kept: Mapping[str, str]
+    record_digests: Mapping[str, str]
     drafter: Mapping[str, str]
 
     @classmethod
@@ -87,7 +87,7 @@ class Inputs:
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for `driver.json`."""
-        fields = {"models": self.models, "data": self.data, "kept": self.kept, "drafter": self.drafter}
+        fields = {"models": self.models, "data": self.data, "kept": self.record_digests, "drafter": self.drafter}
         return {name: dict(by_field) for name, by_field in fields.items()} | {"template": self.template}
 
 
@@ -168,7 +168,7 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     """
     # The driver's part of a copy has no driver.json. The inputs that the run began with are at hand.
     earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
-    inputs = Inputs.read(recipe, dict(origin.inputs.kept))
+    inputs = Inputs.read(recipe, dict(origin.inputs.record_digests))
     _refuse_other_models(earlier, recipe, inputs)
     _refuse_other_template(earlier, recipe, inputs)
     _refuse_changed_drafter(earlier, recipe, inputs)
@@ -322,9 +322,9 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     if recipe.loop != "rl" or before.carries_groups == recipe.rollout.carries_groups:
         return
     then, now = (rollout.model_dump(include=set(_DRAW_FIELDS)) for rollout in (before, recipe.rollout))
-    changed = [name for name in _DRAW_FIELDS if now[name] != then[name]]
-    fields = ", ".join(f"rollout.{name} = {now[name]}" for name in changed)
-    back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed)
+    changed_fields = [name for name in _DRAW_FIELDS if now[name] != then[name]]
+    fields = ", ".join(f"rollout.{name} = {now[name]}" for name in changed_fields)
+    back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed_fields)
     raise ConfigError(
         f"{fields}: the run began with {back} and cannot continue, because it counts its position in the data "
         f"differently; set {back}, choose another name=NAME, or start over with --restart"
@@ -371,33 +371,33 @@ def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position
     if epochs is None:
         return
     then = _value_at(earlier["recipe"], "train.prompts_per_step")
-    drawn = position.drawn.get("data.train", position.step * (then or now))
-    if drawn == position.step * now:
+    num_drawn = position.drawn.get("data.train", position.step * (then or now))
+    if num_drawn == position.step * now:
         return
     raise ConfigError(
-        f"train.prompts_per_step = {now}: the run drew {drawn} records in its first {position.step} steps, so "
+        f"train.prompts_per_step = {now}: the run drew {num_drawn} records in its first {position.step} steps, so "
         f"train.epochs = {epochs:g} cannot be converted into steps. Give train.steps=N instead (train.epochs=null), or "
-        f"set train.prompts_per_step={then or drawn // max(position.step, 1)} again"
+        f"set train.prompts_per_step={then or num_drawn // max(position.step, 1)} again"
     )
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
     """Return a warning per changed validation file. Raises DataError for a changed training file."""
     before, paths = earlier.get("data", {}), data_paths(recipe)
-    changed = {
+    changes = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
         f"{before[field]}"
         for field, sha256 in inputs.data.items()
         if before.get(field, sha256) != sha256
     }
-    refused = [
+    errors = [
         f"{text}. Restore the file, choose another name=NAME, or start over with --restart"
-        for field, text in changed.items()
+        for field, text in changes.items()
         if "data.validation" not in field
     ]
-    if refused:
-        raise DataError(error_page(f"data of recipe {recipe.name}", refused))
-    return list(changed.values())
+    if errors:
+        raise DataError(error_page(f"data of recipe {recipe.name}", errors))
+    return list(changes.values())
 
 
 def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
@@ -406,16 +406,16 @@ def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: In
     The position in the data counts only the remaining records, so it would point at others.
     """
     before = earlier.get("kept", {})
-    wrong = [
+    errors = [
         f"{field}: the records dropped as too long differ from those dropped when the run began (kept are {now}; then "
         f"{before[field]}), so its position in the data means other records. Restore the fields that decide this "
         "(data.overlong, data.max_prompt_tokens, trainer.max_tokens_per_microbatch, model.chat_template_kwargs, "
         "data.system_prompt, data.format, data.fields), choose another name=NAME, or start over with --restart"
-        for field, now in inputs.kept.items()
+        for field, now in inputs.record_digests.items()
         if before.get(field, now) != now
     ]
-    if wrong:
-        raise DataError(error_page(f"data of recipe {recipe.name}", wrong))
+    if errors:
+        raise DataError(error_page(f"data of recipe {recipe.name}", errors))
 
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:

@@ -50,9 +50,9 @@ class StateReplication:
     the previous one.
     """
 
-    def __init__(self, every: int, folder: Path) -> None:
-        self._every, self._folder = every, folder
-        self._begun: CopiedStep | None = None
+    def __init__(self, every_steps: int, folder: Path) -> None:
+        self._every_steps, self._folder = every_steps, folder
+        self._copy_in_progress: CopiedStep | None = None
         self.newest: CopiedStep | None = None
         """Newest step with complete copies on all ranks."""
         self._metrics: dict[str, float] = {}
@@ -73,7 +73,7 @@ class StateReplication:
         Does nothing if complete copies of this step exist. `save_driver` writes the driver's state into a folder.
         `checksum` and `spikes` are stored with the copy. `is_resharded`: the engines already have these weights.
         """
-        if not is_forced and (not self._every or step % self._every):
+        if not is_forced and (not self._every_steps or step % self._every_steps):
             return
         began = time.monotonic()
         await self.complete(ranks, wait=True)
@@ -86,7 +86,7 @@ class StateReplication:
         if save_driver:
             save_driver(driver)
         num_bytes = sum(await ranks.call("replicated_state.begin", step, is_resharded))
-        self._begun = CopiedStep(step, driver, checksum, spikes)
+        self._copy_in_progress = CopiedStep(step, driver, checksum, spikes)
         self._metrics = {
             "time/state_copy_seconds": time.monotonic() - began,
             "checkpoint/copy_bytes": float(num_bytes),
@@ -94,14 +94,14 @@ class StateReplication:
 
     async def renew(self, ranks: WorkerGroup) -> None:
         """Copy the state just restored from copies, unless `every` is 0: other parallel sizes need other parts."""
-        if not self._every or self.newest is None:
+        if not self._every_steps or self.newest is None:
             return
         await ranks.call("replicated_state.begin", self.newest.step, False)
-        self._begun = self.newest
+        self._copy_in_progress = self.newest
 
     async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
         """Record the copy in progress as complete if all ranks have it. `wait` for them."""
-        if self._begun is None:
+        if self._copy_in_progress is None:
             return
         files_of_ranks = await ranks.call("replicated_state.finish", wait)
         if None in files_of_ranks:
@@ -113,14 +113,14 @@ class StateReplication:
             # A rank that ended since its answer has no files left. If so, this call raises the error that names it.
             await ranks.call("replicated_state.finish", False)
             raise
-        await drop_others([place.agent for place in ranks.places], self._begun.step)
-        before, self.newest, self._begun = self.newest, self._begun, None
+        await drop_others([place.agent for place in ranks.places], self._copy_in_progress.step)
+        before, self.newest, self._copy_in_progress = self.newest, self._copy_in_progress, None
         if before is not None and before.driver != self.newest.driver:
             shutil.rmtree(before.driver, ignore_errors=True)
 
     def forget_begun(self) -> None:
         """Forget the copy in progress, because a rank was lost."""
-        self._begun = None
+        self._copy_in_progress = None
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step's copy, once."""

@@ -74,7 +74,7 @@ class AttemptJournal:
         self._state.forget_settled()
         # Attempts of earlier starts wait until their problems are drawn again.
         self._unused = {t.name for t in self._state.tries.values() if not t.is_replaced}
-        tries = (record for attempt in self._state.tries.values() for record in attempt.records())
+        tries = (record for agent_try in self._state.tries.values() for record in agent_try.records())
         records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
         # A new file: the end of the old one may be cut short.
         with storage_faults_named(file):
@@ -82,13 +82,13 @@ class AttemptJournal:
             replace_bytes(file, b"".join(map(encode_line, records)), is_private=True)
             self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
 
-    def begin(self, attempt: str, settings: str) -> AttemptLog:
+    def begin(self, attempt_name: str, settings: str) -> AttemptLog:
         """Begin a try of an attempt, or return the log of a try that ended before this start of the run.
 
-        `attempt` is unique in the run. `settings` are the sampling parameters; answers with other parameters are not
-        used.
+        `attempt_name` is unique in the run. `settings` are the sampling parameters; answers with other parameters are
+        not used.
         """
-        earlier = self._state.newest(attempt, settings)
+        earlier = self._state.newest(attempt_name, settings)
         if earlier is not None:
             self._unused.discard(earlier.name)
             if (trajectory := self._trajectory(earlier)) is not None:
@@ -96,13 +96,13 @@ class AttemptJournal:
             if earlier.can_go_on:
                 self.append({"kind": "reopened", "try": earlier.name})
                 return AttemptLog(self, earlier, is_reopened=True)
-        return AttemptLog(self, self.begin_try(attempt, settings), earlier=earlier)
+        return AttemptLog(self, self.begin_try(attempt_name, settings), earlier=earlier)
 
-    def begin_try(self, attempt: str, settings: str) -> JournaledTry:
+    def begin_try(self, attempt_name: str, settings: str) -> JournaledTry:
         """Begin a try of an attempt, which replaces all earlier tries of the attempt."""
         # Random, because a try of this attempt may have been removed from the journal.
-        name = f"{attempt}/{secrets.token_hex(4)}"
-        self.append({"kind": "began", "try": name, "attempt": attempt, "settings": settings})
+        name = f"{attempt_name}/{secrets.token_hex(4)}"
+        self.append({"kind": "began", "try": name, "attempt": attempt_name, "settings": settings})
         return self._state.tries[name]
 
     @property
@@ -202,10 +202,10 @@ class AttemptJournal:
         `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `note_aborted` has
         written the first `num_begun` tokens of this answer before.
         """
-        attempt = self._state.tries[name]
+        agent_try = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
         facts = {"is_repeatable": is_repeatable, "num_begun": num_begun, "request": request_id}
-        await self.write(sampled_record(attempt, attempt.num_begun, call, origin, **facts))
+        await self.write(sampled_record(agent_try, agent_try.num_begun, call, origin, **facts))
 
     def close(self) -> None:
         """Write the last records. Raises the error of a failed write, unless `check_storage` has raised it."""
@@ -216,14 +216,16 @@ class AttemptJournal:
         if not self._is_failure_raised:
             self.check_storage()
 
-    def _trajectory(self, attempt: JournaledTry) -> Trajectory | None:
+    def _trajectory(self, agent_try: JournaledTry) -> Trajectory | None:
         """Return the trajectory of an ended try; None: the try has no usable trajectory."""
-        if not attempt.ended or attempt.ended["trajectory"] is None:
+        if not agent_try.ended or agent_try.ended["trajectory"] is None:
             return None
         try:
-            return read_trajectory(attempt.ended, attempt.num_answered, self._find_problem)
+            return read_trajectory(agent_try.ended, agent_try.num_answered, self._find_problem)
         except DAMAGE as error:
-            raise damaged(self._file, 1, f"the end of attempt {attempt.name:.80} is damaged ({error!r:.200})") from None
+            raise damaged(
+                self._file, 1, f"the end of attempt {agent_try.name:.80} is damaged ({error!r:.200})"
+            ) from None
 
     async def _flush(self) -> None:
         # Records appended from here on are part of the next flush.
@@ -263,31 +265,31 @@ class AttemptLog:
     def __init__(
         self,
         journal: AttemptJournal,
-        attempt: JournaledTry,
+        agent_try: JournaledTry,
         *,
         ended: Trajectory | None = None,
         earlier: JournaledTry | None = None,
         is_reopened: bool = False,
     ) -> None:
         self.ended = ended
-        self.reopened: ReopenedSession | None = ReopenedSession.of(attempt) if is_reopened else None
+        self.reopened: ReopenedSession | None = ReopenedSession.of(agent_try) if is_reopened else None
         self.calls: list[RecordedCall] = []
-        self._journal, self._attempt, self._is_dropped = journal, attempt, False
+        self._journal, self._try, self._is_dropped = journal, agent_try, False
         self._origins: defaultdict[tuple[str, bytes], list[tuple[str, int]]] = defaultdict(list)
-        self._earlier = attempt if is_reopened else earlier
+        self._earlier = agent_try if is_reopened else earlier
         if is_reopened:
-            self.calls = [answer.call for answer in attempt.answers.values() if answer.call is not None]
+            self.calls = [answer.call for answer in agent_try.answers.values() if answer.call is not None]
         elif earlier is not None:
             self._repeat(earlier)
 
     @property
     def name(self) -> str:
-        return self._attempt.name
+        return self._try.name
 
     @property
     def num_aborted(self) -> int:
         """Number of sampled tokens of this try that are in no answer. A call of a checkpoint may continue some."""
-        return self._attempt.aborted.total()
+        return self._try.aborted.total()
 
     def _repeat(self, earlier: JournaledTry) -> None:
         """Let this try get the answers of an earlier try again."""
@@ -304,8 +306,8 @@ class AttemptLog:
         """Begin another try of this attempt. The new try may get the answers of the current one again."""
         if self._is_dropped:
             raise asyncio.CancelledError
-        earlier, self.reopened = self._attempt, None
-        self._attempt = self._journal.begin_try(earlier.attempt, earlier.settings)
+        earlier, self.reopened = self._try, None
+        self._try = self._journal.begin_try(earlier.attempt_name, earlier.settings)
         self._repeat(earlier)
 
     def open_session(self, session: str, key: str, node: str, container: str) -> None:
@@ -316,17 +318,17 @@ class AttemptLog:
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         """Buffer the record of a request. The flush of its answer writes this record."""
-        if not self._is_dropped and self._attempt.opened is not None:
+        if not self._is_dropped and self._try.opened is not None:
             self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
 
     def note_received(self, request_id: str, clients: int) -> None:
         """Record that one more client has read an answer (`clients` = 1), or that one had not (-1)."""
-        if not self._is_dropped and self._attempt.opened is not None:
+        if not self._is_dropped and self._try.opened is not None:
             self._journal.note({"kind": "received", "try": self.name, "request": request_id, "clients": clients})
 
     async def close_session(self) -> None:
         """Record that a later driver cannot go on with the attempt's program."""
-        if not self._is_dropped and self._attempt.opened is not None:
+        if not self._is_dropped and self._try.opened is not None:
             await self._journal.write({"kind": "closed", "try": self.name})
 
     def merge_into(self, calls: list[RecordedCall]) -> None:
@@ -354,14 +356,14 @@ class AttemptLog:
         tokens.
         """
         identity, num_tokens = call.identity, num_sampled(call.parts)
-        earlier = self._earlier or self._attempt
+        earlier = self._earlier or self._try
         is_answered = any(a.call is not None and a.call.identity == identity for a in earlier.answers.values())
         # The earlier try has these tokens if its driver aborted the call. If that driver was killed, no try has them.
         is_known = is_answered or identity in earlier.aborted
         can_continue = not is_known or (not is_answered and earlier.aborted[identity] >= num_tokens)
         if not is_known:
             self._journal.note_aborted(self.name, identity, num_tokens)
-        elif earlier is not self._attempt:
+        elif earlier is not self._try:
             # A record of 0 tokens: the next driver must not count them either.
             self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier.name)
         return can_continue
@@ -420,16 +422,16 @@ class ReopenedSession:
     num_started: int
 
     @classmethod
-    def of(cls, attempt: JournaledTry) -> ReopenedSession:
-        assert attempt.opened is not None, "only tries that can go on are reopened"
+    def of(cls, agent_try: JournaledTry) -> ReopenedSession:
+        assert agent_try.opened is not None, "only tries that can go on are reopened"
         calls = tuple(
-            (answer.call, attempt.asked[answer.request], attempt.received[answer.request] > 0)
-            for answer in attempt.answers.values()
+            (answer.call, agent_try.asked[answer.request], agent_try.received[answer.request] > 0)
+            for answer in agent_try.answers.values()
             if answer.call is not None
         )
         names = ("session", "key", "node", "container")
-        num_started = max((asked["number"] for asked in attempt.asked.values()), default=0)
-        facts = (attempt.opened[name] for name in names)
+        num_started = max((request["number"] for request in agent_try.asked.values()), default=0)
+        facts = (agent_try.opened[name] for name in names)
         return cls(*facts, calls=calls, num_started=num_started)
 
 

@@ -57,7 +57,7 @@ class JournaledTry:
     """
 
     name: str
-    attempt: str
+    attempt_name: str
     settings: str
     answers: dict[int, JournaledAnswer] = field(default_factory=dict)
     chains: list[Chain] = field(default_factory=list)
@@ -121,11 +121,11 @@ class JournaledTry:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of this try, in the order of reading."""
-        yield {"kind": "began", "try": self.name, "attempt": self.attempt, "settings": self.settings}
+        yield {"kind": "began", "try": self.name, "attempt": self.attempt_name, "settings": self.settings}
         if self.can_go_on:
             yield from (dict(record) for record in (self.opened, *self.asked.values()) if record is not None)
         # A fresh try, because `base` of a record may refer only to answers written before it.
-        again = JournaledTry(self.name, self.attempt, self.settings)
+        again = JournaledTry(self.name, self.attempt_name, self.settings)
         for number, answer in sorted(self.answers.items()):
             assert answer.call is not None, "tries without tokens are settled"
             yield sampled_record(again, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request)
@@ -139,7 +139,7 @@ class JournaledTry:
 
 
 def sampled_record(
-    attempt: JournaledTry,
+    agent_try: JournaledTry,
     number: int,
     call: RecordedCall,
     origin: tuple[str, int] | None = None,
@@ -153,10 +153,10 @@ def sampled_record(
     `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The try has
     `num_begun` tokens of the answer already, in `aborted`. `request` is the id of the answer's request.
     """
-    base, num_shared = attempt.place(call.prompt_token_ids)
+    base, num_shared = agent_try.place(call.prompt_token_ids)
     return {
         "kind": "sampled",
-        "try": attempt.name,
+        "try": agent_try.name,
         "call": number,
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
@@ -224,7 +224,7 @@ class JournalState:
         self.containers: dict[str, tuple[str, str]] = {}
         """Node and container of programs that outlive the driver, by the names of their tries, until these end."""
         self._used_from = used_from
-        self._settled = TokenAccount()
+        self._settled_tokens = TokenAccount()
 
     def read(self, file: Path) -> None:
         """Apply all records of a file. Raises DataError if it is damaged, StorageError if it cannot be read."""
@@ -256,20 +256,20 @@ class JournalState:
 
     def account(self) -> TokenAccount:
         """Return the counts of all tokens sampled up to now."""
-        settled = self._settled
+        settled_tokens = self._settled_tokens
         account = replace(
-            settled,
-            trained=dict(settled.trained),
-            untrained=dict(settled.untrained),
-            faults=list(settled.faults),
+            settled_tokens,
+            trained=dict(settled_tokens.trained),
+            untrained=dict(settled_tokens.untrained),
+            faults=list(settled_tokens.faults),
         )
-        for attempt in self.tries.values():
-            if attempt.step is not None:
-                _add(account, attempt)
-            elif attempt.is_replaced:
-                account.lost += attempt.num_sampled
+        for agent_try in self.tries.values():
+            if agent_try.step is not None:
+                _add(account, agent_try)
+            elif agent_try.is_replaced:
+                account.lost += agent_try.num_sampled
             else:
-                account.waiting += attempt.num_sampled
+                account.waiting += agent_try.num_sampled
         # The total was counted separately from its parts, so a difference shows an error in the records.
         total = account.num_trained + account.num_untrained + account.lost + account.waiting
         if total != account.sampled:
@@ -278,87 +278,91 @@ class JournalState:
 
     def start(self, version: int) -> None:
         """Begin at a checkpoint's weights (`version`): undo later steps, forget later answers, close all tries."""
-        settled = self._settled
+        settled_tokens = self._settled_tokens
         # Resuming discards the weights of these steps, and so the effect of their tokens.
-        for step in [step for step in settled.trained if step >= version]:
-            settled.lost += settled.trained.pop(step) + settled.untrained.pop(step)
-        for attempt in self.tries.values():
-            if attempt.step is not None and attempt.step >= version:
-                attempt.step, attempt.num_trained = None, 0
-            settled.lost += attempt.forget_after(version) if attempt.step is None else 0
-            attempt.is_open = False
+        for step in [step for step in settled_tokens.trained if step >= version]:
+            settled_tokens.lost += settled_tokens.trained.pop(step) + settled_tokens.untrained.pop(step)
+        for agent_try in self.tries.values():
+            if agent_try.step is not None and agent_try.step >= version:
+                agent_try.step, agent_try.num_trained = None, 0
+            settled_tokens.lost += agent_try.forget_after(version) if agent_try.step is None else 0
+            agent_try.is_open = False
 
     def forget_settled(self) -> None:
         """Count and remove all trained and lost tries."""
-        for name, attempt in list(self.tries.items()):
-            if attempt.step is not None:
-                _add(self._settled, attempt)
-            elif self._is_lost(attempt):
-                self._settled.lost += attempt.num_sampled
+        for name, agent_try in list(self.tries.items()):
+            if agent_try.step is not None:
+                _add(self._settled_tokens, agent_try)
+            elif self._is_lost(agent_try):
+                self._settled_tokens.lost += agent_try.num_sampled
             else:
                 continue
             del self.tries[name]
 
     def totals(self) -> dict[str, Any]:
         """Return the record summarising all removed tries."""
-        settled = self._settled
-        steps = [[step, settled.trained[step], settled.untrained[step]] for step in settled.trained]
-        counts = {"sampled": settled.sampled, "dropped": settled.dropped, "lost": settled.lost}
-        live = sum(attempt.num_sampled for attempt in self.tries.values())
-        return {"kind": "totals", **counts, "sampled": settled.sampled - live, "steps": steps}
+        settled_tokens = self._settled_tokens
+        steps = [
+            [step, settled_tokens.trained[step], settled_tokens.untrained[step]] for step in settled_tokens.trained
+        ]
+        counts = {"sampled": settled_tokens.sampled, "dropped": settled_tokens.dropped, "lost": settled_tokens.lost}
+        live = sum(agent_try.num_sampled for agent_try in self.tries.values())
+        return {"kind": "totals", **counts, "sampled": settled_tokens.sampled - live, "steps": steps}
 
-    def newest(self, attempt: str, settings: str) -> JournaledTry | None:
+    def newest(self, attempt_name: str, settings: str) -> JournaledTry | None:
         """Return the newest try of an attempt if it has these settings; None otherwise."""
-        tries = [t for t in self.tries.values() if t.attempt == attempt and not t.is_replaced and t.step is None]
+        tries = [
+            t for t in self.tries.values() if t.attempt_name == attempt_name and not t.is_replaced and t.step is None
+        ]
         return tries[-1] if tries and tries[-1].settings == settings else None
 
-    def _is_lost(self, attempt: JournaledTry) -> bool:
+    def _is_lost(self, agent_try: JournaledTry) -> bool:
         """Return whether neither a run nor a later try can use the answers of this try."""
-        if not attempt.is_replaced:
+        if not agent_try.is_replaced:
             # Training its step freed the tokens. If a resumed run then undid the step, the try cannot be used.
-            is_used = self._used_from is None or all(answer.call is not None for answer in attempt.answers.values())
+            is_used = self._used_from is None or all(answer.call is not None for answer in agent_try.answers.values())
             return not is_used
-        return not any(t.attempt == attempt.attempt and t.is_open for t in self.tries.values())
+        return not any(t.attempt_name == agent_try.attempt_name and t.is_open for t in self.tries.values())
 
     def _apply_totals(self, values: Mapping[str, Any]) -> None:
-        settled = self._settled
-        settled.sampled += _count(values["sampled"])
-        settled.dropped += _count(values["dropped"])
-        settled.lost += _count(values["lost"])
+        settled_tokens = self._settled_tokens
+        settled_tokens.sampled += _count(values["sampled"])
+        settled_tokens.dropped += _count(values["dropped"])
+        settled_tokens.lost += _count(values["lost"])
         for step, trained, untrained in values["steps"]:
-            settled.trained[_count(step)] = _count(trained)
-            settled.untrained[step] = _count(untrained)
+            settled_tokens.trained[_count(step)] = _count(trained)
+            settled_tokens.untrained[step] = _count(untrained)
 
     def _apply_began(self, values: Mapping[str, Any]) -> None:
-        name, attempt, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
+        name, attempt_name, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError("a try began twice")
         for earlier in self.tries.values():
-            if earlier.attempt == attempt and earlier.step is None:
+            if earlier.attempt_name == attempt_name and earlier.step is None:
                 # Its answers remain: the later try may repeat them.
                 earlier.is_open, earlier.is_replaced = False, True
-        self.tries[name] = JournaledTry(name, attempt, settings)
+        self.tries[name] = JournaledTry(name, attempt_name, settings)
 
     def _apply_sampled(self, values: Mapping[str, Any]) -> None:
-        attempt, number = self.tries[values["try"]], _count(values["call"])
-        if number < attempt.num_begun or not attempt.is_open:
+        agent_try, number = self.tries[values["try"]], _count(values["call"])
+        if number < agent_try.num_begun or not agent_try.is_open:
             raise ValueError("an answer of a try that is over, or an answer twice")
-        completion = read_completion(f"{attempt.name}.{number}", values)
+        completion = read_completion(f"{agent_try.name}.{number}", values)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
         identity = str(values.get("id", ""))
         call = None
         if self._used_from is not None:
-            call = RecordedCall(_prompt(attempt, values), [completion], is_done=True, identity=identity)
+            call = RecordedCall(_prompt(agent_try, values), [completion], is_done=True, identity=identity)
         newest = int(versions.max(initial=0))
         # Journals of earlier versions have no ids of requests and calls.
         request = str(values.get("request", ""))
         answer = JournaledAnswer(num_tokens, newest, call, values["repeatable"] is True, request)
-        attempt.add(number, answer)
+        agent_try.add(number, answer)
         if values["from"] is None:
             # Journals of earlier versions do not count the tokens of unfinished calls.
             num_begun = _count(values.get("begun", 0))
-            self._take_aborted(attempt, identity or values["prompt"], num_begun)
-            self._settled.sampled += num_tokens - num_begun
+            self._take_aborted(agent_try, identity or values["prompt"], num_begun)
+            self._settled_tokens.sampled += num_tokens - num_begun
             return
         # The same tokens leave the earlier try, so that they are counted once.
         name, origin = values["from"]
@@ -371,36 +375,36 @@ class JournalState:
         if values["from"] is not None:
             self._take_aborted(self.tries[values["from"]], identity, num_tokens)
         else:
-            self._settled.sampled += num_tokens
+            self._settled_tokens.sampled += num_tokens
         # An engine may report the tokens of an aborted call after its try was dropped.
-        attempt = self.tries.get(values["try"])
-        if attempt is None:
-            self._settled.dropped += num_tokens
+        agent_try = self.tries.get(values["try"])
+        if agent_try is None:
+            self._settled_tokens.dropped += num_tokens
         else:
-            attempt.aborted[identity] += num_tokens
+            agent_try.aborted[identity] += num_tokens
 
-    def _take_aborted(self, attempt: JournaledTry, identity: str, num_tokens: int) -> None:
+    def _take_aborted(self, agent_try: JournaledTry, identity: str, num_tokens: int) -> None:
         """Remove a call's tokens without an answer from a try, because an answer or a later try has them now."""
-        if attempt.aborted[identity] < num_tokens:
+        if agent_try.aborted[identity] < num_tokens:
             raise ValueError("a call continues more tokens than were sampled for it")
         if num_tokens:
-            attempt.aborted[identity] -= num_tokens
+            agent_try.aborted[identity] -= num_tokens
 
     def _apply_opened(self, values: Mapping[str, Any]) -> None:
-        attempt = self.tries[values["try"]]
+        agent_try = self.tries[values["try"]]
         if not all(isinstance(values[name], str) for name in ("session", "key", "node", "container")):
             raise TypeError("the facts of a session are not texts")
         # An account needs numbers only.
         if self._used_from is not None:
-            attempt.opened = values
-            self.containers[attempt.name] = values["node"], values["container"]
+            agent_try.opened = values
+            self.containers[agent_try.name] = values["node"], values["container"]
 
     def _apply_asked(self, values: Mapping[str, Any]) -> None:
-        attempt = self.tries[values["try"]]
+        agent_try = self.tries[values["try"]]
         if _count(values["number"]) < 1 or not all(isinstance(message, dict) for message in values["messages"]):
             raise ValueError("a request has no number, or a message that is not an object")
-        if self._used_from is not None and attempt.opened is not None:
-            attempt.asked[str(values["request"])] = values
+        if self._used_from is not None and agent_try.opened is not None:
+            agent_try.asked[str(values["request"])] = values
 
     def _apply_received(self, values: Mapping[str, Any]) -> None:
         # -1 takes back a client that turned out to have read nothing.
@@ -412,64 +416,68 @@ class JournalState:
         self.tries[values["try"]].opened = None
 
     def _apply_reopened(self, values: Mapping[str, Any]) -> None:
-        attempt = self.tries[values["try"]]
-        if attempt.is_open or attempt.is_replaced or attempt.ended is not None or attempt.step is not None:
+        agent_try = self.tries[values["try"]]
+        if agent_try.is_open or agent_try.is_replaced or agent_try.ended is not None or agent_try.step is not None:
             raise ValueError("a try that is not interrupted is opened again")
-        attempt.is_open = True
+        agent_try.is_open = True
 
     def _apply_ended(self, values: Mapping[str, Any]) -> None:
-        attempt = self.tries[values["try"]]
-        if not attempt.is_open:
+        agent_try = self.tries[values["try"]]
+        if not agent_try.is_open:
             raise ValueError("a try ended twice, or after a later one began")
         # The trajectory is decoded only when it is used: most attempts of a file were trained or dropped.
-        attempt.ended, attempt.is_open = values, False
+        agent_try.ended, agent_try.is_open = values, False
         # Its container ended before it.
-        self.containers.pop(attempt.name, None)
+        self.containers.pop(agent_try.name, None)
         if self._used_from is None:
             # An account needs numbers only, and a long run has billions of tokens.
-            attempt.forget_tokens()
+            agent_try.forget_tokens()
 
     def _apply_dropped(self, values: Mapping[str, Any]) -> None:
         for name in values["tries"]:
-            attempt = self.tries.pop(name)
-            if attempt.step is not None:
+            agent_try = self.tries.pop(name)
+            if agent_try.step is not None:
                 raise ValueError("a try that was trained is dropped")
-            self._settled.dropped += attempt.num_sampled
+            self._settled_tokens.dropped += agent_try.num_sampled
 
     def _apply_lost(self, values: Mapping[str, Any]) -> None:
         for name in values["tries"]:
-            attempt = self.tries[name]
-            attempt.is_replaced, attempt.is_open, attempt.ended = True, False, None
+            agent_try = self.tries[name]
+            agent_try.is_replaced, agent_try.is_open, agent_try.ended = True, False, None
 
     def _apply_step(self, values: Mapping[str, Any]) -> None:
         step = _count(values["step"])
         for name, num_trained in values["tries"]:
-            attempt = self.tries.get(name)
-            if attempt is None or attempt.step is not None:
-                self._settled.faults.append(f"step {step}: attempt {name!s:.80} was trained before, or never began")
-            elif attempt.ended is None or _count(num_trained) > attempt.num_answered:
-                self._settled.faults.append(f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens")
+            agent_try = self.tries.get(name)
+            if agent_try is None or agent_try.step is not None:
+                self._settled_tokens.faults.append(
+                    f"step {step}: attempt {name!s:.80} was trained before, or never began"
+                )
+            elif agent_try.ended is None or _count(num_trained) > agent_try.num_answered:
+                self._settled_tokens.faults.append(
+                    f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens"
+                )
             else:
-                attempt.step, attempt.num_trained = step, num_trained
+                agent_try.step, agent_try.num_trained = step, num_trained
                 if self._used_from is None or step < self._used_from:
-                    attempt.forget_tokens()
+                    agent_try.forget_tokens()
 
 
-def _prompt(attempt: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
+def _prompt(agent_try: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
     """Return the prompt of a record: int32 [prompt]. Raises an exception of `DAMAGE` for damaged tokens."""
     prompt = decode_tokens(values["new"])
-    if values["base"] is not None and (base := attempt.answers[values["base"]].call) is not None:
+    if values["base"] is not None and (base := agent_try.answers[values["base"]].call) is not None:
         prompt = np.concatenate([base.prompt_token_ids, base.parts[0].token_ids.astype(np.int32), prompt])
     if prompt_digest(prompt) != values["prompt"]:
         raise ValueError("the prompt's tokens have another hash")
     return prompt
 
 
-def _add(account: TokenAccount, attempt: JournaledTry) -> None:
-    assert attempt.step is not None
-    untrained = attempt.num_sampled - attempt.num_trained
-    account.trained[attempt.step] = account.trained.get(attempt.step, 0) + attempt.num_trained
-    account.untrained[attempt.step] = account.untrained.get(attempt.step, 0) + untrained
+def _add(account: TokenAccount, agent_try: JournaledTry) -> None:
+    assert agent_try.step is not None
+    untrained = agent_try.num_sampled - agent_try.num_trained
+    account.trained[agent_try.step] = account.trained.get(agent_try.step, 0) + agent_try.num_trained
+    account.untrained[agent_try.step] = account.untrained.get(agent_try.step, 0) + untrained
 
 
 def _count(value: Any) -> int:

@@ -17,7 +17,7 @@ from megarl.training.training_engine import TrainingEngine
 
 
 @dataclass(frozen=True, slots=True)
-class HeldState:
+class TrainedState:
     """Copies in host memory of a model's trained state on this rank.
 
     `tensors` are trained weights, gradients and main weights. `moments` has the optimizer's values of each parameter,
@@ -31,10 +31,10 @@ class HeldState:
     reduction: Callable[[], None] | None
 
 
-def copy_state(engine: TrainingEngine) -> HeldState:
+def copy_state(engine: TrainingEngine) -> TrainedState:
     """Copy the engine's trained state to host memory. The engine must be on its device."""
     inners = _inner_optimizers(engine)
-    return HeldState(
+    return TrainedState(
         tensors=[_on_host(tensor) for tensor in _live_tensors(engine)],
         moments=[
             [
@@ -57,7 +57,7 @@ def state_bytes(engine: TrainingEngine) -> int:
 
 
 @torch.no_grad()
-def restore_state(engine: TrainingEngine, state: HeldState) -> None:
+def restore_state(engine: TrainingEngine, state: TrainedState) -> None:
     """Replace the engine's trained state by a copied one."""
     for tensor, values in zip(_live_tensors(engine), state.tensors, strict=True):
         tensor.copy_(values)
@@ -74,16 +74,16 @@ def restore_state(engine: TrainingEngine, state: HeldState) -> None:
     engine.pending_reduction = state.reduction
 
 
-def write_state(state: HeldState, file: Path) -> None:
+def write_state(state: TrainedState, file: Path) -> None:
     """Write a state to a file. Raises ValueError if its gradients are not yet reduced over the ranks."""
     if state.reduction is not None:
         raise ValueError("the state has gradients whose reduction is due; keep it in memory")
     torch.save({"tensors": state.tensors, "moments": state.moments, "steps": state.steps}, file)
 
 
-def read_state(file: Path) -> HeldState:
+def read_state(file: Path) -> TrainedState:
     values = torch.load(file, map_location="cpu", weights_only=True)
-    return HeldState(values["tensors"], values["moments"], values["steps"], None)
+    return TrainedState(values["tensors"], values["moments"], values["steps"], None)
 
 
 def drop_moments(engine: TrainingEngine) -> None:
@@ -101,12 +101,12 @@ def trained_parameters(engine: TrainingEngine) -> list[Tensor]:
 
 def _live_tensors(engine: TrainingEngine) -> Iterator[Tensor]:
     """Yield trained weights, gradient buffers and the optimizer's main weights, each memory once."""
-    seen: set[int] = set()
+    addresses: set[int] = set()
     main_weights = [parameter for inner in _inner_optimizers(engine) for parameter in _parameters(inner)]
     for tensor in (*trained_parameters(engine), *engine.gradient_buffers(), *main_weights):
         # With float32 weights the optimizer trains the parameters themselves, or views of their buffers.
-        if tensor.numel() and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+        if tensor.numel() and tensor.data_ptr() not in addresses:
+            addresses.add(tensor.data_ptr())
             yield tensor.detach()
 
 
