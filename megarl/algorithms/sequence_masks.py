@@ -51,10 +51,11 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
         mask: Tensor,
         **settings: Any,
     ) -> LossAndMetrics:
+        # Before the loss: one of the user's own may write into its arguments.
+        is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
         further = (cu_seqlens, mask) if is_of_sequences else ()
         result = policy_loss(policy_logprobs, old_logprobs, advantages, *further, **settings)
         loss, metrics = checked_policy_loss(result, policy_logprobs)
-        is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
         # Selecting instead of multiplying: zero times an infinite loss is NaN.
         return torch.where(is_dropped, 0.0, loss), metrics | {"off_policy_fraction": is_dropped.to(loss.dtype)}
 

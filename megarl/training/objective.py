@@ -125,7 +125,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _with_gradient_on(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        arguments = policy_logprobs, old_logprobs, per_token["advantages"]
+        # Copies: a loss of the user's own may write into them, and the terms below read the originals.
+        arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
         try:
             if takes_whole_row:
                 loss, metrics = apply_to_whole_row(policy_loss, arguments, batch, settings)

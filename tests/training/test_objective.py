@@ -167,6 +167,56 @@ def test_what_is_not_trained_stays_out_of_the_gradient(
     assert found[0].any() and not found[:, ~is_trained].any()
 
 
+WRITING = """
+def loss(policy_logprobs, old_logprobs, advantages{further}):
+    old, weights = {old}, {weights}
+    old += 0.5
+    weights *= 2.0
+    ratios = (policy_logprobs - old).exp()
+    return -ratios * weights, {{"ratio": ratios.detach()}}
+"""
+"""A loss that writes into its arguments, or into copies of them."""
+
+
+def terms_on_rank(algorithm: dict[str, Any], has_old: bool) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and metrics of one row with a KL penalty, importance weights and log-probs of its own."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    random = np.random.default_rng(3)
+    mask = np.array([0, 0, 1, 1, 0, 1, 1], bool)
+    names = ["reference_logprobs", "rollout_logprobs", "policy", "entropies", *(["old_logprobs"] if has_old else [])]
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(7), mask)])
+    batch.per_token |= {name: random.uniform(-2, -1, 7).astype(np.float32) for name in names}
+    batch.per_token["advantages"] = np.where(mask, random.uniform(-1, 1, 7), 0).astype(np.float32)
+    config = AlgorithmConfig.model_validate(algorithm)
+    assign_token_weights(batch, config)
+    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    output = torch.stack([row.per_token["policy"], row.per_token["entropies"]]).requires_grad_()
+    loss, _, unread = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
+    loss.backward()
+    assert output.grad is not None and output.grad[0].any()
+    return loss.item(), output.grad, {name: metric.number for name, metric in name_metrics(read([unread])[0]).items()}
+
+
+@pytest.mark.parametrize("further", ["", ", cu_seqlens, mask"], ids=["of tokens", "of sequences"])
+@pytest.mark.parametrize("has_old", [True, False], ids=["old log-probs", "the update's own"])
+@pytest.mark.parametrize("limit", [None, 0.1], ids=["", "off_policy_limit"])
+def test_a_loss_that_writes_into_its_arguments_changes_no_other_term(
+    ranks: RankPool, further: str, has_old: bool, limit: float | None, tmp_path: Path
+) -> None:
+    """KL, importance weights and metrics are those of a loss that writes into copies."""
+    (tmp_path / "own.py").write_text(WRITING.format(further=further, old="old_logprobs", weights="advantages"))
+    copies = {"old": "old_logprobs.clone()", "weights": "advantages.clone()"}
+    (tmp_path / "careful.py").write_text(WRITING.format(further=further, **copies))
+    algorithm = {"kl_coefficient": 0.2, "kl_unbiased": True, "importance_sampling": "tis", "off_policy_limit": limit}
+    written, careful = (
+        ranks.run(terms_on_rank, algorithm | {"policy_loss": f"{tmp_path / file}:loss"}, has_old, world_size=1)[0]
+        for file in ("own.py", "careful.py")
+    )
+    assert written[0] == careful[0] and torch.equal(written[1], careful[1]) and written[2] == careful[2]
+
+
 def test_returns_of_tokens_that_are_not_trained_stay_out_of_the_critic_s_gradient() -> None:
     mask = np.array([0, 1, 0, 1], bool)
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(4), mask)])
