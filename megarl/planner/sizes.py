@@ -176,7 +176,19 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
             f"{sequences // parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
+    if recipe.loop == "preference" and recipe.preference.loss == "kto" and train.prompts_per_step < 2:
+        yield (
+            f"train.prompts_per_step = {train.prompts_per_step}: preference.loss kto estimates the KL from each prompt "
+            "with another one's answer; use 2 or more"
+        )
     advantage = recipe.algorithm.advantage
+    # These estimators compare all samples of a step.
+    is_of_step = advantage in ("reinforce_plus_plus", "global_baseline")
+    if recipe.trains_rewards and is_of_step and sequences < 2:
+        yield (
+            f"train.prompts_per_step = {train.prompts_per_step}: algorithm.advantage {advantage} compares the samples "
+            "of a step, but there is only one; use 2 or more"
+        )
     compares = advantage in taking("algorithm.advantage", "lone_sample")
     if recipe.trains_rewards and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
         yield (

@@ -33,6 +33,8 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"
     if algorithm.off_policy_limit is not None:
         yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {_SAME_POLICY}"
+    if algorithm.skip_ratio is not None:
+        yield f"algorithm.skip_ratio = {algorithm.skip_ratio}: {_SAME_POLICY}"
     # The absolute log-ratio has a slope of zero where both policies are equal.
     if algorithm.kl_cov_share is not None:
         yield (

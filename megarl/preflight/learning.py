@@ -191,6 +191,19 @@ def shortened_warmups(recipe: Recipe) -> Iterator[str]:
             )
 
 
+@checks("optimizer", per_run=True)
+def decays(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each final decay (schedule wsd) that does not fit between warm-up and end of the run."""
+    for field, optimizer, updates in num_updates(recipe):
+        rest = updates - optimizer.warmup_updates(updates)
+        if recipe.train.steps and optimizer.schedule == "wsd" and (optimizer.decay_steps or 0) > rest:
+            yield (
+                f"{field}.decay_steps = {optimizer.decay_steps}: the run makes {updates} updates, {rest} of them after "
+                "the warm-up, so the learning rate would fall before its peak is reached; lower it, or raise "
+                "train.steps"
+            )
+
+
 def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
     if optimizer.name == "sgd" and is_distributed:
         yield f"{field}.name = sgd: has no state that could be sharded; set trainer.distributed_optimizer=false"
@@ -379,8 +392,13 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.state_weight = {algorithm.state_weight:g}: adds to one advantage for the whole sample, but "
             f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave one of both out"
         )
-    if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
-        yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
+    # With k equal to n all sets of k samples are one set, which has nothing to be compared with.
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= samples:
+        yield (
+            f"algorithm.pass_k = {algorithm.pass_k}: compares sets of k of a prompt's train.samples_per_prompt "
+            f"{samples} completions, so all advantages would be zero; lower it, or sample at least "
+            f"{algorithm.pass_k + 1}"
+        )
     yield from _dynamic_sampling(algorithm)
     if algorithm.reward_order == "normalize_then_sum":
         yield from _reward_order(recipe)

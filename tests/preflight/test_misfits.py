@@ -113,6 +113,11 @@ MISFITS = {
         "train.prompts_per_step = 11",
         ["22", "use 10 or 12"],
     ),
+    "kto without another prompt": Misfit(
+        {"loop": "preference", "preference": {"loss": "kto"}, "train": {"prompts_per_step": 1}},
+        "train.prompts_per_step = 1",
+        ["preference.loss kto", "2 or more"],
+    ),
     "sft batch": Misfit(
         {"loop": "sft", "cluster": RANKS_4, "train": {"prompts_per_step": 30}},
         "train.prompts_per_step = 30",
@@ -290,6 +295,34 @@ MISFITS = {
     ),
     "pass at k": Misfit(
         {"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, "algorithm.pass_k = 9", ["train.samples_per_prompt 8"]
+    ),
+    "pass at all": Misfit(
+        {"algorithm": {"advantage": "pass_at_k", "pass_k": 8}},
+        "algorithm.pass_k = 8",
+        ["train.samples_per_prompt 8", "at least 9"],
+    ),
+    "a step of one sample": Misfit(
+        {
+            "algorithm": {"advantage": "global_baseline"},
+            "train": {"prompts_per_step": 1, "samples_per_prompt": 1},
+        },
+        "train.prompts_per_step = 1",
+        ["algorithm.advantage global_baseline", "2 or more"],
+    ),
+    "a final decay longer than the run": Misfit(
+        {"optimizer": {"schedule": "wsd", "decay_steps": 30}, "train": {"steps": 20}},
+        "optimizer.decay_steps = 30",
+        ["20 updates", "train.steps"],
+    ),
+    "a final decay that begins in the warm-up": Misfit(
+        {"optimizer": {"schedule": "wsd", "decay_steps": 16, "warmup_steps": 5}, "train": {"steps": 20}},
+        "optimizer.decay_steps = 16",
+        ["20 updates", "15 of them"],
+    ),
+    "a limit of the ratio without drift": Misfit(
+        {"algorithm": {"skip_ratio": 20.0}},
+        "algorithm.skip_ratio = 20.0",
+        ["algorithm.old_logprobs=rollout", "train.updates_per_step above 1"],
     ),
     "filter range": Misfit(
         {"algorithm": {"dynamic_sampling": [0.9, 0.1]}}, "algorithm.dynamic_sampling = [0.9, 0.1]", []
