@@ -48,11 +48,10 @@ class Desk:
         """Function that is called with errors of the service."""
         self.ledger = Ledger(report, clock, limits)
         self.sessions = Sessions(clock)
-        published, background = PublishedWeights(trainer, checkpoints), Background()
-        self.models = Models(trainer, checkpoints, self.sessions, self.ledger, published, background, clock)
-        self.training = TrainingCalls(trainer, self.sessions, self.ledger)
-        self.saves = Saves(trainer, checkpoints, self.sessions, self.ledger, published, background)
-        self.sampling = Sampling(trainer, checkpoints, self.sessions, self.ledger, published, clock)
+        published = PublishedWeights(trainer, checkpoints)
+        parts = (trainer, checkpoints, self.sessions, self.ledger, published, Background(), clock)
+        self.models, self.training = Models(*parts), TrainingCalls(*parts)
+        self.saves, self.sampling = Saves(*parts), Sampling(*parts)
 
     def finish_session(self, session_id: str, owner: str) -> None:
         """End a session. Its memory is freed soon. Saved checkpoints stay."""

@@ -7,15 +7,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from megarl.service.background import Background
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.ledger import Ledger, Promise, Reply, digest_of, json_reply
-from megarl.service.published import PublishedWeights
+from megarl.service.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.refusals import MalformedError, UserError
+from megarl.service.request_handlers import RequestHandlers
 from megarl.service.requests import CreateModel, LoadWeights
 from megarl.service.served_checks import check_adapters, check_base, check_optimizer, check_record
-from megarl.service.sessions import Model, Session, Sessions
-from megarl.service.trainer import Trainer
+from megarl.service.sessions import Model, Session
 
 # Every idle model keeps its adapters, gradients and moments in host memory.
 MOST_MODELS = 16
@@ -23,23 +20,11 @@ MOST_MODELS = 16
 _SEEDS = 2**31
 
 
-class Models:
+class Models(RequestHandlers):
     """Makes models in the trainer, and frees their memory."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        sessions: Sessions,
-        ledger: Ledger,
-        published: PublishedWeights,
-        background: Background,
-        clock: Callable[[], float],
-    ) -> None:
-        self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
-        self._published, self._background, self._clock = published, background, clock
-        self._moved_until = -math.inf
-        """Models last used before this time have been asked to move to disk."""
+    _moved_until = -math.inf
+    """Models last used before this time have been asked to move to disk."""
 
     def create(self, body: CreateModel, owner: str) -> Promise:
         session = self._sessions.find(body.session_id, owner)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from megarl.service import wire
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.ledger import Ledger, Promise, Reply, digest_of
-from megarl.service.published import PublishedWeights, Weights
+from megarl.service.ledger import Promise, Reply, digest_of
+from megarl.service.published import Weights
 from megarl.service.refusals import UserError
+from megarl.service.request_handlers import RequestHandlers
 from megarl.service.requests import (
     CreateSampler,
     SampleAddress,
@@ -22,27 +21,14 @@ from megarl.service.requests import (
     read_fields,
 )
 from megarl.service.served_checks import check_base, check_record
-from megarl.service.sessions import Sampler, Sessions
-from megarl.service.trainer import Trainer
+from megarl.service.sessions import Sampler
 from megarl.types import SamplingSettings
 
 _SEEDS = 2**31
 
 
-class Sampling:
+class Sampling(RequestHandlers):
     """Turns sampling requests into samples of the trainer's engines, in any order."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        sessions: Sessions,
-        ledger: Ledger,
-        published: PublishedWeights,
-        clock: Callable[[], float],
-    ) -> None:
-        self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
-        self._published, self._clock = published, clock
 
     async def open(self, body: CreateSampler, owner: str) -> str:
         """Return the id of a sampling session: of a checkpoint, or of the base model.

@@ -7,31 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megarl.service.background import Background
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.ledger import Ledger, Promise, Reply, digest_of, json_reply
-from megarl.service.published import PublishedWeights
+from megarl.service.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.refusals import UserError
+from megarl.service.request_handlers import RequestHandlers
 from megarl.service.requests import SaveForSampler, SaveWeights, read_fields
-from megarl.service.sessions import Model, Sampler, Sessions
-from megarl.service.trainer import Trainer
+from megarl.service.sessions import Model, Sampler
 from megarl.types import StorageError
 
 
-class Saves:
+class Saves(RequestHandlers):
     """Writes checkpoints of models, and copies their weights for sampling sessions."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        sessions: Sessions,
-        ledger: Ledger,
-        published: PublishedWeights,
-        background: Background,
-    ) -> None:
-        self._trainer, self._checkpoints, self._sessions, self._ledger = trainer, checkpoints, sessions, ledger
-        self._published, self._background = published, background
 
     def save_weights(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._sessions.read_address(values, owner)

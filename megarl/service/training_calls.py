@@ -11,20 +11,16 @@ import numpy as np
 from megarl.data.token_batch import TokenBatch
 from megarl.service import wire
 from megarl.service.datums import make_batch, split_values
-from megarl.service.ledger import Ledger, Promise, Reply, digest_of, json_reply
+from megarl.service.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.losses import checked_settings
 from megarl.service.refusals import UserError
+from megarl.service.request_handlers import RequestHandlers
 from megarl.service.requests import AdamSettings, OptimStep, read_fields
 from megarl.service.served_checks import check_optimizer
-from megarl.service.sessions import Sessions
-from megarl.service.trainer import Trainer
 
 
-class TrainingCalls:
+class TrainingCalls(RequestHandlers):
     """Turns training requests into calls of the trainer, in the order of their numbers."""
-
-    def __init__(self, trainer: Trainer, sessions: Sessions, ledger: Ledger) -> None:
-        self._trainer, self._sessions, self._ledger = trainer, sessions, ledger
 
     def forward_backward(self, raw: bytes, owner: str) -> Promise:
         """Accept a training call. Raises MalformedError for any other body than the SDK's message."""

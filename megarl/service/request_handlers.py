@@ -1,0 +1,26 @@
+"""The parts of a service that its handlers of requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megarl.service.background import Background
+from megarl.service.checkpoints import Checkpoints
+from megarl.service.ledger import Ledger
+from megarl.service.published import PublishedWeights
+from megarl.service.sessions import Sessions
+from megarl.service.trainer import Trainer
+
+
+@dataclass(eq=False)
+class RequestHandlers:
+    """Base class: a subclass turns requests of one kind into calls of the trainer."""
+
+    _trainer: Trainer
+    _checkpoints: Checkpoints
+    _sessions: Sessions
+    _ledger: Ledger
+    _published: PublishedWeights
+    _background: Background
+    _clock: Callable[[], float]
