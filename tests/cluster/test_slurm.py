@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +34,7 @@ from tests.child_processes import processes_writing_to
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import scenes
 from tests.logged_steps import logged_steps
+from tests.service.served import run_program
 from tests.serving.tool_model import make_tool_model
 from tests.test_leftovers import end_pytest
 
@@ -60,6 +62,18 @@ rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"], num_workers: 4}}
 train: {{steps: 8, prompts_per_step: 4, samples_per_prompt: 4}}
 """
+SERVICE = """
+name: served
+loop: rl
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/train.jsonl, max_prompt_tokens: 48}}
+cluster: {{nodes: 2, ranks_per_node: 1}}
+trainer: {{max_tokens_per_microbatch: 512}}
+lora: {{rank: 8}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
+train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
+"""
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 REWARD = """
 import time
 from pathlib import Path
@@ -123,6 +137,24 @@ def test_no_job_of_a_test_outlives_it(cluster: Cluster) -> None:
     cluster.reset()
     assert cluster.run("squeue", "--noheader") == ""
     assert cluster.run("sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D").split() == ["4"]
+
+
+@pytest.mark.long
+@needs_slurm
+def test_a_program_continues_from_its_checkpoint_in_the_next_job_of_a_service(cluster: Cluster) -> None:
+    """Each job serves on two nodes. The step after the load is that after the save, bit for bit."""
+    (cluster.folder / "service.yaml").write_text(SERVICE.format(model=cluster.folder / "model"))
+    results: list[dict[str, Any]] = []
+    for _ in range(2):
+        job = cluster.submit("--port", "0", script="service", recipe="service.yaml")
+        cluster.until(job, lambda job=job: bool(ADDRESS.search(cluster.log(job))))
+        [url] = set(ADDRESS.findall(cluster.log(job)))
+        path = {"SDK_PATH": results[0]["path"]} if results else {}
+        results.append(asyncio.run(run_program(url, "resumed", str(cluster.folder / "model"), **path)))
+        cluster.run("scancel", "--signal=TERM", "--batch", job)
+        assert cluster.until_over(job) == "FAILED" and "megarl ended with 75" in cluster.log(job)
+    saved, loaded = results
+    assert loaded == saved and len(saved["logprobs"]) == 7
 
 
 @pytest.mark.long

@@ -303,6 +303,27 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 """Name to the file of a checkpoint, and a function that damages it."""
 
 
+def resumed(url: str, name: str) -> dict[str, Any]:
+    """Train and save a model, or load the checkpoint SDK_PATH. Then take one more step."""
+    path = os.environ.get("SDK_PATH")
+    if path is None:
+        _, training = client(url, name)
+    else:
+        service = tinker.ServiceClient(base_url=url, api_key="tml-one")
+        training = service.create_training_client_from_state_with_optimizer(path).result()
+
+    def step() -> None:
+        training.forward_backward([datum(TEXT)], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+
+    if path is None:
+        step()
+        path = training.save_state("saved").result().path
+    step()
+    output = training.forward([datum(TEXT)], "cross_entropy").result().loss_fn_outputs[0]
+    return {"path": path, "logprobs": [float(number) for number in output["logprobs"].data]}
+
+
 def moving(url: str, name: str) -> dict[str, Any]:
     """A sampling client whose weights move with the model, next to one with fixed weights."""
     _, training = client(url, name)
@@ -380,7 +401,7 @@ def listing(url: str, name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     programs = {
         "supervised": supervised, "reinforce": reinforce, "errors": errors, "chunks": chunks, "sampling": sampling,
-        "moving": moving, "listing": listing, "unreadable": unreadable, "damaged": damaged,
+        "moving": moving, "listing": listing, "unreadable": unreadable, "damaged": damaged, "resumed": resumed,
     }  # fmt: skip
     print(json.dumps(programs[sys.argv[2]](sys.argv[1], sys.argv[3])), flush=True)
     # The SDK's threads would wait for their heartbeat.
