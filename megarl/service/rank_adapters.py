@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -126,31 +127,40 @@ class Adapters:
         self._select(name)
         return save_model(self._policy, self._parallel, folder)
 
-    def load(self, name: str, folder: Path, with_optimizer: bool) -> None:
-        """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_intact`."""
+    def load(self, name: str, folder: Path, with_optimizer: bool) -> str | None:
+        """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_intact`.
+
+        Returns the fault if a rank cannot read its part. No rank has a model of this name then.
+        """
         self.hold_live()
         # A loaded state replaces a model of this name, so its older copy must go.
         self._discard(name)
         self._policy.clear_gradients()
         # Moments and step counts of the previous model must not mix with the loaded ones.
         drop_moments(self._policy)
-        checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
+        try:
+            checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
+        # torch raises it on all ranks alike, so none waits for another. `_select` writes over what was restored.
+        except CheckpointException as error:
+            return f"{folder}: {error!s:.1000}"
         # A restore always reads the moments, so they can only be dropped afterwards.
         if not with_optimizer:
             drop_moments(self._policy)
         self._live = name
+        return None
 
     def publish(self, name: str, version: str) -> None:
         """Keep a copy of a model's adapters under the name of a version."""
         self._select(name)
         self._versions[version] = self._copy_weights()
 
-    def publish_folder(self, folder: Path, version: str) -> None:
-        """Keep a copy of the adapters of a saved state."""
-        self.load(version, folder, False)
-        self._versions[version] = self._copy_weights()
-        # The loaded state is not a model that trains on, so it must not be held as one.
-        self._live = None
+    def publish_folder(self, folder: Path, version: str) -> str | None:
+        """Keep a copy of the adapters of a saved state. Returns the fault like `load`."""
+        if (fault := self.load(version, folder, False)) is None:
+            self._versions[version] = self._copy_weights()
+            # The loaded state is not a model that trains on, so it must not be held as one.
+            self._live = None
+        return fault
 
     def show(self, version: str | None) -> None:
         """Write the adapters of a version into the policy, for the next reshard. None: the base model."""

@@ -164,13 +164,16 @@ class RankTrainer:
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         await asyncio.to_thread(check_intact, folder)
-        await self._train(
+        faults = await self._train(
             "load",
             model_id,
             folder.absolute(),
             with_optimizer,
             prepare=partial(self._take_model, model_id, is_replaced=True),
         )
+        if fault := next(filter(None, faults), None):
+            self._models.pop(model_id, None)
+            raise StorageError(fault)
 
     async def publish(self, model_id: str, version: str) -> None:
         check, prepare = partial(self._check_model, model_id), partial(self._take_version, version, model_id)
@@ -178,7 +181,11 @@ class RankTrainer:
 
     async def publish_folder(self, folder: Path, version: str) -> None:
         await asyncio.to_thread(check_intact, folder)
-        await self._train("publish_folder", folder.absolute(), version, prepare=partial(self._take_version, version))
+        prepare = partial(self._take_version, version)
+        faults = await self._train("publish_folder", folder.absolute(), version, prepare=prepare)
+        if fault := next(filter(None, faults), None):
+            self._versions.discard(version)
+            raise StorageError(fault)
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
         # `_make_room` may have moved some. A turn for nothing would put engines on shared ranks to sleep.
@@ -275,7 +282,9 @@ class RankTrainer:
 
     def _check_model(self, model_id: str) -> None:
         if model_id not in self._models:
-            raise UserError(f"model {model_id}: its session ended before the request ran")
+            raise UserError(
+                f"model {model_id}: its session ended before the request ran, or a checkpoint could not be read into it"
+            )
 
     def _check_version(self, version: str | None) -> None:
         if version is not None and version not in self._versions:

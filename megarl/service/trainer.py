@@ -70,7 +70,8 @@ class Trainer(Protocol):
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """Make a model from a saved one. Without its optimizer state it gets a new optimizer.
 
-        Raises DataError for damaged files, and StorageError if the disk fails. A model of this name is then as before.
+        Raises DataError for damaged files: a model of this name is then as before. Raises StorageError if the disk
+        fails: then it is as before, or gone.
         """
         ...
 

@@ -13,7 +13,7 @@ from megarl.service.memory_limits import MemoryLimits, RankMemory
 from megarl.service.rank_trainer import RankTrainer
 from megarl.service.refusals import UserError
 from megarl.service.requests import AdamSettings
-from megarl.types import ConfigError
+from megarl.types import ConfigError, StorageError
 from tests.service.fake_trainer import FakeTrainer
 
 
@@ -43,6 +43,8 @@ class Ranks:
         self.is_disk_full = False
         self.damaged: set[str] = set()
         """Models whose file on the disk of the second rank cannot be read."""
+        self.has_read_fault = False
+        """Whether ranks fail to read a checkpoint."""
         self.trainers = self
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -57,6 +59,8 @@ class Ranks:
             return [(moved, "full" if self.is_disk_full else None), (arguments[0], None)]
         if name == "read_back":
             return [None, "file: OSError: damaged" if arguments[0] in self.damaged else None]
+        if name in ("load", "publish_folder"):
+            return ["file: cut short" if self.has_read_fault else None] * 2
         return [(1.0, True), (1.0, True)]
 
     async def pause(self, **_: Any) -> None: ...
@@ -183,6 +187,24 @@ async def test_a_state_that_cannot_be_read_back_fails_its_model_alone(
     await trainer.load("a", tmp_path, with_optimizer=True)
     await trainer.optim_step("a", AdamSettings())
     assert "read_back" not in [name for name, *_ in ranks.calls]
+
+
+async def test_a_checkpoint_that_ranks_cannot_read_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.service.rank_trainer.check_intact", lambda folder: None)
+    ranks, trainer = await start_with_two_of_three_models()
+    ranks.has_read_fault = True
+    for _ in range(5):
+        with pytest.raises(StorageError, match="cut short"):
+            await trainer.publish_folder(tmp_path, "v")
+        with pytest.raises(StorageError, match="cut short"):
+            await trainer.load("d", tmp_path, with_optimizer=True)
+    assert ranks.moved() == ["b"], "one model made room for the load, and nothing took it"
+    with pytest.raises(UserError, match="could not be read into it"):
+        await trainer.optim_step("d", AdamSettings())
+    await trainer.optim_step("c", AdamSettings())
+    assert not trainer.failure.done()
 
 
 async def test_a_memory_without_room_for_one_model_is_an_error_before_the_start() -> None:

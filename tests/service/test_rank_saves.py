@@ -29,10 +29,45 @@ def save_twice(recipe: Recipe, parallel: ParallelConfig, full: Path, roomy: Path
         run_call(adapters, 0, call, parallel)
     adapters.step("0", ADAM)
     faults = [adapters.save("0", folder)[1] for folder in (full, roomy)]
-    adapters.load("loaded", roomy, True)
+    assert adapters.load("loaded", roomy, True) is None
     adapters.show(None)
     saved, loaded = (adapters._held[name].tensors for name in ("0", "loaded"))
     return faults, all(torch.equal(one, other) for one, other in zip(saved, loaded, strict=True))
+
+
+def load_damaged(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> tuple[list[str | None], bool]:
+    """Return this rank's faults of loads from a cut file, and whether another model has the same bits afterwards."""
+    import torch
+
+    from megarl.service.rank_adapters import Adapters
+
+    engine, *_ = build(recipe, parallel)
+    adapters = Adapters(engine, parallel)
+    adapters.create("0", 100)
+    for call in range(3):
+        run_call(adapters, 0, call, parallel)
+    assert adapters.save("0", folder)[1] is None
+    adapters.show(None)
+    before = [tensor.clone() for tensor in adapters._held["0"].tensors]
+    if torch.distributed.get_rank() == 0:
+        file = folder / "__1_0.distcp"
+        os.truncate(file, file.stat().st_size // 2)
+    torch.distributed.barrier()
+    faults = [adapters.load("loaded", folder, True), adapters.publish_folder(folder, "version")]
+    assert not adapters._versions and "loaded" not in adapters._held
+    adapters.clear("0")
+    adapters.show(None)
+    after = adapters._held["0"].tensors
+    return faults, all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_file_that_is_cut_after_its_check_fails_the_load_on_all_ranks(
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe: Any = lora_recipe(tiny_model(**(SETTINGS | DENSE)), overlap_grad_reduce=False)
+    parallel = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1)
+    for faults, is_equal in ranks.run(load_damaged, recipe, parallel, tmp_path, world_size=2):
+        assert is_equal and all(fault is not None and str(tmp_path) in fault for fault in faults), faults
 
 
 @pytest.mark.parametrize("size", ["size=64k", "size=512k", "size=64m,nr_inodes=3"])
