@@ -1,6 +1,6 @@
-"""Sampling on the driver process: from prompts to scored groups of trajectories.
+"""Sampling, on the driver process: from prompts to scored groups of trajectories.
 
-`attempt` lets policy and environment alternate, and returns a trajectory. `pool` sends its requests to vLLM engines.
-`groups` makes several attempts per prompt. `buffer` collects the groups of a training step. `evaluate` samples the
-validation sets. `step` turns a step's groups into updates, metrics and records.
+`attempt` runs one attempt: policy and environment alternate, and the result is a trajectory. `groups` makes several
+attempts per prompt. `pool` sends their requests to vLLM engines. `buffer` collects the groups of a training step.
+`step` turns these groups into updates, metrics and records. `evaluate` samples the validation sets.
 """

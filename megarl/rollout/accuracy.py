@@ -1,4 +1,4 @@
-"""Right-or-wrong verdicts on the answers to one source's problems, and when a source stops having verdicts."""
+"""Right-or-wrong verdicts on the answers to one source's problems."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from megarl.config.judges import REMEDY, judges_answers
 from megarl.types import Judging, Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
-"""`REMEDY` as a sentence of its own."""
 
 
 @dataclass(slots=True)
 class Answers:
     """Verdicts (right or wrong) on the answers to one source's problems.
 
-    With `judging` = `by_value` a reward of 1 means right, 0 wrong, and any other reward gives no verdict. The first
-    answer without a verdict sets `has_ended`. From then on `settle` removes all verdicts of the source: accuracy would
-    cover only answers with rewards of exactly 0 or 1.
+    With `judging` = `by_value`, reward 1 means right and reward 0 means wrong. Any other reward gives no verdict. The
+    first answer without a verdict sets `has_ended`. From then on `settle` removes all verdicts of the source. Otherwise
+    accuracy would cover only the answers with a reward of exactly 0 or 1.
     """
 
     judging: Judging = "declared"
@@ -31,7 +30,7 @@ class Answers:
     def settle(self, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory, without its verdict if `has_ended`."""
         reward = trajectory.reward
-        # Declared verdicts come with every answer; only verdicts derived from rewards can stop.
+        # Declared verdicts come with every answer. Only verdicts derived from rewards can be missing.
         if reward is None or self.judging != "by_value":
             return trajectory
         if reward.answer_correct is None and not self.has_ended:
@@ -47,7 +46,7 @@ class Answers:
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
-    """Return the notice that no reward function judges a source's answers; None if one does."""
+    """Return a notice if no reward function judges a source's answers as right or wrong; None: one does."""
     if judges_answers(recipe) != "none":
         return None
     is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None
@@ -59,11 +58,11 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
-    """Return whether a logged step of the run had an answer of this source without a verdict.
+    """Return whether an earlier step of the run logged an answer of this source without a verdict.
 
     `rows` are the logged metrics by name, one mapping per step. `sets` are the names of the source's validation sets.
     """
-    # A mixture logs this metric per source.
+    # In a mixture, this metric's name contains the source.
     of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"
     names = (of_training, *(f"val/{name}/unjudged" for name in sets))
     return any(name in row for row in rows for name in names)

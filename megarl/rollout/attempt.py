@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Score = Callable[[Sample], Awaitable[Scored]]
-"""Async function scoring the last completion of an attempt with the recipe's reward functions."""
+"""Async function. It scores the last completion of an attempt with the recipe's reward functions."""
 
 
 GRACE_SECONDS = 2.0
-"""Seconds to wait for an environment to finish after it was cancelled or closed. Then it is abandoned."""
+"""Seconds for an environment to finish after it was cancelled or closed. Then it is abandoned."""
 _ATTEMPTS_AT_A_LOSS = 2
-"""Least number of tries, in total, of an attempt whose environment's process died. The kernel may have killed the
-process for lack of memory, without any fault of the policy.
+"""Minimum number of tries if the environment's process died, even if the recipe allows fewer. The kernel may have
+killed the process for lack of memory, through no fault of the policy.
 """
 _TICK_SECONDS = 0.05
-"""Minimum seconds between two checks of a time limit. Pauses of the engines extend a limit, so one timer is not enough.
+"""Minimum seconds between two checks of a time limit. A pause of the engines extends the limit, so one timer set at the
+start would fire too early.
 """
 
 
@@ -46,8 +47,9 @@ _TICK_SECONDS = 0.05
 class Budget:
     """Limits of an attempt (section `rollout.budget` of the recipe). None: no limit.
 
-    `context_tokens` limits prompt, completions and observations together, `max_turns` the completions. A completion cut
-    at its token limit ends the attempt (`truncated_turn` = `end`) or only its turn (`close`).
+    `context_tokens` limits the sum of prompt, completions and observations. `max_turns` limits the number of
+    completions. If a completion is cut at its token limit, `truncated_turn` = `end` ends the attempt, and `close` ends
+    only the turn.
     """
 
     context_tokens: int
@@ -64,11 +66,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One attempt to make at a problem.
+    """An attempt still to be made at a problem.
 
-    `group` numbers the prompt, and `number` the attempts at this prompt. Training and evaluation may use equal numbers,
-    so `prefix` makes request ids unique. All random numbers derive from `seed`, the problem and `number`, never from
-    the engine or from time.
+    `group` is the prompt's number, `number` the attempt's number within the group. Training and evaluation may use
+    equal numbers, so `prefix` makes request ids unique. All random numbers derive from `seed`, the problem and
+    `number`. They do not depend on the engine or on time.
     """
 
     environment: str
@@ -85,7 +87,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return the attempt's name in the run: unique among running attempts, and the same after a resume."""
+        """Return a name for the attempt. It is unique among running attempts, and the same after a resume."""
         return f"{self.seed} {self.problem.index} {self.number}"
 
 
@@ -99,15 +101,15 @@ class _AttemptError(Exception):
 
 @dataclass(slots=True)
 class _Clock:
-    """Time limits of an attempt, in seconds of the event loop's clock. Pauses of the engines do not count."""
+    """Measures an attempt's time limits, in seconds of the event loop's clock. Pauses of the engines do not count."""
 
     budget: Budget
     now: Callable[[], float]
     started: float
     seconds_paused: Callable[[], float] = lambda: 0.0
-    """Returns the seconds of pauses of the engines since the attempt began."""
+    """Function returning how many seconds the engines have paused since the attempt began."""
     step_started: float | None = None
-    """Begin of the current call of the environment; None between calls."""
+    """Time when the current call of the environment began; None between calls."""
     answered_seconds: float = 0.0
     """Seconds spent in finished calls of the environment."""
     is_stopped: bool = False
@@ -120,9 +122,9 @@ class _Clock:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the attempt's nearest time limit; None: no limit."""
+        """Return the seconds until the nearest time limit; None: no limit."""
         ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
-        # A call of the environment may begin at any moment, so its limit may be the next one.
+        # The next call of the environment may begin at once. Its limit may then be the nearest.
         if self._step_ends is None and self.budget.step_seconds is not None:
             ends.append(self.now() + self.budget.step_seconds)
         return max(_TICK_SECONDS, min(ends) - self.now()) if ends else None
@@ -172,13 +174,14 @@ async def attempt(
     score: Score,
     history: History = "append",
 ) -> Trajectory:
-    """Run one attempt: reset the environment, sample a completion, step the environment, repeat until the end, then
-    score.
+    """Run one attempt and return its trajectory.
 
-    The attempt ends when the environment is done or a limit of `budget` is reached. It ends with `error` if the
-    environment raises, hangs or returns invalid data, or if the engine rejects a request. The trajectory then has the
-    tokens so far, no reward, and the reason in `failure`. The time limit holds even if the environment ignores its
-    cancellation.
+    Resets the environment, then samples completions and steps the environment in turn. At the end the trajectory is
+    scored. The attempt ends when the environment is done or a limit of `budget` is reached. The time limit holds even
+    if the environment ignores its cancellation.
+
+    The attempt ends with `error` if the environment raises, hangs or returns invalid data. It also does if the engine
+    rejects a request. The trajectory then has the tokens so far, no reward, and the reason in `failure`.
     """
     now = asyncio.get_running_loop().time
     paused_before = engine.seconds_paused
@@ -192,14 +195,15 @@ async def attempt(
         except EnvironmentUnavailableError as error:
             max_attempts = budget.attempts
             if isinstance(error, EnvironmentProcessError):
-                # The process may have been killed from outside, so repeat once even with attempts = 1.
+                # The environment's process may have been killed from outside, so retry once even with attempts = 1.
                 max_attempts = max(max_attempts, _ATTEMPTS_AT_A_LOSS)
             if restarts + 1 >= max_attempts:
                 ended, failure = "error", _failure_text(error)
                 break
             restarts += 1
         finally:
-            # The pool keeps an affinity until its trajectory ends; without this its table would only grow.
+            # The pool remembers each trajectory's replica until it is called here. Without the call its table would
+            # only grow.
             engine.forget(task.name)
     calls, steps = conversation.calls, conversation.steps
     texts = [turn.completion for turn in conversation.turns]
@@ -224,7 +228,7 @@ async def attempt(
     )
     if failure is not None:
         return trajectory
-    # Rewards given by the environment replace the reward functions.
+    # If the environment gives rewards, the reward functions are not used.
     if trajectory.turn_rewards:
         return replace(trajectory, reward=_environment_reward(steps))
     sample = Sample.of(
@@ -259,7 +263,7 @@ async def _run_with_limits(
         return "error", _failure_text(error)
     # A separate task, because code of environments may block on its cancellation for ever.
     turns = asyncio.create_task(_take_turns(task, environment, engine, conversation, clock))
-    # Retrieve the error of an abandoned task: asyncio would log one never retrieved.
+    # Retrieve the error of an abandoned task. Otherwise asyncio logs it as never retrieved.
     turns.add_done_callback(lambda task: task.cancelled() or task.exception())
     exceeded_limit: Literal["attempt", "step"] | None = None
     try:
@@ -267,12 +271,12 @@ async def _run_with_limits(
             await asyncio.wait({turns}, timeout=clock.seconds_left)
     finally:
         if not turns.done():
-            # Set before cancelling: `time_call` then ends an environment which swallows the cancellation.
+            # Set before cancelling: if the environment swallows its cancellation, `time_call` ends it at its next call.
             clock.is_stopped = True
         closing = await _end_and_close(turns, environment)
     if exceeded_limit == "step":
         return "error", f"Timeout: the environment's answer took longer than {clock.budget.step_seconds:g} seconds"
-    # Running out of attempt time is a normal end: the tokens so far are scored. A slow step is an error.
+    # An attempt at its time limit ends normally: the tokens so far are scored. A step at its time limit is an error.
     if exceeded_limit == "attempt":
         return ("error", closing) if closing else ("seconds", None)
     try:
@@ -285,10 +289,10 @@ async def _run_with_limits(
 
 
 async def _end_and_close(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
-    """Cancel the turns of an attempt if they still run, and close its environment. Returns the error of closing, or
-    None.
+    """Cancel the turns of an attempt if they still run, and close its environment.
 
-    Turns and closing each have GRACE_SECONDS to finish. Afterwards they are abandoned.
+    Returns the error raised by closing, or None. Turns and closing each have GRACE_SECONDS to finish. Then they are
+    abandoned.
     """
     if not turns.done():
         turns.cancel()
@@ -326,7 +330,7 @@ async def _take_turns(
         tokens_left = budget.context_tokens - len(token_ids)
         if budget.sampled_tokens is not None:
             tokens_left = min(tokens_left, budget.sampled_tokens - num_sampled)
-        # Not an error: the policy used up its context, as a truncated completion does.
+        # Not an error: the policy used up its context, like a completion cut at its token limit.
         if tokens_left <= 0:
             return "length"
         is_last = number + 1 == budget.max_turns
@@ -335,7 +339,7 @@ async def _take_turns(
             if tokens_left >= task.sampling.max_new_tokens
             else replace(task.sampling, max_new_tokens=tokens_left)
         )
-        # The request id is unique among running requests: name of the attempt, number of the turn.
+        # Attempt name and turn number make the request id unique among running requests.
         request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls))
         completion = await engine.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
@@ -347,12 +351,12 @@ async def _take_turns(
             return "calls"
         step = _call_with_data(conversation.add, await clock.time_call(environment.step, turn))
         is_cut = turn.finish_reason == "length"
-        # A truncated final turn counts as `length`, even if the environment reports the end itself.
+        # A truncated final turn ends as `length`, even if the environment also says that it is done.
         if is_cut and (step.done or budget.truncated_turn == "end"):
             return "length"
         if step.done:
             return "done"
-        # The last call of a truncated turn may be incomplete only because of the length limit.
+        # The length limit may have cut the last call of a truncated turn. An incomplete last call is no invalid call.
         for call in turn.calls[:-1] if is_cut else turn.calls:
             num_invalid = 0 if call.error is None else num_invalid + 1
         if budget.invalid_calls is not None and num_invalid >= budget.invalid_calls:
@@ -366,7 +370,7 @@ def _failure_text(error: BaseException) -> str:
 
 
 def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
-    """Call a conversation method with data from the environment. Raises _AttemptError if the data are invalid."""
+    """Pass data from the environment to a method. Raises _AttemptError if the data are invalid."""
     try:
         return method(*data)
     except (TypeError, ValueError) as error:
@@ -374,7 +378,7 @@ def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
 
 
 def empty_call(problem: Problem) -> ModelCall:
-    """Return a model call with an empty completion, for an attempt without samples."""
+    """Return a model call with an empty completion, for an attempt that sampled nothing."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 
@@ -400,8 +404,8 @@ def make_trajectory(
 ) -> Trajectory:
     """Return the trajectory of an attempt's model calls, without a reward.
 
-    `texts` are the completions. `messages` has the new messages before each completion, and those after the last one.
-    `trained` has the places in `calls` of the calls to train; None: all.
+    `texts` are the completions. `messages` has the new messages before each completion, then the messages after the
+    last completion. `trained` are the indices in `calls` of the calls to train; None: all.
     """
     is_empty = not calls or (trained is not None and not trained)
     return Trajectory(
@@ -450,10 +454,10 @@ def _sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
-    """Return the sampling seed of a model call, different for every turn.
+    """Return the sampling seed of a model call.
 
-    The seed is a hash of the attempt, the prompt `token_ids` [prompt] and the number of earlier calls with this prompt.
-    So the seed does not depend on the order of parallel calls.
+    The seed is a hash of the attempt, the prompt `token_ids` [prompt], and the number of earlier calls with this
+    prompt. So each turn has another seed, and the order of parallel calls does not matter.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

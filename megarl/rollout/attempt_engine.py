@@ -1,4 +1,4 @@
-"""The engines of one attempt: completions are recorded, and waiting times measured."""
+"""The engine as one attempt sees it. It records completions for a resume, and measures waiting times."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class AttemptEngine:
-    """The engines for one attempt. Completions are recorded in `calls`, and recorded completions are replayed.
+    """The engine as one attempt sees it: records each completion in `calls`, and replays recorded ones after a resume.
 
-    After a resume, an attempt runs again from its start. While its prompts are the same as before, it receives the
-    recorded completions, each once. So a deterministic environment reaches its earlier state without sampling. At the
-    first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
+    A resumed attempt runs again from its start. While its prompts equal the recorded prompts, it receives the recorded
+    completions, each once. So a deterministic environment reaches its earlier state without sampling. At the first
+    different prompt the remaining records are discarded, and sampling starts (`is_restarted`).
 
-    `seconds` is the time that the attempt waited for completions; concurrent waits count once. Pauses of the engines
-    count only in `seconds_by_clock`. `log` is the attempt's journal, if any: each completion is written there before
-    the caller gets it. With `is_followed` another attempt or group starts when this attempt ends, so no completion
-    counts as the last one.
+    `seconds` is the time spent waiting for completions. Concurrent waits count once. Pauses of the engines count only
+    in `seconds_by_clock`. `log` is the attempt's journal, if any. Each completion is written there before the caller
+    gets it. `is_followed`: another attempt or group starts when this attempt ends, so no completion counts as the last
+    one.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class AttemptEngine:
         if log is not None:
             for call in [call for call in self._calls if not call.is_done]:
                 if not log.note_begun(call):
-                    # In place: later checkpoints must not have the call either.
+                    # Remove it from the shared list, so that later checkpoints do not have the call either.
                     self._calls.remove(call)
-        # A program that outlived the driver has its answers, so only a completion begun for it may be continued.
+        # A program still running since an earlier driver has its earlier answers. Only the answer it still waits for
+        # may be continued.
         is_reopened = log is not None and log.reopened is not None
         self._to_repeat = [call for call in self._calls if not (is_reopened and call.is_done)]
         self._is_closed = False
@@ -64,16 +65,15 @@ class AttemptEngine:
         return self._pool.seconds_paused
 
     def close(self) -> None:
-        """Fail all further requests, because an attempt may ignore its cancellation."""
+        """Make all further requests fail. An attempt may ignore its cancellation and request more."""
         self._is_closed = True
 
     def check_storage(self) -> None:
-        """Raise StorageError if an earlier write of the journal failed."""
         if self.log is not None:
             self.log.check_storage()
 
     def begin_again(self) -> None:
-        """Begin the attempt again with its recorded completions, after its program was lost."""
+        """Restart the attempt with its recorded completions, because its program was lost."""
         self.is_restarted = True
         if self.log is not None:
             self.log.begin_again()
@@ -91,16 +91,16 @@ class AttemptEngine:
     ) -> Completion:
         """Return a recorded completion of this prompt, or sample one.
 
-        `affinity` names the trajectory, so its requests reach the replica with its prefix cached. `is_last`
-        promises that no request follows. If this call is cancelled or fails, `on_abort` is called once with the number
-        of sampled tokens, perhaps later than this call ends. `on_begun` is called first with the number of tokens that
-        the attempt's journal has from a checkpoint, if there are any.
+        `affinity` names the trajectory: its requests go to the replica with its prefix cached. `is_last` promises that
+        no request follows. If this call is cancelled or fails, `on_abort` is called once with the number of sampled
+        tokens, perhaps after this call has ended. If the journal has tokens of this completion from a checkpoint,
+        `on_begun` is called first with their number.
         """
         if self._is_closed:
             if on_abort is not None:
                 on_abort(0)
             raise asyncio.CancelledError
-        # The caller may be a server task with its own context variables: set the purpose of this attempt there.
+        # A server task may have its own context variables. Set this attempt's purpose, by which tokens are counted.
         COUNTED_FOR.set(self._purpose)
         call = self._take_recorded_call(request.prompt_token_ids)
         if call is None:
@@ -115,7 +115,8 @@ class AttemptEngine:
             is_last = is_last and not self.is_followed
             report = partial(self._note_abort, call, num_begun, None if self.log is None else self.log.name, on_abort)
             completion = await self._sample(request, call, affinity, report, is_last=is_last)
-            # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
+            # Change the list in place: `StartedGroup.calls` and the pool hold the same list. `completion` includes all
+            # parts.
             call.parts[:] = [completion]
             call.is_done = True
         if self.log is not None:
@@ -124,7 +125,7 @@ class AttemptEngine:
                     call, is_repeated=is_repeated, num_begun=num_begun, request_id=request.request_id
                 )
             except BaseException:
-                # The journal has the answer, but the caller does not get it.
+                # The journal has the answer, but its caller was cancelled and does not get it.
                 if on_abort is not None:
                     on_abort(len(call.parts[0].token_ids))
                 raise
@@ -143,12 +144,12 @@ class AttemptEngine:
         The journal has the first `num_begun` of the `num_tokens` already, from a checkpoint. `attempt_try` is the name
         of the try that made the call.
         """
-        # First: the end of a session waits for this report, whatever happens to the journal.
+        # First of all, because the session's end waits for this report. A journal error must not delay it.
         if on_abort is not None:
             on_abort(num_tokens)
         if self.log is not None and attempt_try is not None:
             self.log.note_aborted(attempt_try, call, num_tokens - num_begun)
-            # Later checkpoints must not have the call. The groups of a closed engine are in no later checkpoint.
+            # Later checkpoints must not have the call. A closed engine's groups are in no later checkpoint anyway.
             if not self._is_closed and call in self._calls:
                 self._calls.remove(call)
 
@@ -180,13 +181,13 @@ class AttemptEngine:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """Return the next recorded call with this prompt; None: the engines must sample."""
-        # Search all: parallel calls of an attempt may come in another order after a resume.
+        """Return the next recorded call with this prompt; None: there is none, so sample."""
+        # Search the whole list: after a resume, parallel calls of an attempt may come in another order.
         for place, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):
                 return self._to_repeat.pop(place)
         for call in self._to_repeat:
-            # Also from the group's record: discarded calls must not enter the next checkpoint.
+            # Remove them from the group's record too: discarded calls must not enter the next checkpoint.
             self._calls.remove(call)
             self.is_restarted = True
         self._to_repeat.clear()

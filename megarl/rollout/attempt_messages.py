@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
-"""Assumed characters per token. The search for a shortened reply's length starts from this estimate."""
+"""Assumed characters per token, the start of the search for a shortened reply's length."""
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class AttemptConversation:
     opening: tuple[Message, ...]
     """Messages before the first turn."""
     reply_tokens: int | None = None
-    """Maximum tokens of a tool's reply; None: no limit."""
+    """Maximum tokens of a tool's reply. Longer replies are shortened. None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools of the environment. The policy's calls of these tools are parsed."""
+    """Tools of the environment. Calls of these tools are parsed from completions."""
     prompt_tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools in the prompt: the environment's tools, else the data record's."""
+    """Tools shown in the prompt: the environment's tools, or without any the data record's."""
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -51,17 +51,17 @@ class AttemptConversation:
     role: str | None = None
     """The role that the policy plays, as named by the environment."""
     first_state: str | None = None
-    """The state in which the first turn acts, as named by the environment."""
+    """The state in which the first turn acts, as named by the environment. GiGPO compares turns in equal states."""
     is_in_thoughts: bool = False
-    """Whether the last completion ended before its thoughts were closed."""
+    """Whether the last completion was cut before its reasoning ended."""
     _rendered: str = ""
     """The text of the tokens in `prompt`. Empty with `history` = append."""
 
     def start(self, start: object, problem: Problem) -> None:
         """Set the first prompt from `start`, the value returned by the environment's reset.
 
-        Raises TypeError for a wrong type. Raises ValueError if the chat template rejects the messages, or if record and
-        environment have different tools.
+        Raises TypeError if `start` has a wrong type. Raises ValueError if the chat template rejects the messages, or if
+        the record and the environment have different tools.
         """
         start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
@@ -80,8 +80,9 @@ class AttemptConversation:
             self.prompt = self.dialogue.opening(self.opening, self.prompt_tools)
 
     def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
-        """Add a completion of the current prompt, and return it as a turn. Raises ConfigError for an unknown tool-call
-        format.
+        """Add a completion of the current prompt, and return it as a turn.
+
+        Raises ConfigError for an unknown tool-call format.
         """
         self.calls.append(ModelCall(self.prompt, completion))
         finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
@@ -90,7 +91,8 @@ class AttemptConversation:
         turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
         self.is_in_thoughts = self.dialogue.ends_in_thoughts(self.prompt, token_ids, text)
         if self.is_in_thoughts:
-            # An environment must not judge an answer, or execute a call, that the policy only considered.
+            # The completion was cut within its reasoning. Answers and calls in there were only considered, so judge
+            # none.
             turn = replace(turn, text="", reasoning=text)
         elif self.tools:
             parsed = self.dialogue.parse_turn(self.prompt, token_ids, self.tools, turn=number)
@@ -99,10 +101,10 @@ class AttemptConversation:
         return turn
 
     def add(self, step: object) -> Step:
-        """Check the environment's step after the last turn, store it, and return it with shortened tool replies.
+        """Check and store the environment's step after the last turn. Return it with shortened tool replies.
 
-        The metric `tools/shortened` counts replies shortened here or by the environment, each once. Raises TypeError if
-        `step` has a wrong type, and ValueError for invalid numbers in it.
+        The metric `tools/shortened` counts each shortened reply once, whether shortened here or by the environment.
+        Raises TypeError if `step` has a wrong type, and ValueError for invalid numbers in it.
         """
         checked = checked_step(step)
         if self.reply_tokens is not None:
@@ -120,8 +122,8 @@ class AttemptConversation:
         if self.history == "render":
             before = self._rendered
             self._rendered = self.dialogue.render_opening(self._messages(), self.prompt_tools)
-            # A template may rewrite history, for example drop earlier reasoning. Then the sampled tokens are no longer
-            # a prefix, and the whole text is tokenised again.
+            # A template may rewrite history, for example drop earlier reasoning. Then the prompt no longer begins with
+            # the sampled tokens, and the whole text is tokenised again.
             if not self._rendered.startswith(
                 before + self.dialogue.text_as_written(self.calls[-1].completion.token_ids)
             ):
@@ -138,7 +140,7 @@ class AttemptConversation:
         return states if any(state is not None for state in states) else ()
 
     def before_last(self) -> tuple[Message, ...]:
-        """Return all messages before the last completion. Assistant messages are unparsed completions."""
+        """Return all messages before the last completion, with each earlier completion as raw text."""
         messages = list(self.opening)
         for turn, step in zip(self.turns[:-1], self.steps, strict=False):
             # Reward functions expect raw completions, with reasoning and tool calls as text.
@@ -155,7 +157,6 @@ class AttemptConversation:
         return message if short == text else {**message, "content": short}
 
     def new_messages(self) -> tuple[tuple[Message, ...], ...]:
-        """Return the new messages before each completion, and after the last one."""
         return self.opening, *(tuple(step.messages) for step in self.steps)
 
     def _messages(self) -> tuple[Message, ...]:
@@ -167,13 +168,13 @@ class AttemptConversation:
 
 
 def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
-    """Cut a text in its middle, around a marker, until `fits(text)` is True. A text that fits is returned unchanged.
+    """Return a text unchanged if `fits(text)`. Otherwise cut its middle, put a marker there, and return it.
 
-    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so very long texts
-    are not read as a whole.
+    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so a very long text
+    is not read as a whole.
     """
     size = guess
-    # Grow from the guess until a cut does not fit: tokenising the whole of a very long text would take seconds.
+    # Grow from the guess until a cut does not fit. Tokenising the whole of a very long text would take seconds.
     while size < len(text) and fits(cut_in_the_middle(text, size)):
         size *= 2
     if size >= len(text) and fits(text):
@@ -189,7 +190,7 @@ def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
 
 
 def _message(turn: Turn) -> Message:
-    """Return a turn of the policy as a chat message. Calls with invalid arguments get an empty argument dict."""
+    """Return a turn of the policy as a chat message. A call with invalid arguments gets empty arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning

@@ -88,15 +88,17 @@ _CANCEL_SECONDS = 5.0
 class GroupBuffer:
     """The groups of a run, from the draw of their prompt to their training step.
 
-    `policy` selects one of three modes. Synchronous: prompts are drawn in batches, and one weight version samples a
-    whole batch. Surplus groups wait for the next step.
+    `policy` selects one of three modes.
+
+    Synchronous: prompts are drawn in batches, and one weight version samples a whole batch. Surplus groups wait for the
+    next step.
 
     Continuing or aborting stragglers: prompts are drawn one by one, `algorithm.oversampling` times as many as a step
-    needs. The step takes the groups that complete first. A group's oldest token may be at most `rollout.max_staleness`
-    weight versions old. `rollout.on_stale` decides whether the step waits for a group at this limit or drops it.
+    needs. The step takes the first groups to complete. A group's oldest token may be at most `rollout.max_staleness`
+    weight versions old. At this limit, the step waits for the group or drops it (`rollout.on_stale`).
 
-    Sampling ahead: groups are sampled during training and used in the order of drawing. At most `StepDemand.num_live`
-    groups exist at a time, so none exceeds the limit.
+    Sampling ahead: groups are sampled during training, and used in the order of drawing. At most `StepDemand.num_live`
+    groups exist at a time, so no group exceeds the limit.
 
     `sampled` holds the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
     last rewards of a synchronous step are computed.
@@ -126,24 +128,24 @@ class GroupBuffer:
         self._wakes = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
-        """Complete groups, filtered out or not, since a step last took groups."""
+        """Groups completed since a step last took groups, including the filtered-out ones."""
         self._num_surplus = 0
         self._num_started = 0
         self._is_refilled = False
-        """Whether a filtered-out group is replaced at once. True between two `take` calls, until an attempt fails."""
+        """Whether a filtered-out group is replaced at once: True between two `take` calls, until an attempt fails."""
         self._sampling: set[tuple[int, int]] = set()
-        """Attempts of a synchronous step with completions still to request: (group, attempt) numbers."""
+        """(group, attempt) numbers of a synchronous step's attempts with more completions to request."""
         self._sleep: asyncio.Future[None] | None = None
         self._sampled_at = self._late_seconds = 0.0
 
     def load(self, folder: Path) -> int:
         """Restore the buffer's state from a checkpoint folder.
 
-        Returns the number of waiting trajectories without log-probs of the trainer. The weights that sampled these are
-        gone, so the engine's log-probs replace them.
+        Returns the number of waiting trajectories without log-probs of the trainer. Their weights are gone, so the
+        engine's log-probs take their place.
         """
         self.state.load(folder, problem_lookup({name: source.problems for name, source in self._sources.items()}))
-        # Groups of several weight versions get log-probs only before the update that uses them.
+        # Groups sampled by several weight versions get log-probs only in the step that trains on them.
         if self._recipe.algorithm.old_logprobs != "trainer" or not self.policy.is_synchronous:
             return 0
         lacking = [t for t in flatten(self.state.waiting) if lacks_logprobs(t)]
@@ -154,13 +156,13 @@ class GroupBuffer:
         return len(lacking)
 
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
-        """Return the groups to train a step on, ordered by when their prompts were drawn.
+        """Return the groups for a training step, in the order in which their prompts were drawn.
 
-        `weight_version` is the version of the trainer's weights and the number of the step. `engine_version` is the
-        version of the engines' weights; None: the same.
+        `weight_version` is the version of the trainer's weights, and also the number of the step. `engine_version` is
+        the version of the engines' weights; None: the same.
 
-        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill the step. Raises AbandonedError
-        if the run must stop, and the error of a failed attempt.
+        Raises MegarlError if too few groups pass the filter in `algorithm.max_attempts` batches of prompts. Raises
+        AbandonedError if the run must stop, and the error of a failed attempt.
         """
         self._is_refilled = False
         engine_version = weight_version if engine_version is None else engine_version
@@ -173,7 +175,7 @@ class GroupBuffer:
         else:
             self._drop_stale()
             groups = await self._fill()
-        # `forget_step` returns these groups to the waiting ones, so that nothing is sampled twice.
+        # If the step is undone, `forget_step` makes these groups wait again, so nothing is sampled twice.
         self.state.use(groups)
         if self.policy.stragglers == "abort":
             self._abort_all()
@@ -189,20 +191,20 @@ class GroupBuffer:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step (METRICS), and the curriculum's metrics."""
+        """Return the metrics of the last step (METRICS), and those of the curriculum."""
         return self._counts | self._position_metrics()
 
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
-        """Return the groups with the trainer's `old_logprobs` where needed. Call it before the step's update.
+        """Return the groups with the trainer's `old_logprobs` where needed. Call this before the step's update.
 
         In synchronous training, groups waiting for a later step get log-probs too, while the trainer still has the
-        weights that sampled them. Otherwise log-probs are computed just before a group's own update. `forward` computes
+        weights that sampled them. In other modes a group gets them just before its own update. `forward` computes the
         log-probs of a batch.
         """
         if self.policy.is_synchronous:
             completed, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
         else:
-            # Groups may complete and join `state.waiting` during the forward pass, so leave that list untouched.
+            # Groups may complete and join `state.waiting` during the forward pass, so do not replace that list.
             completed, _ = await complete_logprobs(groups, [], self._recipe, forward)
         return completed
 
@@ -211,11 +213,11 @@ class GroupBuffer:
         while True:
             self._collect()
             self._start_more(self._demand.num_live)
-            # Filtered-out groups leave places, so new ones start before each check.
+            # Filtered-out groups leave their places empty, so start new groups before each check.
             if (groups := self._demand.choose_groups(self.state)) is not None:
                 return groups
             self._refuse_starved()
-            # With enough groups ready, only groups at the staleness bound can delay the step.
+            # With enough complete groups, the step waits only for groups at the staleness limit.
             is_waited_for = len(self.state.waiting) >= self._demand.num_groups
             began = time.monotonic()
             await self._wait_for_a_group()
@@ -227,7 +229,7 @@ class GroupBuffer:
         """Return the groups of a synchronous step. On an error, cancel all groups and their requests."""
         try:
             groups = await self._fill()
-            # An agent may end while a request of its own still runs in an engine.
+            # An agent may end before a request of its own has left the engine.
             await self._wait_until_drained()
         except BaseException:
             self._cancel(list(self._tasks))
@@ -236,7 +238,7 @@ class GroupBuffer:
             await self._wait_until_drained()
             raise
         finally:
-            # Even after an error: whoever handles it must find the engines in a definite state.
+            # Await this after an error too: whoever handles the error must know whether the engines sleep.
             if self._sleep is not None:
                 sleep, self._sleep = self._sleep, None
                 await sleep
@@ -247,10 +249,10 @@ class GroupBuffer:
             await source.sampler.pool.wait_until_drained()
 
     def _start_more(self, num_live: int) -> None:
-        """Continue the unfinished groups of a checkpoint, then start new ones.
+        """Continue the unfinished groups of a checkpoint, then start new groups.
 
-        A synchronous step starts one batch of `num_live` prompts. Otherwise at most `num_live` groups are in flight or
-        waiting.
+        A synchronous step starts one batch of `num_live` prompts. In other modes, new groups start until `num_live`
+        groups are in flight or waiting.
         """
         state = self.state
         for group in state.started.values():
@@ -261,7 +263,7 @@ class GroupBuffer:
                 state.drawn += 1
                 self._start_new(state.drawn - 1, state.drawn)
         elif not state.started and len(state.waiting) < self._demand.num_groups and not self._has_drawn_enough:
-            # One draw is a whole batch: it has one seed number, and its groups are numbered after the waiting ones.
+            # A batch is one draw, with one seed number. Its groups are numbered after the waiting groups.
             state.drawn += 1
             first = self._num_surplus + self._num_started
             earlier: Counter[tuple[str, int]] = Counter()
@@ -284,10 +286,10 @@ class GroupBuffer:
         """Start the unfinished attempts of a group. `repeat` is how often the batch drew this problem before."""
         seed = f"{self._recipe.seed} {seed_number}"
         if self._recipe.mixture:
-            # Problems of several sources share their indices.
+            # Two sources may have problems with the same index.
             seed = f"{seed} {group.problem.source}"
         if repeat:
-            # A batch has one number. Without this, data smaller than a batch would give equal completions twice.
+            # All groups of a batch share one seed number. A problem drawn twice would get equal completions.
             seed = f"{seed} repeat {repeat}"
         if self.policy.is_synchronous:
             self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
@@ -319,7 +321,7 @@ class GroupBuffer:
         engine = AttemptEngine(sampler.pool, calls, log=log, is_followed=not self.policy.is_synchronous)
         self._engines[group.draw].append(engine)
 
-        # Agents and failed attempts never score, so their end counts as the end of their sampling.
+        # Agents and failed attempts never report their last completion. Their end counts as the end of their sampling.
         trajectory = await sampler.attempt(task, engine, end_sampling)
         end_sampling()
         trajectory = replace(trajectory, restarts=trajectory.restarts + engine.is_restarted)
@@ -333,9 +335,9 @@ class GroupBuffer:
         if self._sampling:
             return
         self._sampled_at = time.monotonic()
-        # With a filter, another batch may have to be sampled with the same weights: keep the engines awake.
+        # A filter may require another batch with the same weights, so keep the engines awake.
         if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
-            # A task of its own, so that cancelled attempts do not cancel a call to all ranks.
+            # In a task of its own: a cancelled attempt must not cancel this call to all ranks.
             self._sleep = asyncio.ensure_future(self.on_sampled())
             self._sleep.add_done_callback(self._note_end)
 
@@ -346,17 +348,19 @@ class GroupBuffer:
             self._is_refilled = False  # the next `take` raises it
         if self._is_refilled:
             self._collect()
-            # The step's own groups were taken already, but `_num_live` still counts them.
+            # This step's groups were taken already, but `num_live` still counts them.
             self._start_more(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group completes or fails, for at most 1 second, to check for a stop."""
+        """Wait until a group completes or fails. Return after 1 second at most, so that the caller can check for a
+        stop.
+        """
         self._wakes = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
 
     def _collect(self) -> None:
-        """Move complete groups passing the filter to the waiting ones. Raises the error of a failed attempt."""
+        """Move complete groups to the waiting ones if they pass the filter. Raises the error of a failed attempt."""
         state, recipe = self.state, self._recipe
         if self._sleep is not None and self._sleep.done():
             self._sleep.result()
@@ -365,10 +369,10 @@ class GroupBuffer:
             try:
                 self._tasks[draw].result()
             except ExceptionGroup as errors:
-                # TaskGroup wraps errors. The first is the cause; the others are cancellations or repeats.
+                # TaskGroup collects all errors. The first one is the cause; the rest are its consequences.
                 raise errors.exceptions[0] from None
         if self.policy.is_synchronous:
-            # A batch is collected as a whole, in its order: the curriculum must not depend on which group ends first.
+            # Collect a batch as a whole, in its order. The curriculum must not depend on the order in which groups end.
             if len(ended) < len(self._tasks) or (self._sleep is not None and not self._sleep.done()):
                 return
             if ended:
@@ -376,7 +380,7 @@ class GroupBuffer:
         for draw in ended:
             finished = state.started[draw].finished
             group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
-            # Before the group leaves the started ones: if this raises during training, the next `take` raises it again.
+            # Before the group is removed: if this raises during training, the next `take` must raise it again.
             self._observe(group)
             del self._tasks[draw], self._engines[draw], state.started[draw]
             self._collected.append(group)
@@ -392,7 +396,7 @@ class GroupBuffer:
         """
         problem = group[0].problem
         refuse_unjudged(group, self._sources[problem.source].recipe)
-        # Failed attempts have no reward; they say nothing about the problem's difficulty.
+        # Failed attempts have no reward. They show nothing about the problem's difficulty.
         judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
         if judged:
             self.state.positions = self._mixture.observe(self.state.positions, problem, sum(judged) / len(judged))
@@ -429,14 +433,14 @@ class GroupBuffer:
         state.waiting = []
 
     def _cancel(self, draws: Sequence[int], *, is_dropped: bool = False) -> None:
-        """Cancel the groups with these numbers (`draws`), and withdraw their requests from the engines.
+        """Cancel the groups with these numbers (`draws`), and abort their requests in the engines.
 
-        A resumed run continues the groups, unless they are dropped.
+        A resumed run continues these groups, unless `is_dropped`.
         """
         for draw in draws:
             if (task := self._tasks.pop(draw, None)) is not None:
                 for engine in self._engines.pop(draw):
-                    # Closed before cancelling: an environment may swallow its cancellation and request more samples.
+                    # Close the engine first: an environment may swallow its cancellation and request more samples.
                     engine.close()
                     if is_dropped and engine.log is not None:
                         engine.log.drop()

@@ -1,4 +1,4 @@
-"""How many groups the buffer samples, which ones a training step takes, and which ones are too old."""
+"""Rules of the buffer: how many groups to sample, which groups a step takes, and when a group is too old."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from megarl.types import Group, MegarlError, Reward, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class BufferPolicy:
-    """How many steps to sample ahead of the trainer, and what to do with stragglers. Default: synchronous training.
+    """Number of steps to sample ahead of the trainer, and how to treat stragglers. Default: synchronous training.
 
-    Stragglers are groups in flight when a step has enough other groups. `finish`: the step waits for them. `continue`:
-    they pause while the engines do, and a later step trains on them. `abort`: they are dropped.
+    Stragglers are groups still in flight when a step has enough complete groups. `finish`: the step waits for them.
+    `continue`: they pause while the engines do, and a later step trains on them. `abort`: they are dropped.
     """
 
     stragglers: Literal["finish", "continue", "abort"] = "finish"
     steps_ahead: int = 0
-    """Number of later steps to sample groups for while the current step trains. Above 0, groups are used in order."""
+    """Number of later steps to sample for while the current step trains. Above 0, groups are used in the order of
+    drawing.
+    """
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
@@ -34,15 +36,14 @@ class BufferPolicy:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all groups drawn for a step also finish in this step."""
         return self.stragglers == "finish"
 
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """A training step's need of groups: how many, and how old their tokens may be.
+    """A training step's demand for groups: how many, and how old their tokens may be.
 
-    `step` is also the version of the weights that the step trains. The engines may have an earlier `engine_version`.
+    `step` is also the version of the weights to train. The engines may still have an earlier `engine_version`.
     """
 
     policy: BufferPolicy
@@ -53,28 +54,28 @@ class StepDemand:
 
     @property
     def num_live(self) -> int:
-        """Maximum number of groups, in flight or complete, while the step waits.
+        """Return the maximum number of groups, in flight or complete, while the step waits.
 
-        A group started by engines of version v may be trained at step v + `rollout.staleness_bound` at the latest.
-        Groups sampled ahead are used in order, so only the number of earlier groups matters. Step n allows P * (1 +
-        staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3) with the
-        engines' version, which lags with `rollout.sync_every` above 1.
+        If engines of version v start a group, a step may train on it up to step v + `rollout.staleness_bound`. Groups
+        sampled ahead are used in order, so only the number of earlier groups matters. With P groups per step, step n
+        allows P * (1 + staleness_bound - (n - v)) groups, including its own. This is AReaL's rule (arXiv 2505.24298,
+        eq. 3) with the engines' version, which lags with `rollout.sync_every` above 1.
         """
         if self.policy.is_synchronous and self.recipe.algorithm.dynamic_sampling is None:
-            # Without a filter a surplus would only wait, and be trained with older weights.
+            # Without a filter, surplus groups would only wait and become stale.
             return self.num_groups
         if not self.policy.steps_ahead:
             return ceil(self.num_groups * self.recipe.algorithm.oversampling)
-        # Engines behind the trainer produce older tokens, so fewer steps may be sampled ahead.
+        # The further the engines are behind the trainer, the fewer steps may be sampled ahead.
         lag = self.step - self.engine_version
-        # Never beyond the run's last step.
+        # Sample nothing for steps after the run's last one.
         steps_left = self.recipe.train.steps - self.step + 1
         return self.num_groups * min(1 + self.policy.steps_ahead - lag, steps_left)
 
     def choose_groups(self, state: RLState) -> list[Group] | None:
         """Return the groups for a step, in the order of drawing; None while too few are complete."""
         if self.policy.is_synchronous or self.policy.steps_ahead:
-            # The groups drawn first, once no earlier group is in flight.
+            # Take the groups drawn first, as soon as no earlier group is in flight.
             first_in_flight = min(state.started, default=None)
             ready = [g for g in state.waiting if first_in_flight is None or draw_of(g) < first_in_flight]
             is_filled = len(ready) >= self.num_groups and not (self.policy.is_synchronous and state.started)
@@ -84,7 +85,8 @@ class StepDemand:
         is_awaited = any(group.oldest_version(self.engine_version) <= newest for group in state.started.values())
         if len(state.waiting) < self.num_groups or (waits and is_awaited):
             return None
-        # False sorts before True: groups at the bound come first. The sort is stable, so ties keep their order.
+        # Groups at the staleness limit come first (False sorts before True). The sort is stable, so ties keep their
+        # order.
         by_staleness = sorted(state.waiting, key=lambda group: self._oldest_version(group) > newest)
         return sorted(by_staleness[: self.num_groups], key=draw_of)
 
@@ -103,11 +105,11 @@ class StepDemand:
 
 
 def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
-    """Return whether a group is used for training. Always True without `algorithm.dynamic_sampling` = (low, high).
+    """Return whether to train on a group. Always True without `algorithm.dynamic_sampling` = (low, high).
 
-    By accuracy: the share of right answers must lie between `low` and `high`, both excluded. By reward: the largest
-    reward must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one of the two. Its
-    default is accuracy if all answers have a verdict. A group without any scored attempt is not used.
+    By accuracy: the share of right answers must lie strictly between `low` and `high`. By reward: the largest reward
+    must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one of the two. Its default
+    is accuracy if all answers have a verdict. A group without a scored attempt is never used.
     """
     if algorithm.dynamic_sampling is None:
         return True

@@ -18,11 +18,11 @@ from megarl.rollout.stragglers import Pace
 from megarl.types import Completion, Request
 
 Queue = OrderedDict[str, Request]
-"""Waiting requests by id, first in first out. One of thousands can be removed in constant time."""
+"""Waiting requests by id, first in first out. Any of them can be removed in constant time."""
 
 
 class Generates(Protocol):
-    """A source of completions. `EnginePool` samples them, and `AttemptEngine` also replays recorded ones."""
+    """A source of completions: `EnginePool` samples them, `AttemptEngine` also replays recorded ones."""
 
     async def generate(
         self,
@@ -35,21 +35,19 @@ class Generates(Protocol):
     ) -> Completion:
         """Sample one completion.
 
-        Requests with the same `affinity` (a trajectory's name) prefer the replica with their prefix cached. `is_last`
-        promises that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called
-        once with the number of sampled tokens, perhaps later than this call ends. If the completion continues tokens
-        that the journal has counted already, `on_begun` is called first with their number.
+        `affinity` is the trajectory's name: its requests prefer the replica with its prefix cached. `is_last` promises
+        that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called once with
+        the number of sampled tokens, perhaps after this call has ended. If the journal has counted tokens of this
+        completion already, `on_begun` is called first with their number.
         """
         ...
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica with the cached prefix of the finished trajectory `affinity`."""
+        """Remove a finished trajectory's entry from the table of replicas with cached prefixes."""
         ...
 
     @property
-    def seconds_paused(self) -> float:
-        """Total seconds of the engine pool's pauses."""
-        ...
+    def seconds_paused(self) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +95,10 @@ def num_sampled(parts: Sequence[Completion]) -> int:
 
 
 def remainder(request: Request, parts: Sequence[Completion]) -> Request:
-    """Return a request for the remaining tokens of an interrupted completion. Its prompt ends with the tokens so far.
+    """Return a request for the remaining tokens of an interrupted completion. Its prompt includes the tokens so far.
 
-    The seed derives from the old seed and the number of tokens so far. The old seed would repeat the first draws.
+    Its seed derives from the old seed and the number of tokens so far. With the old seed, the engine would repeat its
+    first random numbers.
     """
     sampled_before = num_sampled(parts)
     if not sampled_before:
@@ -115,9 +114,9 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def join_parts(parts: Sequence[Completion]) -> Completion:
-    """Return the completion that joins these parts, in order.
+    """Return one completion made of these parts, in order.
 
-    The finish reason and the routed experts of all tokens come from the last part, whose prompt had the other parts.
+    The finish reason and the routed experts come from the last part. Its prompt included all earlier parts.
     """
     return replace(
         parts[-1],

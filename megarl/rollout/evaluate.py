@@ -68,7 +68,8 @@ class EvaluatedSet:
     measures: Mapping[str, Measure]
     """Means over problems with 95 % intervals, by the name of the measure."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same measures by data source (field `reward.source_field` of the records). Empty for a single one."""
+    """The same measures by data source (field `reward.source_field` of the records). Empty if there is only one source.
+    """
     counts: Mapping[str, float]
     """Counts of completions without a score, and of calls to scoring servers."""
     read_answer: ReadAnswer | None = None
@@ -111,7 +112,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         sampling = sampling_settings(
             recipe.evaluation_sampling, repetition_penalty=settings.sampling.repetition_penalty
         )
-        # A context variable: tasks created below inherit it, so that the pool counts tokens for the evaluation.
+        # Tasks created below inherit this context variable, so the pool counts their tokens for the evaluation.
         token = COUNTED_FOR.set("evaluation")
         try:
             trajectories = await source.sampler.sample(
@@ -129,9 +130,9 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
         arguments = (settings.samples_per_prompt, settings.ks, read)
         grouped = by_data_source(trajectories, recipe.reward.source_field)
-        # Majorities take a while; in a thread, so that the event loop keeps answering calls.
+        # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.
         set_measures = await asyncio.to_thread(measures_of, trajectories, *arguments)
-        # One data source alone would repeat the set's own numbers.
+        # With a single data source, its numbers would only repeat those of the set.
         parts = grouped.items() if len(grouped) > 1 else ()
         of_parts = {key: await asyncio.to_thread(measures_of, part, *arguments) for key, part in parts}
         yield EvaluatedSet(
@@ -152,10 +153,9 @@ def measures_of(
     """Return measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.
 
     `accuracy` is the share of correct attempts (avg@n). Each k of `ks` adds `pass_at_K` and, with `read_answer`,
-    `majority_at_K`. An unscored attempt counts as not correct. These three are absent if a scored answer has no
-    verdict.
+    `majority_at_K`. An unscored attempt counts as not correct. If a scored answer has no verdict, all three are absent.
 
-    `reward/mean` and `reward/NAME/mean` are means of scores, over scored attempts only.
+    `reward/mean` and `reward/NAME/mean` are mean scores of the scored attempts.
     """
     starts = range(0, len(trajectories), samples_per_prompt)
     problems = [trajectories[start : start + samples_per_prompt] for start in starts]
@@ -199,7 +199,7 @@ def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
     if trajectory.is_in_thoughts:
         return None
     answer = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
-    # Without blanks, because votes compare texts: "x = 1" and "x=1" are one answer.
+    # Votes compare texts, and "x = 1" and "x=1" are the same answer.
     return None if answer is None else "".join(answer.split())
 
 
@@ -211,9 +211,9 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
-    """Return the counts of completions with failed scoring, by kind, with `prefix`.
+    """Return the numbers of completions whose scoring failed, by kind. Metric names begin with `prefix`.
 
-    Raises MegarlError if failed scorings and failed attempts are more than `max_failed_fraction` of all.
+    Raises MegarlError if more than `max_failed_fraction` of all attempts failed, in scoring or before.
     """
     failures = [t.failure for t in trajectories]
     metrics = {

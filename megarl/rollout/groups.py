@@ -35,10 +35,10 @@ METRICS = (
 class GroupSampler:
     """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
-    An attempt runs in a new object from `make_environment`, in a process of `environment_pool`, or in an external
-    `agent` program. After a restart of the driver, `expect_programs(keys, orphans)` lets agent programs with these
-    keys go on, and ends the containers of the orphans. `notify_once(kind, text)` shows the user the first failure of
-    each kind.
+    An attempt uses a new environment from `make_environment`, one in a process of `environment_pool`, or an external
+    `agent` program. After a restart of the driver, call `expect_programs(keys, orphans)`. Agent programs with these API
+    keys then go on, and the containers `orphans` are ended. `notify_once(kind, text)` shows the user the first failure
+    of each kind.
     """
 
     pool: EnginePool
@@ -71,7 +71,7 @@ class GroupSampler:
             for number in range(samples_per_prompt)
         ]
         trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
-        # An agent may end while a request of its own still runs in an engine.
+        # An agent may end before a request of its own has left the engine.
         await self.pool.wait_until_drained()
         return trajectories
 
@@ -85,8 +85,8 @@ class GroupSampler:
     ) -> Trajectory:
         """Run one attempt with completions from `engine`.
 
-        `before_score` is called after the last completion. Agent programs do not report their last completion, so for
-        them it is never called.
+        `before_score` is called after the last completion. It is never called for agent programs, because they do not
+        report their last completion.
         """
 
         async def score(sample: Sample) -> Scored:
@@ -105,7 +105,7 @@ class GroupSampler:
             async with self.environment_pool.seat() as seat:
                 # Waiting for a free process is part of the environment's time.
                 waited = monotonic() - began
-                # The next attempt waits for this process.
+                # Another attempt waits for this process.
                 engine.is_followed = True
                 trajectory = await self._attempt_in_environment(task, budget, engine, seat.environment, score)
                 killed = {"process_killed": float(seat.num_killed)}
@@ -128,7 +128,7 @@ class GroupSampler:
         return await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
 
     def _report(self, trajectory: Trajectory) -> None:
-        """Notify the user of a failed attempt's error, once for each kind of error."""
+        """Show the user a failed attempt's error, once per kind of error."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

@@ -16,10 +16,10 @@ from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
 
 BUDGET_SECONDS = 1.0
-"""Seconds of sampling before an engine reports to the driver again."""
+"""Seconds for an engine to sample before it returns to the driver."""
 _MARGIN = 2
-"""Tolerated extra load of a replica over the least loaded one, in requests. A trajectory's next request goes to the
-replica with its prefix cached. With more extra load it goes to the common queue.
+"""Extra requests tolerated on the replica with a trajectory's cached prefix, compared with the least loaded replica.
+With more extra requests, the trajectory's next request goes to the common queue.
 """
 Result = TypeVar("Result")
 
@@ -57,20 +57,20 @@ class Asks(Protocol):
 
 
 class EnginePool:
-    """Engine replicas shared by many coroutines. One task per replica (its pump) steps the engine.
+    """Engine replicas shared by many coroutines. Each replica's engine is stepped by one task, its pump.
 
-    Requests are admitted in the order of their arrival, at most `max_running` per replica. So samples of one prompt
-    share a replica's prefix cache, and a faster replica gets more requests.
+    Requests are admitted in the order of arrival, at most `max_running` per replica. So samples of one prompt share a
+    replica's prefix cache, and a faster replica gets more requests.
 
-    The pump lets the engine run until an eighth of its requests have finished, for at most `budget_seconds`. If no
-    further request can come (`is_last`), the engine runs until all have finished. Other tasks of the driver, for
-    example scoring, continue meanwhile.
+    One call of the pump lets the engine run until an eighth of its requests have finished, for at most
+    `budget_seconds`. If no further request can come (`is_last`), the engine runs until all have finished. Other tasks
+    of the driver, for example scoring, run meanwhile.
 
     If a pump fails, all current and later requests raise its error. Losing a replica while others live is not a
-    failure: its requests move to the others, with the tokens sampled so far.
+    failure: its requests move to the other replicas, with the tokens sampled so far.
 
-    `pause` aborts running requests and retains their tokens; `resume` continues them as new requests. With
-    `pause(aborts=False)` they stay in their engines instead. Callers of `generate` only wait longer.
+    `pause` aborts running requests and retains their tokens. `resume` continues them as new requests. With
+    `pause(aborts=False)` they stay in their engines. Callers of `generate` only wait longer.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EnginePool:
         budget_seconds: float = BUDGET_SECONDS,
         stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the replicas of `parallel`. `stragglers` finds slow replicas; None: nothing does."""
+        """Create a pool over the replicas of `parallel`. `stragglers` detects slow replicas; None: no detection."""
         self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
@@ -93,9 +93,9 @@ class EnginePool:
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
-        """Trajectories (their `affinity`, else the request id) that may send another request after the current one."""
+        """Trajectories that may send another request after the current one, by `affinity` or else by request id."""
         self._withdrawn: dict[str, Callable[[int], None]] = {}
-        """Callbacks for the tokens of cancelled requests that their engines have not ended yet."""
+        """Callbacks that report a cancelled request's tokens, by request id, until the engine has ended the request."""
         self._tokens_in_engines: dict[str, int] = {}
         """Tokens of requests that stay in paused engines, by request id. Empty while the engines sample."""
         self._failure: Exception | None = None
@@ -113,10 +113,10 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
-        Requests of one trajectory (`affinity`) go to the replica with its prefix cached, unless that replica has much
-        more load than another. `is_last` promises that no request follows. The completion may then arrive up to
-        `budget_seconds` late. `parts` were sampled earlier; each pause appends one. After a cancellation or an error,
-        `on_abort` is called once with the number of tokens sampled so far, as soon as it is known.
+        `affinity` names a trajectory: its requests go to the replica with its prefix cached, unless that replica has
+        much more load than another. `is_last` promises that no request follows. The completion may then arrive up to
+        `budget_seconds` late. `parts` were sampled earlier, and each pause appends one. After a cancellation or an
+        error, `on_abort` is called once with the number of tokens sampled so far, as soon as it is known.
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
@@ -126,7 +126,7 @@ class EnginePool:
                 f"request id {request.request_id} is in use by a request still running; choose a unique id"
             )
         if error is not None:
-            # The end of a session waits for this report.
+            # Report even then: the end of a session waits for it.
             if on_abort is not None:
                 on_abort(num_sampled(parts or []))
             raise error
@@ -147,7 +147,7 @@ class EnginePool:
             del self._pending[request.request_id]
             if affinity is None:
                 self._open.discard(opened)
-            # The future is pending only if this coroutine was cancelled, and then it is cancelled too.
+            # The future is pending only if this coroutine was cancelled. Its cancellation cancels the future too.
             if future.cancelled() or future.exception():
                 self._withdraw(request)
                 if on_abort is not None:
@@ -157,7 +157,7 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica with the prefix cache of the finished trajectory `affinity`."""
+        """Remove a finished trajectory's entry from the table of replicas with cached prefixes."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
@@ -172,18 +172,17 @@ class EnginePool:
             await asyncio.wait(pumps)
         stop_sampling = self._abort_running if aborts else self._count_unfinished
         await asyncio.gather(*(stop_sampling(replica) for replica in self._replicas if replica.running))
-        # Weights may change during the pause, and cached keys and values with them. Replicas may be lost too.
-        # So affinities are void, and replica queues merge into the common queue.
+        # The pause may change the weights, and with them the KV cache, or lose replicas. So clear the affinities, and
+        # move all replica queues to the common queue.
         self._homes.clear()
         for replica in self._replicas:
             while replica.waiting:
-                # Newest first, each moved to the front: the common queue ends up in the original order.
+                # Pop the newest first and put each at the front. So the common queue keeps the original order.
                 name, request = replica.waiting.popitem()
                 self._waiting[name] = request
                 self._waiting.move_to_end(name, last=False)
 
     def resume(self) -> None:
-        """Resume sampling: send the requests waiting since `pause` to the engines."""
         self._meter.end_pause(requests_wait=bool(self._pending))
         self._tokens_in_engines.clear()
         self._start_pumps()
@@ -193,9 +192,10 @@ class EnginePool:
         return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use only the replicas with these first ranks, even lost replicas. Call it while the pool is paused.
+        """Use only the replicas with these first ranks, including replicas lost before. Call this while the pool is
+        paused.
 
-        Requests still in the engine of an excluded replica move to the others.
+        Requests in the engine of an excluded replica move to the other replicas.
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
@@ -206,7 +206,7 @@ class EnginePool:
                 self._requeue(replica)
 
     def take_lost(self) -> int:
-        """Return how many requests lost their replica since the last call of this method."""
+        """Return how many requests have lost their replica since the last call."""
         num_lost, self._num_lost = self._num_lost, 0
         return num_lost
 
@@ -216,7 +216,6 @@ class EnginePool:
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds of the pool's pauses."""
         return self._meter.seconds_paused
 
     def load(self) -> PoolLoad:
@@ -255,14 +254,14 @@ class EnginePool:
         return metrics
 
     async def _abort_running(self, replica: Replica) -> None:
-        """Abort a replica's running requests, and queue the remaining tokens of each completion at the front."""
+        """Abort a replica's running requests. Queue each one's remaining tokens at the front."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
         try:
             aborted = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
         except PeerLostError as error:
-            # `_drop_replica` requeues the ids in `running`, which this method has already cleared.
+            # If the call fails, `_drop_replica` requeues the ids in `running`, so restore them.
             replica.running = dict.fromkeys(running)
             self._drop_replica(replica, error)
             if self._failure is not None:
@@ -279,7 +278,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count the tokens of requests staying in an engine during a pause: they may finish in a later step."""
+        """Count the tokens of requests that stay in an engine during a pause: they may finish in a later step."""
         try:
             counts, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
@@ -289,13 +288,13 @@ class EnginePool:
             return
         replica.pace.num_tokens += sum(self._count_tokens(name, num_tokens) for name, num_tokens in counts.items())
         self._meter.expect_again(counts)
-        # The engine ends cancelled requests only after the pause, and until then samples nothing for them.
+        # The engine ends cancelled requests only after the pause. Until then it samples nothing for them.
         for name, num_tokens in counts.items():
             self._report_withdrawn(name, num_tokens)
         self._tokens_in_engines |= counts
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
-        """Queue the remaining tokens of a completion, or finish the completion if its token limit is reached."""
+        """Queue the remaining tokens of a completion. If its token limit is reached, finish it instead."""
         name = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
@@ -305,7 +304,7 @@ class EnginePool:
 
     def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
-        # A lost replica has no pump, so a request in its queue would wait for ever.
+        # A lost replica has no pump: a request in its queue would wait for ever.
         if home is None or home.is_lost or home.load > min(replica.load for replica in self._live) + _MARGIN:
             return self._waiting
         return home.waiting
@@ -323,8 +322,8 @@ class EnginePool:
     def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
         """Call `on_abort` with the number of tokens sampled for an aborted request.
 
-        A request that runs in an engine is reported once the engine has ended it, or has paused. Others are reported at
-        once. `num_before` are tokens of earlier parts.
+        If the request runs in an engine, this happens once the engine has ended it or paused. Otherwise it happens at
+        once. `num_before` is the number of tokens in earlier parts.
         """
         is_running = any(request_id in replica.running for replica in self._replicas)
         if is_running and self._failure is None and request_id not in self._tokens_in_engines:
@@ -333,7 +332,7 @@ class EnginePool:
             on_abort(num_before + self._tokens_in_engines.get(request_id, 0))
 
     def _report_withdrawn(self, request_id: str, num_tokens: int) -> None:
-        """Report the tokens of a cancelled request, sampled since its last part. Does nothing for other requests."""
+        """Report the tokens sampled for a cancelled request since its last part. Do nothing for other requests."""
         if (report := self._withdrawn.pop(request_id, None)) is not None:
             report(num_tokens)
 
@@ -352,7 +351,8 @@ class EnginePool:
                 if not replica.running:
                     return
                 await self._advance(replica, new)
-                # Yield once: coroutines resumed by these completions can queue their next request before admission.
+                # Yield once, so that coroutines resumed by these completions can queue their next request before
+                # admission.
                 await asyncio.sleep(0)
         except PeerLostError as error:
             self._drop_replica(replica, error)
@@ -362,10 +362,10 @@ class EnginePool:
             self._notify_advance()
 
     def _admit(self, replica: Replica) -> tuple[Request, ...]:
-        """Dequeue as many requests as a replica may start: first its own queue, then its share of the common queue."""
+        """Dequeue the requests that a replica may start: its own queue first, then its share of the common queue."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
-        # Round up. No replica takes more than its even share of the common queue: one with a free engine would
-        # otherwise drain the queue before the other pumps start.
+        # Each replica takes at most an even share, rounded up. Otherwise the first pump to run would drain the common
+        # queue.
         share = -(-unfinished // len(self._live))
         num_admitted = min(len(replica.waiting), self._max_running - len(replica.running))
         new = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
@@ -376,13 +376,13 @@ class EnginePool:
 
     async def _advance(self, replica: Replica, new: tuple[Request, ...]) -> None:
         self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
-        # A request may have finished between its cancellation and this call; the engine does not know its id then.
+        # A request may have finished since its cancellation. The engine no longer knows its id.
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
         began, load = time.monotonic(), len(replica.running)
         completions = await self._ask(replica, new, aborts, self._budget_seconds)
         seconds = time.monotonic() - began
-        # Requests that finish in this call ran for half of it on average.
+        # Assume that a request finishing in this call ran for half of the call.
         replica.pace.add(
             Pace(
                 num_tokens=self._count_parts(completions),
@@ -404,7 +404,7 @@ class EnginePool:
     ) -> list[Completion]:
         """Send new requests and aborts to a replica, let it sample, and return the finished completions."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
-        # Only the leader has vLLM's scheduler; the other ranks of the replica follow it.
+        # Only the replica's first rank has vLLM's scheduler. The other ranks follow it.
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
         completions, *_ = await self._ranks.ask(
             replica.ranks,
@@ -417,30 +417,31 @@ class EnginePool:
         return completions
 
     def _completions_per_report(self, replica: Replica) -> int | None:
-        """Return the finished completions after which the engine reports. None: it reports only at the time limit.
+        """Return the number of finished completions after which the engine returns; None: only at the time limit.
 
-        A report costs driver and engine as much time as some sampled tokens.
+        Each return costs driver and engine as much time as some sampled tokens.
         """
         may_follow = self._waiting or replica.waiting or self._open
-        # An eighth: early completions let next turns start, but frequent returns would slow sampling.
+        # An eighth of the requests: later turns can start early, but more returns would slow down sampling.
         return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count_parts(self, parts: Iterable[Completion]) -> int:
         return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
 
     def _count_tokens(self, name: str, num_tokens: int) -> int:
-        """Count the tokens of a request, and return how many are new. Cancelled requests count as training."""
+        """Count the tokens of a request, and return how many are new. Those of cancelled requests count as training."""
         pending = self._pending.get(name)
         return self._meter.count_tokens(name, num_tokens, "training" if pending is None else pending.purpose)
 
     def _notify_advance(self) -> None:
-        # Waiters keep the old event. A new one makes the next wait block again.
+        # Set the old event to wake its waiters, then replace it, so that the next wait blocks.
         self._advanced.set()
         self._advanced = asyncio.Event()
 
     def _drop_replica(self, replica: Replica, error: Exception) -> None:
-        """Mark a replica as lost, and move its requests to the front of the queue. Without a live replica, fail all
-        requests.
+        """Mark a replica as lost, and move its requests to the front of the queue.
+
+        Without a live replica, fail all requests.
         """
         replica.is_lost = True
         if not self._live:
@@ -456,10 +457,10 @@ class EnginePool:
         replica.running.clear()
         replica.waiting.clear()
         replica.aborts.clear()
-        # Each request goes to the front, so the reverse order keeps the oldest first.
+        # Each request goes to the front, so go through them in reverse to keep the oldest first.
         for name in reversed(names):
             self._meter.forget(name)
-            # The tokens in a lost engine are unknown. Without a report, the end of a session would wait for one.
+            # The tokens in a lost engine are unknown, so report 0. The end of a session waits for a report.
             self._report_withdrawn(name, 0)
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
@@ -479,16 +480,16 @@ class EnginePool:
 async def gather_unless_abandoned(
     pool: EnginePool, attempts: Iterable[Coroutine[Any, Any, Result]], is_abandoned: Callable[[], bool]
 ) -> list[Result]:
-    """Run attempts concurrently and return their results in order.
+    """Run attempts concurrently, and return their results in order.
 
-    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. Before that, all other
-    attempts are cancelled and their requests have left the engines.
+    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. Before it raises, all other
+    attempts are cancelled, and the engines have none of their requests left.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)
     try:
         while waiting:
-            # A timeout, because `is_abandoned` is polled: nothing notifies this coroutine of a requested stop.
+            # With a timeout, because `is_abandoned` must be polled: no event announces a requested stop.
             done, waiting = await asyncio.wait(waiting, timeout=BUDGET_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()

@@ -42,13 +42,13 @@ class PoolMeter:
 
     def __init__(self) -> None:
         self.num_prompt_tokens = self.num_cached = 0
-        """Tokens of the admitted prompts. `num_cached` counts those found in a prefix cache."""
+        """Tokens of the admitted prompts. `num_cached` of them were in a prefix cache."""
         self.total_sampled = 0
         """Tokens sampled since the start of the run."""
         self._num_sampled: Counter[str] = Counter()
-        """Number of sampled tokens, by purpose: training or evaluation."""
+        """Number of sampled tokens, by purpose: `training` or `evaluation`."""
         self._num_counted: dict[str, int] = {}
-        """Tokens already counted, by request id, of requests staying in their engine during a pause."""
+        """Tokens counted so far of requests that stay in their engine during a pause, by request id."""
         self._paused_at: float | None = None
         self._measured_at = time.monotonic()
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
@@ -62,7 +62,7 @@ class PoolMeter:
             self._paused_at = time.monotonic()
 
     def end_pause(self, *, requests_wait: bool) -> None:
-        """End the pause in progress. `requests_wait`: requests waited during the pause."""
+        """End the current pause. `requests_wait`: requests waited during it."""
         self._count_pause(requests_wait=requests_wait)
         self._paused_at = None
 
@@ -78,33 +78,30 @@ class PoolMeter:
         return self._seconds_paused + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
 
     def count_tokens(self, request_id: str, num_tokens: int, purpose: str) -> int:
-        """Count the uncounted tokens of a request, and return their number."""
+        """Count those tokens of a request that are not yet counted, and return their number."""
         num_new = num_tokens - self._num_counted.pop(request_id, 0)
         self._num_sampled[purpose] += num_new
         self.total_sampled += num_new
         return num_new
 
     def expect_again(self, counts: Mapping[str, int]) -> None:
-        """Remember the counted tokens of requests, by request id. `count_tokens` subtracts them, so none counts
-        twice.
-        """
+        """Remember how many tokens of these requests are counted already, so that `count_tokens` skips them."""
         self._num_counted |= counts
 
     def forget(self, request_id: str) -> None:
-        """Forget the counted tokens of a request whose replica was lost."""
         self._num_counted.pop(request_id, None)
 
     def metrics(self, *, num_live: int, busy_seconds: float, requests_wait: bool) -> dict[str, float]:
         """Return the metrics (METRICS) since the last call, and restart the counts.
 
-        `busy_seconds` is the sampling time of all replicas. Prefix cache hits come from later samples of a group (same
-        prompt), and from earlier turns of an attempt.
+        `busy_seconds` is the sampling time of all replicas. Hits of the prefix cache come from later samples of a group
+        (same prompt), and from earlier turns of an attempt.
         """
         self._count_pause(requests_wait=requests_wait)
         now = time.monotonic()
         open_seconds = now - self._measured_at - (self._seconds_paused - self._paused_before)
         metrics = {
-            # Busy time is measured around calls, so it can exceed the open time slightly: clamp the share.
+            # Busy time is measured around calls, so it can slightly exceed the open time. Clamp the share.
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(open_seconds * num_live, 1e-9))),
             "rollout/paused_seconds": self._seconds_waited,
             "perf/engines_open_seconds": open_seconds,

@@ -1,6 +1,4 @@
-"""Records of the model calls of unfinished attempts. Checkpoints store them, so a resumed run can continue the
-attempts.
-"""
+"""Model calls of unfinished attempts, stored in checkpoints so that a resumed run can continue the attempts."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """A recorded model call: its prompt, int32 [prompt], and its completion. Each pause adds a part to the
-    completion.
+    """A recorded model call: its prompt, int32 [prompt], and its completion. Each pause adds a part to the completion.
 
-    `identity` names the call in the journal and in checkpoints, because parallel calls may have equal prompts. A call
-    without a journal has none.
+    `identity` names the call in journal and checkpoints, because parallel calls may have equal prompts. It is empty
+    without a journal.
     """
 
     prompt_token_ids: NDArray[np.int32]
@@ -40,7 +37,7 @@ class RecordedCall:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> RecordedCall:
         parts = [Completion.from_json(part, archive, f"{prefix}{place}.") for place, part in enumerate(values["parts"])]
-        # Checkpoints of earlier versions have no identities.
+        # Earlier versions of megarl write no identities.
         identity = values.get("identity", "")
         return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"], identity)
 
@@ -49,7 +46,7 @@ class RecordedCall:
 class StartedGroup:
     """A group of attempts in flight, with its number (`draw`).
 
-    `finished` has trajectories, and `calls` the model calls of unfinished attempts. Both are by the attempt's number.
+    `finished` has trajectories of ended attempts, `calls` the model calls of unfinished ones, both by attempt number.
     """
 
     draw: int
@@ -59,12 +56,11 @@ class StartedGroup:
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Replace the recorded model calls of an ended attempt by its trajectory."""
         self.finished[trajectory.number] = trajectory
         self.calls.pop(trajectory.number, None)
 
     def oldest_version(self, weight_version: int) -> int:
-        """Return the weight version of the group's oldest token; without tokens, `weight_version` of the engines."""
+        """Return the weight version of the group's oldest token; without tokens, the engines' `weight_version`."""
         finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
         unfinished = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
         return min([weight_version, *finished, *unfinished])
@@ -112,6 +108,6 @@ class StartedGroup:
 
 
 def load_trajectory(values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem) -> Trajectory:
-    """Return a trajectory of a checkpoint. Metrics written under old names get their current names."""
+    """Return a trajectory from a checkpoint. Metrics with old names get their current names."""
     current = {**values, "metrics": current_metrics(values["metrics"])}
     return Trajectory.from_json(current, archive, prefix, find_problem)

@@ -1,4 +1,4 @@
-"""Sources of problems, each with a sampler for attempts. A run has one source, or one per entry of its mixture."""
+"""Sources of problems, each with a sampler of attempts. A run has one source, or one per entry of its mixture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source:
     """Training problems. Each carries the name of this source."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Returns and resets the counters of the source's scoring, like calls to scoring servers."""
+    """Returns and resets the counts of the source's scoring, for example calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
         """Return the sampling parameters of a step, with the step's scheduled temperature."""
@@ -34,7 +34,7 @@ class Source:
 
 
 def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
-    """Return the counts of all sources' scoring since the last call, by metric name, like `reward/NAME/calls`."""
+    """Return the counts of all sources' scoring since the last call, for example `reward/NAME/calls`."""
     total: dict[str, float] = {}
     for source in sources:
         for name, value in source.served_metrics().items():
@@ -57,13 +57,13 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
 
 
 def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
-    """Return the recipe with these additional stop tokens, for training and for evaluations."""
+    """Return the recipe with additional stop tokens, for training and evaluations."""
     if not token_ids:
         return recipe
     rollout, evaluation = recipe.rollout, recipe.evaluation
     training = {"stop_token_ids": (*rollout.sampling.stop_token_ids, *token_ids)}
     rollout = rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update=training)})
-    # Without ids of its own, the evaluation takes those of training.
+    # An evaluation without its own stop tokens uses those of training, so only its own need the addition.
     if (stop_token_ids := evaluation.sampling.stop_token_ids) is not None:
         heldout = evaluation.sampling.model_copy(update={"stop_token_ids": (*stop_token_ids, *token_ids)})
         evaluation = evaluation.model_copy(update={"sampling": heldout})
@@ -73,7 +73,7 @@ def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
 def sampling_settings(
     config: SamplingConfig, temperature: float | None = None, *, repetition_penalty: float = 1.0
 ) -> SamplingSettings:
-    """Return the sampling parameters of a section of the recipe. `temperature` overrides the section's."""
+    """Return the sampling parameters of a section of the recipe. `temperature` replaces the section's value."""
     return SamplingSettings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature if temperature is None else temperature,

@@ -28,7 +28,7 @@ METRICS = (MetricRow("kl/coefficient", "1", "coefficient of the KL in this step"
 
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""File with measured times of trajectories, apart because they differ between two otherwise equal runs."""
+"""File with the measured times of trajectories. They differ between otherwise equal runs, so they are stored apart."""
 
 DAMAGE = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError, SafetensorError
@@ -41,7 +41,7 @@ class RLState:
 
     `drawn` counts draws of prompts: batches in synchronous training, otherwise single prompts. `positions` are the
     sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
-    by number. If single prompts are drawn, every group is in exactly one of `used`, `num_dropped`, `started` and
+    by number. If prompts are drawn one by one, each group counts in exactly one of `used`, `num_dropped`, `started` and
     `waiting`. `draws` are the events for the file draws.jsonl.
     """
 
@@ -61,9 +61,9 @@ class RLState:
         self._num_events = 0
 
     def begin_step(self, *, repeats_draws: bool) -> None:
-        """Begin a training step, after the previous step's groups are trained.
+        """Begin a training step. The previous step's groups have been trained.
 
-        `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so the next try repeats them.
+        `repeats_draws`: if this step fails, `forget_step` also undoes its draws, and the next try repeats them.
         """
         self._step_groups = []
         self._baselines_before_step = dict(self.role_baselines)
@@ -82,13 +82,13 @@ class RLState:
         self.started[group.draw] = group
 
     def drop(self, ending: str, problems: Sequence[Problem]) -> None:
-        """Count the groups of these problems as dropped. `ending` is the reason, one of `draws.ENDINGS`."""
+        """Count the groups of these problems as dropped, for the reason `ending` (one of `draws.ENDINGS`)."""
         self.num_dropped += len(problems)
         for problem in problems:
             self.draws.add(ending, problem.source, problem.index)
 
     def use(self, groups: Sequence[Group]) -> None:
-        """Remove these groups from the waiting ones, because the current step trains on them."""
+        """Remove these groups from the waiting ones: the current step trains on them."""
         draws = {draw_of(group) for group in groups}
         self.waiting = [group for group in self.waiting if draw_of(group) not in draws]
         self.used += len(groups)
@@ -97,7 +97,7 @@ class RLState:
             self.draws.add("used", group[0].problem.source, group[0].problem.index)
 
     def forget_step(self) -> None:
-        """Undo the current step: restore the state before its draws, or only make its groups wait again."""
+        """Undo the current step: restore the state before its draws, or only return its groups to the waiting ones."""
         self.role_baselines = dict(self._baselines_before_step)
         if self._before_step is not None:
             self.drawn, self.used, self.num_dropped, self.waiting, self.positions = self._before_step
@@ -119,19 +119,19 @@ class RLState:
 
     @property
     def journaled_names(self) -> set[str]:
-        """Names in the journal of all ended attempts that are waiting or belong to a group in flight."""
+        """Journal names of all ended attempts in waiting groups and in groups in flight."""
         finished = [trajectory for group in self.started.values() for trajectory in group.finished.values()]
         return {trajectory.journaled_as for trajectory in [*flatten(self.waiting), *finished]}
 
     def adapt_kl(self, divergence: float | None, num_samples: int) -> dict[str, float]:
-        """Adapt the KL coefficient towards algorithm.kl_target, from a step's divergence in nats.
+        """Adapt the KL coefficient towards algorithm.kl_target, given a step's divergence in nats.
 
-        Returns the metric `kl/coefficient`, the coefficient of this step; empty if the coefficient is fixed.
+        Returns `kl/coefficient` as used in this step; empty if the coefficient is fixed.
         """
         before = self.kl_coefficient
         if self._algorithm.kl_target is None or divergence is None:
             return {}
-        # A NaN would stay in the coefficient for the rest of the run.
+        # A NaN would stay in the coefficient until the end of the run.
         if math.isfinite(divergence):
             target, horizon = self._algorithm.kl_target, self._algorithm.kl_horizon
             self.kl_coefficient = adapted_coefficient(
@@ -140,7 +140,7 @@ class RLState:
         return {"kl/coefficient": before}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint folder. Unfinished completions have their tokens up to the last pause."""
+        """Write the state into a checkpoint folder. An unfinished completion has its tokens up to the last pause."""
         archive = Archive()
         state = {
             "drawn": self.drawn,
@@ -155,7 +155,7 @@ class RLState:
         }
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (folder / TIMES).write_text(json.dumps(archive.times, indent=2) + "\n", encoding="utf-8")
-        # safetensors writes the underlying buffer: a strided view would be saved wrongly.
+        # safetensors writes the underlying buffer, so a strided view would be stored wrongly.
         arrays = {name: np.ascontiguousarray(array) for name, array in archive.arrays.items()}
         (folder / ARRAYS).write_bytes(save(arrays))
 
@@ -177,9 +177,9 @@ class RLState:
         self.draws = DrawEvents.from_json(state["draws"])
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
-            # Without a target the recipe's coefficient counts, so that a resumed run can change it.
+            # Without a target, use the recipe's coefficient, so that a resume can change it.
             self.kl_coefficient = state["kl_coefficient"]
-        # Checkpoints of earlier versions have none.
+        # Earlier versions of megarl write no baselines.
         self.role_baselines = {name: float(value) for name, value in state.get("role_baselines", {}).items()}
         waiting = [
             load_trajectory(values, archive, f"{place}.", find_problem) for place, values in enumerate(state["waiting"])
@@ -194,12 +194,12 @@ def problem_lookup(
     origin: str = "the checkpoint",
     remedy: str = "keep the source with a small weight, or start over with --restart",
 ) -> FindProblem:
-    """Return a function looking up problems by source and index.
+    """Return a function that looks up problems by source and index.
 
-    The function raises ConfigError if the recipe no longer has the problem. The message names `origin`, where the
-    samples come from, and a `remedy`.
+    It raises ConfigError if the recipe no longer has the problem. The message names `origin`, where the samples come
+    from, and the `remedy`.
     """
-    # An index of places once: problems of a streamed data set must not be scanned per lookup.
+    # Index the places once. A lookup must not scan the problems of a streamed data set.
     places = {source: Places(source_problems) for source, source_problems in problems.items()}
 
     def find_problem(source: str, index: int) -> Problem:
@@ -215,7 +215,7 @@ def problem_lookup(
 
 
 def draw_of(group: Group) -> int:
-    """Return a group's number. Prompts are numbered in the order of their draws."""
+    """Return a group's number. Groups are numbered in the order in which their prompts were drawn."""
     return group[0].group
 
 

@@ -1,4 +1,4 @@
-"""Training segments built from model calls. Sampled tokens are reused unchanged, never tokenised again."""
+"""Training segments built from model calls. Sampled tokens are used as they are, never tokenised again."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ModelCall:
 
 @dataclass(slots=True)
 class Chain:
-    """Consecutive model calls, where each prompt begins with all tokens of the previous call.
+    """Consecutive model calls. Each prompt begins with all tokens of the previous call.
 
-    `numbers` are the calls' numbers. `num_tokens` and `digest` (a hash) describe all tokens up to the last call's end.
+    `numbers` are the calls' indices. `num_tokens` and `digest` (a hash) describe all tokens up to the last call's end.
     """
 
     numbers: list[int]
@@ -44,12 +44,12 @@ class Chain:
 def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> tuple[Segment, ...]:
     """Merge model calls into training segments, ordered by start. Each sampled token is trained in exactly one segment.
 
-    `trained` are the places of the calls to train, in ascending order; None: all. Other calls are at most context.
+    `trained` are the indices of the calls to train, in ascending order; None: all. Other calls serve only as context.
 
     A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
-    are masked. Without such a segment the call opens a new one, with its whole prompt masked. This happens after a
-    rewritten history, or if another call continued the prefix. The running time is linear in the tokens of all calls.
-    Raises ValueError without calls.
+    are masked. If no segment is a prefix, the call opens a new segment with its whole prompt masked. This happens after
+    a rewritten history, or if another call has extended the prefix. The running time is linear in the tokens of all
+    calls. Raises ValueError without calls.
     """
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")
@@ -68,19 +68,19 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
 
 
 def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain | None:
-    """Return the chain forming the longest prefix of a prompt, the first of equals; None: no chain.
+    """Return the chain that is the longest prefix of a prompt, the first of equals; None: no chain is.
 
-    The prompt is hashed once for all chains. A comparison with each chain would read the prompt once per chain.
+    The prompt is hashed once for all chains. Comparing each chain would read the prompt once per chain.
     """
     longest: Chain | None = None
     so_far, end = blake2b(), 0
-    # By length, so that one running hash reaches each chain's end in turn.
+    # In order of length, so one running hash reaches each chain's end in turn.
     for chain in sorted(chains, key=lambda chain: chain.num_tokens):
         if chain.num_tokens > len(prompt):
             break
         so_far.update(prompt[end : chain.num_tokens].tobytes())
         end = chain.num_tokens
-        # `sorted` is stable: of equal chains the first is met first, and an equal length is not longer.
+        # Strictly longer, so that the first of equal chains wins (`sorted` is stable).
         is_longer = longest is None or chain.num_tokens > longest.num_tokens
         if is_longer and so_far.digest() == chain.digest:
             longest = chain
@@ -88,9 +88,9 @@ def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain 
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """Return one training sequence made of the model calls `numbers`. Each call extends the previous one."""
+    """Return one training sequence made of the model calls `numbers`. Each call extends the one before it."""
     last = calls[numbers[-1]]
-    # The last call's prompt holds all earlier completions, so its tokens are the whole segment.
+    # The last call's prompt contains all earlier completions.
     token_ids = last.token_ids
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)

@@ -1,4 +1,4 @@
-"""Detection of engine replicas sampling far slower than the others (stragglers)."""
+"""Detection of engine replicas that sample far slower than the others (stragglers)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS = (
 WINDOW = 5
 """Number of most recent steps for measuring a replica's speed."""
 MIN_STEPS = 3
-"""Measured steps required to call a replica slow. A replica's first step does not count, because of one-time work."""
+"""Measured steps required to call a replica slow. Its first step, with one-time work, is not measured."""
 MIN_SECONDS = 10.0
 """Seconds of sampling required to call a replica slow."""
 SLOW_SHARE = 0.5
@@ -30,7 +30,7 @@ SLOW_SHARE = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """A replica's sampled tokens, seconds of sampling, and the sum of these seconds over running requests."""
+    """A replica's sampled tokens, its seconds of sampling, and the sum of these seconds over running requests."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -53,10 +53,10 @@ class Pace:
 
 
 class StragglerDetector:
-    """Finds slow replicas after each step, by name. Each slow replica is reported once, with its speed.
+    """Finds slow replicas after each step, by name. Each one is reported once, with its speed.
 
-    With few requests a replica has a low total speed, with many requests a low speed per request. A replica is slow
-    only if both are low.
+    With few requests, even a fast replica has a low total speed. With many requests, it has a low speed per request. So
+    a replica is slow only if both are low.
     """
 
     def __init__(self, notify: Callable[[str], object], min_seconds: float = MIN_SECONDS) -> None:
@@ -65,14 +65,14 @@ class StragglerDetector:
         self._reported: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Forget the measurements of a lost replica, so its replacement is measured anew."""
+        """Forget the speed of a lost replica, so its replacement is measured anew."""
         self._paces.pop(name, None)
         self._reported.discard(name)
 
     def metrics(self, paces: Mapping[str, Pace]) -> dict[str, float]:
         """Return a step's metrics (METRICS) from the speeds of the live replicas, by name."""
         for name, pace in paces.items():
-            # The first step is dropped: it includes one-time work, such as kernel compilation.
+            # Skip a replica's first step: it includes one-time work, such as compiling kernels.
             if name not in self._paces:
                 self._paces[name] = deque(maxlen=WINDOW)
             else:
@@ -93,7 +93,7 @@ class StragglerDetector:
         other_paces = [pace for peer, pace in paces.items() if peer != name]
         if not other_paces:
             return False
-        # The median of the others: one more slow replica does not hide this one.
+        # The median, so that a second slow replica does not hide this one.
         pace_here, rate = paces[name], median(pace.rate for pace in other_paces)
         request_rate = median(pace.request_rate for pace in other_paces)
         if pace_here.rate >= SLOW_SHARE * rate or pace_here.request_rate >= SLOW_SHARE * request_rate:

@@ -1,4 +1,4 @@
-"""Detection of tools that the policy never calls. The policy may not know the call format, or not need the tool."""
+"""Detection of tools that the policy never calls, because it does not know the call format or does not need them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class ToolUse:
 
 
 def uncalled_text(tools: Iterable[str], when: str, look: str) -> str:
-    """Return the notice on tools without a call. `look` is the command printing the prompts."""
+    """Return the notice on tools never called. `look` is the command that prints the prompts."""
     names = ", ".join(tools)
     return f"tools that were never called {when}: {names}; check how the prompt presents them: {look}"

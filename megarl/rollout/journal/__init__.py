@@ -1,1 +1,1 @@
-"""The journal of agents' attempts, `attempts.journal` in a run folder."""
+"""The journal of agents' attempts: the file `attempts.journal` in a run folder."""

@@ -1,19 +1,19 @@
-"""The journal of agents' attempts: each answer is on the disk before its agent reads a byte of it.
+"""The journal of agents' attempts. Each answer is on the disk before the agent reads a byte of it.
 
-An answer is one completion of the policy. A try runs an attempt's agent program from its beginning. A later try
-replaces an earlier one whose program was lost. The life of a try, as its records show it:
+An answer is one completion of the policy. A try is one run of an attempt's agent program, from its beginning. If the
+program is lost, a later try replaces the earlier one. The life of a try, as its records show it:
 
-    began --> sampled (one record per answer) --> ended --> step: trained with a step
-     |          |                                  +-----> dropped: stale, filtered or aborted
-     |          |                                  +-----> void: its weights are gone after a resume
-     |          +--> reopened: its program outlived the driver, and goes on
-     +----------+--> a later try began: its answers are repeated there while the prompts are equal; the others are lost
+began --> sampled (one record per answer) --> ended --> step: trained with a step
+|          |                                  +-----> dropped: stale, filtered or aborted
+|          |                                  +-----> void: its weights are gone after a resume
+|          +--> reopened: its program outlived the driver, and goes on
++----------+--> a later try began: its answers are repeated there while the prompts are equal; the rest are lost
 
-An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost` ones.
+An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost`.
 
-A run reads the journal when it starts from a checkpoint. Ended attempts are used as they are. Unfinished attempts begin
-a new try, unless their program still runs (rollout.agent.outlive_seconds). For such programs the journal has their
-requests too. Answers sampled by weights after the checkpoint are lost, and later steps are undone.
+A run reads the journal when it starts from a checkpoint. It uses ended attempts as they are. An unfinished attempt
+begins a new try, unless its program still runs (rollout.agent.outlive_seconds). For these programs the journal has
+their requests too. Answers sampled by weights after the checkpoint are lost, and later steps are undone.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from megarl.rollout.state import DAMAGE
 from megarl.types import Archive, FindProblem, Trajectory
 
 _MAX_ARRAYS = 1 << 30
-"""Maximum bytes of an attempt's uncompressed arrays when the journal is read."""
+"""Maximum bytes of an attempt's uncompressed arrays. A damaged journal could otherwise expand to any size."""
 
 
 class AttemptJournal:
     """The journal of a run. Open it when the run starts, with the version of the run's first weights.
 
-    Each write waits until its record is on the disk. Concurrent writes share one flush.
+    Each write returns once its record is on the disk. Concurrent writes share one flush.
     """
 
     def __init__(self, file: Path, weight_version: int, find_problem: FindProblem, *, max_staleness: int = 0) -> None:
-        """Read the journal of the run's earlier starts, and remove tries that nobody can use again.
+        """Read the journal of the run's earlier starts, and remove tries of no further use.
 
-        Attempts of earlier starts are used up to `max_staleness` steps after the first step. Later they count as lost.
+        Attempts of earlier starts may be used for `max_staleness` steps after the first step. Later they count as lost.
         Raises DataError if the journal is damaged, StorageError if it cannot be read or written.
         """
         self._file, self._find_problem = file, find_problem
@@ -69,16 +69,16 @@ class AttemptJournal:
         self._is_failure_raised = True
         if file.exists():
             self._state.read(file)
-        # Steps are undone first: `forget_settled` would remove their attempts, which can be used again.
+        # Undo later steps first. `forget_settled` would remove their attempts, but these can be trained again.
         self._state.start(weight_version)
         self._state.forget_settled()
-        # Attempts of earlier starts wait until their problems are drawn again.
+        # Attempts of earlier starts are unused until their problems are drawn again.
         self._unused = {t.name for t in self._state.tries.values() if not t.is_replaced}
         tries = (record for agent_try in self._state.tries.values() for record in agent_try.records())
         records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
-        # A new file: the end of the old one may be cut short.
+        # Write a new file, because a kill may have cut the end of the old one.
         with storage_faults_named(file):
-            # Private, because the file has the texts of attempts and the keys of their sessions.
+            # Readable by the user only: the file has the texts of attempts and the keys of their sessions.
             replace_bytes(file, b"".join(map(encode_line, records)), is_private=True)
             self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
 
@@ -100,7 +100,7 @@ class AttemptJournal:
 
     def begin_try(self, attempt_name: str, settings: str) -> JournaledTry:
         """Begin a try of an attempt, which replaces all earlier tries of the attempt."""
-        # Random, because a try of this attempt may have been removed from the journal.
+        # A random suffix: a counter could repeat the name of a try that was removed from the journal.
         name = f"{attempt_name}/{secrets.token_hex(4)}"
         self.append({"kind": "began", "try": name, "attempt": attempt_name, "settings": settings})
         return self._state.tries[name]
@@ -112,16 +112,18 @@ class AttemptJournal:
 
     @property
     def orphans(self) -> list[tuple[str, str]]:
-        """Node and name of containers that may have outlived the last driver, and whose programs cannot go on."""
+        """Node and name of each container that may still run since an earlier driver, and whose program cannot
+        continue.
+        """
         tries = self._state.tries
         return [
             place for name, place in self._state.containers.items() if name not in tries or not tries[name].can_go_on
         ]
 
     def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
-        """Write the attempts of a step with their trained tokens, and the attempts no longer used.
+        """Record the attempts trained in a step, with their numbers of trained tokens, and the attempts no longer used.
 
-        `trained` has the name of a try and its number of trained tokens. `live` are the tries waiting for a later step.
+        `trained` has (name of the try, number of trained tokens). `live` are the tries waiting for a later step.
         Returns when the records are on the disk.
         """
         names = {name for name, _ in trained}
@@ -131,14 +133,14 @@ class AttemptJournal:
             if t.step is None and not (t.is_open or t.is_replaced or t.name in self._unused)
             and t.name not in names and t.name not in live
         ]  # fmt: skip
-        # One flush for both: a kill between them would leave attempts without an end.
+        # One flush for both kinds of records: a kill between two flushes would leave attempts without an end.
         self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained]})
         self.append({"kind": "dropped", "tries": dropped})
         if step >= self._last_use and self._unused:
             self.append({"kind": "lost", "tries": sorted(self._unused)})
             self._unused.clear()
         self._state.forget_settled()
-        # The thread of `_flush` writes this too, so records keep their order in the file.
+        # `_flush` writes in this thread too, so records keep their order in the file.
         self._thread.submit(self._write, self._take_pending()).result()
 
     def account(self) -> TokenAccount:
@@ -152,16 +154,16 @@ class AttemptJournal:
         while self._num_durable < number:
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.ensure_future(self._flush())
-            # Shielded: a caller that is cancelled must not stop the flush that others wait for.
+            # Shielded: cancelling one caller must not stop the flush awaited by other callers.
             await asyncio.shield(self._flushing)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Append a record to the next flush. Raises the error of an earlier write."""
+        """Append a record, to be written by the next flush. Raises the error of an earlier write."""
         self.check_storage()
         self._add(values)
 
     def check_storage(self) -> None:
-        """Raise the error of an earlier write, if one failed. Nothing more can be written then."""
+        """Raise the error of an earlier write, if any. After an error, nothing more is written."""
         if self._failure is not None:
             self._is_failure_raised = True
             raise self._failure
@@ -181,11 +183,11 @@ class AttemptJournal:
 
     def _note(self, values: Mapping[str, Any]) -> None:
         self._add(values)
-        # The thread of `_flush` writes this too, so records keep their order in the file.
+        # `_flush` writes in this thread too, so records keep their order in the file.
         self._thread.submit(self._write, self._take_pending(), is_flushed=False)
 
     def note_aborted(self, name: str, identity: str, num_tokens: int, origin: str | None = None) -> None:
-        """Record sampled tokens of a try that are in none of its answers. `identity` is that of their call.
+        """Record the tokens of an aborted call, sampled without an answer. `identity` names the call.
 
         `origin` is the earlier try that had these tokens before; None: they are new. The record survives a kill of this
         process. Never raises: after a failed write, the next write of an answer or an end raises its error.
@@ -197,10 +199,10 @@ class AttemptJournal:
     async def write_answer(
         self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun: int, request_id: str
     ) -> None:
-        """Write an answer of a try, and wait until it is on the disk. Raises StorageError.
+        """Write an answer of a try, and return when it is on the disk. Raises StorageError.
 
         `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `note_aborted` has
-        written the first `num_begun` tokens of this answer before.
+        already written the first `num_begun` tokens of this answer.
         """
         agent_try = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
@@ -228,7 +230,7 @@ class AttemptJournal:
             ) from None
 
     async def _flush(self) -> None:
-        # Records appended from here on are part of the next flush.
+        # Take the records now. Records appended from here on belong to the next flush.
         content = self._take_pending()
         num_lines = self._num_appended
         await asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
@@ -239,7 +241,7 @@ class AttemptJournal:
         return content
 
     def _write(self, content: bytes, *, is_flushed: bool = True) -> None:
-        # After a failed write the file has a gap, and later records could not be read.
+        # After a failed write, the file may end within a record. Records appended there could not be read.
         if self._failure is not None:
             raise self._failure
         try:
@@ -258,8 +260,8 @@ class AttemptJournal:
 class AttemptLog:
     """The journal of one attempt. `ended` is its trajectory if it ended before this start of the run.
 
-    `calls` are the answers of an earlier try, which the attempt may get again. `reopened` is the session of a program
-    that may have outlived the driver. That program already has the answers in `calls`.
+    `calls` are the answers of an earlier try. This try may get them again. `reopened` is the session of a program that
+    may have outlived the driver. That program already has the answers in `calls`.
     """
 
     def __init__(
@@ -288,11 +290,13 @@ class AttemptLog:
 
     @property
     def num_aborted(self) -> int:
-        """Number of sampled tokens of this try that are in no answer. A call of a checkpoint may continue some."""
+        """Number of this try's sampled tokens without an answer. A call restored from a checkpoint may continue some of
+        them.
+        """
         return self._try.aborted.total()
 
     def _repeat(self, earlier: JournaledTry) -> None:
-        """Let this try get the answers of an earlier try again."""
+        """Let this try repeat the answers of an earlier try."""
         self._earlier = earlier
         self.calls = []
         self._origins.clear()
@@ -303,7 +307,7 @@ class AttemptLog:
                     self.calls.append(answer.call)
 
     def begin_again(self) -> None:
-        """Begin another try of this attempt. The new try may get the answers of the current one again."""
+        """Begin another try of this attempt. It may repeat the answers of the current try."""
         if self._is_dropped:
             raise asyncio.CancelledError
         earlier, self.reopened = self._try, None
@@ -311,60 +315,62 @@ class AttemptLog:
         self._repeat(earlier)
 
     def open_session(self, session: str, key: str, node: str, container: str) -> None:
-        """Record how a later driver reaches the attempt's program. The flush of the first answer writes this record."""
+        """Record how a later driver can reach the attempt's program. The next flush writes this record, with the first
+        answer.
+        """
         if not self._is_dropped:
             facts = {"session": session, "key": key, "node": node, "container": container}
             self._journal.append({"kind": "opened", "try": self.name, **facts})
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
-        """Buffer the record of a request. The flush of its answer writes this record."""
+        """Record a request. The next flush writes this record, with the request's answer."""
         if not self._is_dropped and self._try.opened is not None:
             self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
 
     def note_received(self, request_id: str, clients: int) -> None:
-        """Record that one more client has read an answer (`clients` = 1), or that one had not (-1)."""
+        """Record that one more client has read an answer (`clients` = 1), or that a recorded client had not (-1)."""
         if not self._is_dropped and self._try.opened is not None:
             self._journal.note({"kind": "received", "try": self.name, "request": request_id, "clients": clients})
 
     async def close_session(self) -> None:
-        """Record that a later driver cannot go on with the attempt's program."""
+        """Record that a later driver cannot continue with the attempt's program."""
         if not self._is_dropped and self._try.opened is not None:
             await self._journal.write({"kind": "closed", "try": self.name})
 
     def merge_into(self, calls: list[RecordedCall]) -> None:
-        """Add the answers of the earlier try to a checkpoint's model calls. An answer in both appears once."""
+        """Add the earlier try's answers to the model calls of a checkpoint, without duplicates."""
         journaled = Counter(map(_digest, self.calls))
         for call in list(calls):
             if call.is_done and journaled[_digest(call)]:
                 journaled[_digest(call)] -= 1
                 calls.remove(call)
         for call in calls:
-            # Checkpoints and journals of earlier versions identify calls by their prompts.
+            # Earlier versions of megarl identify calls by their prompts, in checkpoints and in journals.
             call.identity = call.identity or prompt_digest(call.prompt_token_ids)
         calls += self.calls
 
     def drop(self) -> None:
-        """Record the attempt as no longer used. Its agent may still run."""
+        """Record that the attempt is no longer used. Its agent may still run."""
         if not self._is_dropped:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
     def note_begun(self, call: RecordedCall) -> bool:
-        """Count the tokens of a checkpoint's call without an answer. Return whether this try may continue the call.
+        """Count the tokens of an unanswered call in a checkpoint. Return whether this try may continue the call.
 
-        It may not if a driver that started later from the same checkpoint has answered the call: the answer has the
+        False if a later driver started from the same checkpoint and has answered the call. The answer then has its
         tokens.
         """
         identity, num_tokens = call.identity, num_sampled(call.parts)
         earlier = self._earlier or self._try
         is_answered = any(a.call is not None and a.call.identity == identity for a in earlier.answers.values())
-        # The earlier try has these tokens if its driver aborted the call. If that driver was killed, no try has them.
+        # If its driver aborted the call, the earlier try has these tokens. If the driver was killed, no try has them.
         is_known = is_answered or identity in earlier.aborted
         can_continue = not is_known or (not is_answered and earlier.aborted[identity] >= num_tokens)
         if not is_known:
             self._journal.note_aborted(self.name, identity, num_tokens)
         elif earlier is not self._try:
-            # A record of 0 tokens: the next driver must not count them either.
+            # Record 0 tokens otherwise, so that the next driver does not count them either.
             self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier.name)
         return can_continue
 
@@ -373,7 +379,7 @@ class AttemptLog:
         self._journal.check_storage()
 
     def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
-        """Count the tokens of a call that was aborted, for the try with this name."""
+        """Count the tokens of an aborted call for the try named `attempt_try`."""
         if num_tokens:
             self._journal.note_aborted(attempt_try, call.identity, num_tokens)
 
@@ -382,21 +388,22 @@ class AttemptLog:
     ) -> None:
         """Write an answer before its agent may read it. Raises StorageError.
 
-        `is_repeated`: the answer was sampled for an earlier try. Its first `num_begun` tokens are from a checkpoint.
+        `is_repeated`: an earlier try sampled the answer. The first `num_begun` tokens of the answer come from a
+        checkpoint.
         """
         if self._is_dropped:
-            # An agent may ignore its cancellation, and its answers have no try any more.
+            # A cancelled agent may ignore its cancellation. Its further answers belong to no try.
             if not is_repeated:
                 self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
             raise asyncio.CancelledError
-        # A refused request has no tokens, and is refused again.
+        # A refused request has no tokens. A repeated attempt is refused again, so nothing is recorded.
         if call.parts[0].finish_reason != "error":
             origins = self._origins[_digest(call)] if is_repeated else []
             origin = origins.pop(0) if origins else None
             await self._journal.write_answer(self.name, call, origin, num_begun=num_begun, request_id=request_id)
 
     async def end(self, trajectory: Trajectory) -> Trajectory:
-        """Write the end of the attempt with its trajectory. Returns the trajectory with the try's name in the
+        """Write the end of the attempt with its trajectory. Return the trajectory, with the try's name in the
         journal.
         """
         if self._is_dropped:
@@ -410,8 +417,8 @@ class AttemptLog:
 class ReopenedSession:
     """A program that may have outlived the driver: its session, and its calls in the order of their answers.
 
-    Each of `calls` has the tokens, the values of the request, and whether a client has read the answer. `num_started`
-    is the highest number of a call, also of calls without an answer.
+    Each of `calls` has the tokens, the request's values, and whether a client has read the answer. `num_started` is the
+    highest call number so far, including calls without an answer.
     """
 
     name: str
@@ -441,20 +448,20 @@ def _digest(call: RecordedCall) -> tuple[str, bytes]:
 
 def trajectory_values(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as JSON values. Its arrays become compressed text."""
-    # Routed experts stay on their rank, and are gone after a kill.
+    # Routed experts are stored on their rank, and are lost with a kill. A trajectory without them cannot be trained.
     if any(segment.routed_experts is not None for segment in trajectory.segments):
         return {"trajectory": None}
     archive = Archive()
     values = trajectory.to_json(archive, "")
     arrays = save({name: np.ascontiguousarray(array) for name, array in archive.arrays.items()})
-    # Level 1: tokens are stored as 64-bit numbers, mostly zeros.
+    # Level 1 is fast and enough: tokens are 64-bit numbers, mostly zero bytes.
     packed = base64.b64encode(zlib.compress(arrays, 1)).decode()
     return {"trajectory": values, "times": archive.times, "arrays": packed}
 
 
 def read_trajectory(values: Mapping[str, Any], num_sampled: int, find_problem: FindProblem) -> Trajectory:
-    """Return the trajectory written by `trajectory_values`. Raises an error of `DAMAGE` for other values."""
-    # `zlib.decompress` has no limit, and a short text can expand to any size.
+    """Return the trajectory written by `trajectory_values`. Raises an error of `DAMAGE` for invalid values."""
+    # Not `zlib.decompress`: it has no size limit, and a short text can expand to any size.
     unpacking = zlib.decompressobj()
     try:
         content = unpacking.decompress(base64.b64decode(values["arrays"], validate=True), _MAX_ARRAYS)

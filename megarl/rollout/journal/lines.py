@@ -1,6 +1,6 @@
-"""Lines of the journal of agents' attempts: their format, and reading them with checks.
+"""Lines of the journal of agents' attempts: their format, and a reader with checks.
 
-A line is a CRC-32 and a JSON object. Another program may have written the file, so its content is checked before use.
+A line is a CRC-32 and a JSON object. Other programs can write to the file, so its content is checked before use.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _REMEDY = "Restore the file from a copy, or remove it: attempts since the checkp
 
 
 def encode_line(values: Mapping[str, Any]) -> bytes:
-    # ASCII, so that a text cannot end the line.
+    # ASCII has no line separators other than the escaped ones, so no text can end the line.
     content = json.dumps(values, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(content), content)
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the record of each line. An incomplete last line, as a kill leaves it, is skipped.
+    """Yield the number and the record of each line. An incomplete last line, left by a kill, is skipped.
 
     Raises DataError for a damaged line, StorageError if the file cannot be read.
     """
@@ -46,20 +46,19 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             values = _decode_line(line)
             if values is not None:
                 yield number, values
-            # A last line without a line feed was cut short by a kill, and is skipped.
+            # Only a last line without a line feed is skipped, because a kill cut it.
             elif line.endswith(b"\n") or len(line) == _MAX_LINE:
                 raise damaged(file, number, "the line's checksum is wrong")
 
 
 def damaged(file: Path, number: int, reason: str) -> DataError:
-    """Return the error for an unusable line, with its remedy."""
     return DataError(f"{file}:{number}: {reason}. {_REMEDY}")
 
 
 def _decode_line(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line; None: the line is damaged or cut short."""
     checksum, _, content = line.rstrip(b"\n").partition(b" ")
-    # Checked before the parser sees the content.
+    # Verify the checksum before the parser sees the content.
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(content):
         return None
     try:
@@ -71,12 +70,12 @@ def _decode_line(line: bytes) -> dict[str, Any] | None:
 
 def prompt_digest(prompt: NDArray[np.int32]) -> str:
     """Return a hash of a prompt's tokens [prompt]."""
-    # 128 bits distinguish all prompts of a run. Each answer's line also has a hash of its own.
+    # 128 bits are enough to distinguish all prompts of a run.
     return hashlib.sha256(prompt.tobytes()).hexdigest()[:32]
 
 
 def completion_values(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON values, without routed experts: these stay on their rank."""
+    """Return a completion as JSON values. Routed experts are left out, because they are stored on their rank."""
     sets = completion.retained_sets
     return {
         "tokens": _encode(completion.token_ids, np.int32),
@@ -88,14 +87,14 @@ def completion_values(completion: Completion) -> dict[str, Any]:
 
 
 def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
-    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError for other
+    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError for invalid
     values.
     """
     token_ids, logprobs = decode_tokens(values["tokens"]), _decode(values["logprobs"], np.float32)
     versions = decode_tokens(values["versions"])
     if not len(token_ids) == len(logprobs) == len(versions):
         raise ValueError("tokens, log-probs and weight versions differ in number")
-    # Sampled tokens have a probability; rounding may give log-probs just above 0.
+    # The log-prob of a sampled token is at most 0, up to rounding.
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise ValueError("a log-prob is not that of a sampled token")
     if values["finish"] not in ("stop", "length"):
@@ -112,13 +111,12 @@ def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
 
 
 def encode_tokens(token_ids: NDArray[Any]) -> str:
-    """Return token ids [tokens] as base64 text."""
     return _encode(token_ids, np.int32)
 
 
 def decode_tokens(text: Any) -> NDArray[np.int32]:
-    """Return the int32 numbers [tokens] in a base64 text. Raises ValueError or TypeError for negative numbers or other
-    text.
+    """Return the int32 numbers [tokens] in a base64 text. Raises ValueError or TypeError for other text or negative
+    numbers.
     """
     numbers = _decode(text, np.int32)
     if (numbers < 0).any():
@@ -137,5 +135,5 @@ def _decode(text: Any, kind: Any) -> NDArray[Any]:
         content = base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError("an array is not base64") from error
-    # A copy: arrays over bytes are read-only, and later steps may change them.
+    # Copy: an array over bytes is read-only, but later steps may change its values.
     return np.frombuffer(content, kind).copy()

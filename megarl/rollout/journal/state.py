@@ -1,4 +1,4 @@
-"""Contents of a journal of agents' attempts: tries, their answers, and an account of the sampled tokens."""
+"""The content of a journal of agents' attempts: tries, their answers, and counts of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class JournaledAnswer:
-    """An answer of a try, that is, one completion of the policy.
+    """An answer of a try: one completion of the policy.
 
     `call` has the tokens; None: only their number and newest weight version are known. `is_repeatable`: a later try may
-    get the answer again. Answers with routed experts cannot be repeated, because the experts stay on their rank and are
-    gone after a kill. `request` is the id of the answer's request.
+    get this answer again. Answers with routed experts are not repeatable: the experts are stored on their rank, and are
+    lost with a kill. `request` is the id of the answer's request.
     """
 
     num_tokens: int
@@ -47,13 +47,13 @@ class JournaledAnswer:
 
 @dataclass(slots=True, eq=False)
 class JournaledTry:
-    """A try of an attempt: one run of its agent program from the beginning.
+    """A try of an attempt: one run of its agent program, from the beginning.
 
-    `answers` are by their numbers. `num_begun` counts them, also those repeated by a later try. `ended` has the
+    `answers` are by their numbers. `num_begun` counts them, including the answers moved to a later try. `ended` has the
     trajectory as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a
-    kill; None: the program cannot outlive the driver. `asked` has the requests by their ids, and `received` the number
-    of clients that have read each answer. `aborted` has the sampled tokens that are in no answer, by the identities of
-    their calls. A call with 0 tokens there has given them to an answer.
+    kill; None: the program cannot outlive the driver. `asked` has the requests by their ids. `received` has the number
+    of clients that read each answer. `aborted` has the numbers of sampled tokens without an answer, by the call's
+    identity. A call with 0 tokens there has passed them to an answer.
     """
 
     name: str
@@ -84,21 +84,21 @@ class JournaledTry:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the program, if it still runs, can go on from its last complete request."""
+        """Whether the program, if it still runs, can continue from its last complete request."""
         has_all = all(a.call is not None and a.is_repeatable and a.request in self.asked for a in self.answers.values())
         is_unfinished = self.ended is None and self.step is None and not self.is_replaced
         return self.opened is not None and is_unfinished and has_all
 
     def forget_after(self, version: int) -> int:
-        """Remove the answers with tokens of later weights. Returns the number of removed tokens."""
+        """Remove answers with tokens sampled by later weights than `version`. Returns the number of removed tokens."""
         stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
         if stale:
-            # The trajectory has the removed tokens, and the program has read them: neither can be used.
+            # Trajectory and program already contain the removed tokens, so neither can be used.
             self.ended = self.opened = None
         return sum(self.answers.pop(number).num_tokens for number in stale)
 
     def forget_tokens(self) -> None:
-        # An empty mapping still shows that the try ended, which `_apply_step` checks.
+        # An empty mapping, not None, still shows that the try ended. `_apply_step` checks this.
         self.ended = self.ended and {}
         self.chains, self.opened = [], None
         self.asked.clear()
@@ -113,8 +113,9 @@ class JournaledTry:
             self.chains.append(Chain([number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
 
     def place(self, prompt: NDArray[np.int32]) -> tuple[int | None, int]:
-        """Return the number of the answer that a prompt [prompt] continues, and the tokens up to it; None, 0: no
-        answer.
+        """Return the number of the answer that a prompt [prompt] continues, and the number of tokens up to its end.
+
+        Returns (None, 0) if the prompt continues no answer.
         """
         chain = longest_prefix(self.chains, prompt.astype(np.int64))
         return (None, 0) if chain is None else (chain.numbers[-1], chain.num_tokens)
@@ -124,7 +125,7 @@ class JournaledTry:
         yield {"kind": "began", "try": self.name, "attempt": self.attempt_name, "settings": self.settings}
         if self.can_go_on:
             yield from (dict(record) for record in (self.opened, *self.asked.values()) if record is not None)
-        # A fresh try, because `base` of a record may refer only to answers written before it.
+        # Rebuild the try step by step: `base` of a record may only name an answer written before it.
         again = JournaledTry(self.name, self.attempt_name, self.settings)
         for number, answer in sorted(self.answers.items()):
             assert answer.call is not None, "tries without tokens are settled"
@@ -150,8 +151,8 @@ def sampled_record(
 ) -> dict[str, Any]:
     """Return the record of an answer of a try.
 
-    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The try has
-    `num_begun` tokens of the answer already, in `aborted`. `request` is the id of the answer's request.
+    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `num_begun` tokens of
+    the answer are in the try's `aborted` already. `request` is the id of the answer's request.
     """
     base, num_shared = agent_try.place(call.prompt_token_ids)
     return {
@@ -171,7 +172,7 @@ def sampled_record(
 
 
 def account_tokens(run: Path) -> TokenAccount | None:
-    """Return the account of the tokens sampled for a run's agents; None: the run has no journal.
+    """Count the tokens sampled for a run's agents; None: the run has no journal.
 
     Raises DataError if the journal is damaged, StorageError if it cannot be read.
     """
@@ -185,11 +186,11 @@ def account_tokens(run: Path) -> TokenAccount | None:
 
 @dataclass(slots=True)
 class TokenAccount:
-    """Counts of the sampled tokens of agents' attempts, by what happened to them.
+    """Numbers of sampled tokens of agents' attempts, by what happened to them.
 
     `trained` and `untrained` are by step. `untrained` tokens belong to trained attempts, but have no loss. `dropped`
     tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
-    for a step. Tokens of aborted calls are counted with their try. `faults` are contradictions in the journal, one line
+    for a step. An aborted call's tokens count with its try. `faults` are contradictions found in the journal, a line
     each.
     """
 
@@ -217,12 +218,12 @@ class JournalState:
     def __init__(self, used_from: int | None) -> None:
         """Create an empty state.
 
-        Tokens of attempts trained before step `used_from` are freed. None: all tokens are freed, because the caller
-        only counts.
+        Tokens of steps before `used_from` are removed from memory. None: all tokens are, because the caller only counts
+        them.
         """
         self.tries: dict[str, JournaledTry] = {}
         self.containers: dict[str, tuple[str, str]] = {}
-        """Node and container of programs that outlive the driver, by the names of their tries, until these end."""
+        """(node, container) of each program that can outlive the driver, by the name of its try, until it ends."""
         self._used_from = used_from
         self._settled_tokens = TokenAccount()
 
@@ -270,16 +271,18 @@ class JournalState:
                 account.lost += agent_try.num_sampled
             else:
                 account.waiting += agent_try.num_sampled
-        # The total was counted separately from its parts, so a difference shows an error in the records.
+        # The total is counted separately from its parts, so a difference shows an error in the records.
         total = account.num_trained + account.num_untrained + account.lost + account.waiting
         if total != account.sampled:
             account.faults.append(f"{account.sampled} tokens were sampled, but {total} are accounted for")
         return account
 
     def start(self, version: int) -> None:
-        """Begin at a checkpoint's weights (`version`): undo later steps, forget later answers, close all tries."""
+        """Start from the weights of a checkpoint (`version`): undo later steps, remove later answers, close
+        all tries.
+        """
         settled_tokens = self._settled_tokens
-        # Resuming discards the weights of these steps, and so the effect of their tokens.
+        # A resume discards these steps' weights, so their tokens count as not trained.
         for step in [step for step in settled_tokens.trained if step >= version]:
             settled_tokens.lost += settled_tokens.trained.pop(step) + settled_tokens.untrained.pop(step)
         for agent_try in self.tries.values():
@@ -317,9 +320,10 @@ class JournalState:
         return tries[-1] if tries and tries[-1].settings == settings else None
 
     def _is_lost(self, agent_try: JournaledTry) -> bool:
-        """Return whether neither a run nor a later try can use the answers of this try."""
+        """Return whether neither a run nor a later try can use this try's answers."""
         if not agent_try.is_replaced:
-            # Training its step freed the tokens. If a resumed run then undid the step, the try cannot be used.
+            # The tokens of a trained step are removed from memory. If a resume then undid the step, the try cannot be
+            # used.
             is_used = self._used_from is None or all(answer.call is not None for answer in agent_try.answers.values())
             return not is_used
         return not any(t.attempt_name == agent_try.attempt_name and t.is_open for t in self.tries.values())
@@ -339,7 +343,7 @@ class JournalState:
             raise ValueError("a try began twice")
         for earlier in self.tries.values():
             if earlier.attempt_name == attempt_name and earlier.step is None:
-                # Its answers remain: the later try may repeat them.
+                # Keep its answers, because the later try may repeat them.
                 earlier.is_open, earlier.is_replaced = False, True
         self.tries[name] = JournaledTry(name, attempt_name, settings)
 
@@ -354,29 +358,29 @@ class JournalState:
         if self._used_from is not None:
             call = RecordedCall(_prompt(agent_try, values), [completion], is_done=True, identity=identity)
         newest = int(versions.max(initial=0))
-        # Journals of earlier versions have no ids of requests and calls.
+        # Earlier versions of megarl write no ids of requests and calls.
         request = str(values.get("request", ""))
         answer = JournaledAnswer(num_tokens, newest, call, values["repeatable"] is True, request)
         agent_try.add(number, answer)
         if values["from"] is None:
-            # Journals of earlier versions do not count the tokens of unfinished calls.
+            # Earlier versions of megarl do not count the tokens of unfinished calls.
             num_begun = _count(values.get("begun", 0))
             self._take_aborted(agent_try, identity or values["prompt"], num_begun)
             self._settled_tokens.sampled += num_tokens - num_begun
             return
-        # The same tokens leave the earlier try, so that they are counted once.
+        # Move the tokens from the earlier try, so that they are counted once.
         name, origin = values["from"]
         if self.tries[name].answers.pop(_count(origin)).num_tokens != num_tokens:
             raise ValueError("an answer that is repeated differs from the first")
 
     def _apply_aborted(self, values: Mapping[str, Any]) -> None:
-        # Journals of earlier versions have the digest of the prompt in place of the call's id.
+        # Earlier versions of megarl write the prompt's digest instead of the call's id.
         identity, num_tokens = str(values["id"] if "id" in values else values["prompt"]), _count(values["tokens"])
         if values["from"] is not None:
             self._take_aborted(self.tries[values["from"]], identity, num_tokens)
         else:
             self._settled_tokens.sampled += num_tokens
-        # An engine may report the tokens of an aborted call after its try was dropped.
+        # The try may be gone: an engine can report an aborted call's tokens after the try was dropped.
         agent_try = self.tries.get(values["try"])
         if agent_try is None:
             self._settled_tokens.dropped += num_tokens
@@ -384,7 +388,7 @@ class JournalState:
             agent_try.aborted[identity] += num_tokens
 
     def _take_aborted(self, agent_try: JournaledTry, identity: str, num_tokens: int) -> None:
-        """Remove a call's tokens without an answer from a try, because an answer or a later try has them now."""
+        """Subtract a call's unanswered tokens from a try. An answer or a later try has them now."""
         if agent_try.aborted[identity] < num_tokens:
             raise ValueError("a call continues more tokens than were sampled for it")
         if num_tokens:
@@ -394,7 +398,7 @@ class JournalState:
         agent_try = self.tries[values["try"]]
         if not all(isinstance(values[name], str) for name in ("session", "key", "node", "container")):
             raise TypeError("the facts of a session are not texts")
-        # An account needs numbers only.
+        # For counting, numbers of tokens are enough.
         if self._used_from is not None:
             agent_try.opened = values
             self.containers[agent_try.name] = values["node"], values["container"]
@@ -407,7 +411,7 @@ class JournalState:
             agent_try.asked[str(values["request"])] = values
 
     def _apply_received(self, values: Mapping[str, Any]) -> None:
-        # -1 takes back a client that turned out to have read nothing.
+        # -1 corrects an earlier +1: the client had read nothing.
         if values["clients"] not in (1, -1):
             raise ValueError("a number of clients is neither one more nor one less")
         self.tries[values["try"]].received[str(values["request"])] += values["clients"]
@@ -425,12 +429,12 @@ class JournalState:
         agent_try = self.tries[values["try"]]
         if not agent_try.is_open:
             raise ValueError("a try ended twice, or after a later one began")
-        # The trajectory is decoded only when it is used: most attempts of a file were trained or dropped.
+        # Decode the trajectory only when it is used. Most attempts of a file were trained or dropped.
         agent_try.ended, agent_try.is_open = values, False
-        # Its container ended before it.
+        # The container ended before the attempt.
         self.containers.pop(agent_try.name, None)
         if self._used_from is None:
-            # An account needs numbers only, and a long run has billions of tokens.
+            # For counting, numbers are enough, and a long run has billions of tokens.
             agent_try.forget_tokens()
 
     def _apply_dropped(self, values: Mapping[str, Any]) -> None:
@@ -481,7 +485,7 @@ def _add(account: TokenAccount, agent_try: JournaledTry) -> None:
 
 
 def _count(value: Any) -> int:
-    # `isinstance` would accept true and false.
+    # Not `isinstance`: it would accept true and false as integers.
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.40} is not a count")
     return value

@@ -72,19 +72,19 @@ def weigh(
 ) -> dict[str, float]:
     """Set the batch's advantages and importance weights as the recipe says. Return the metrics of both.
 
-    `weight_version` is the version of the trainer's weights before the update. If groups may span several versions, the
-    engine's log-probs of earlier versions become NaN at the end. `role_baselines` are the baselines of
-    algorithm.advantage = rae, by role; they are updated.
+    `weight_version` is the version of the trainer's weights before the update. If groups may span several versions,
+    this function finally sets the engine's log-probs of earlier versions to NaN. `role_baselines` are the baselines of
+    algorithm.advantage = rae, by role. They are updated.
     """
     algorithm = recipe.algorithm
     metrics = compute_advantages(batch, recipe, kl_coefficient, role_baselines)
     if not corrects_in_update(recipe):
         metrics |= compute_importance_weights(batch, algorithm)
-    # After the importance weights: these set some of them to zero.
+    # Only after the importance weights are set: this sets some of them to zero.
     metrics |= keep_highest_entropies(batch, algorithm)
     metrics |= select_by_covariance(batch, recipe, weight_version)
     if recipe.rollout.carries_groups:
-        # Before stale log-probs are forgotten: the metrics compare them.
+        # Before stale log-probs are set to NaN, because the metrics compare them.
         metrics |= metrics_by_version(batch, weight_version, is_trainers=algorithm.old_logprobs == "trainer")
         batch.forget_stale_logprobs(weight_version)
     return metrics
@@ -95,7 +95,7 @@ def compute_advantages(
 ) -> dict[str, float]:
     """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens]. Return the metrics.
 
-    `role_baselines` are the baselines of algorithm.advantage = rae, by role; they are updated.
+    `role_baselines` are the baselines of algorithm.advantage = rae, by role. They are updated.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -105,17 +105,17 @@ def compute_advantages(
         num_scored = np.bincount(batch.groups, weights=batch.is_scored)
         metrics["advantages/groups_below_k"] = float((num_scored < algorithm.pass_k).sum())
     divergence = torch.zeros(len(mask))
-    # A preset's KL penalty has no effect in distillation, where the teacher takes the reference's place.
+    # In distillation a preset's KL penalty has no effect, because the teacher replaces the reference model.
     if recipe.has_kl_penalty and algorithm.kl_placement != "loss":
         divergence = _divergence(batch, algorithm)
         if algorithm.k3_max is not None:
             metrics["kl/capped"] = float((divergence[mask] >= algorithm.k3_max).float().mean())
         metrics["kl/reference"] = float(divergence[mask].mean())
-        # After the metrics: they report the plain KL, without its coefficient.
+        # Scale only now: the metrics report the plain KL, without its coefficient.
         divergence = kl_coefficient * divergence
     if algorithm.advantage == "gae":
         turn_rewards, turns = torch.from_numpy(batch.turn_rewards), torch.from_numpy(batch.turns)
-        # float32, like the critic's values; the other estimators compare float64 rewards.
+        # float32, like the critic's values. Estimators without a critic compare float64 rewards.
         rewards = token_rewards(scores, turn_rewards, turns, cu_samples, mask).float()
         if algorithm.kl_placement == "reward":
             rewards = rewards - divergence
@@ -140,7 +140,7 @@ def compute_advantages(
             advantages = _turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
         if algorithm.state_weight:
             advantages = advantages + weighted_state_advantages(_rewards_by_turn(scores, batch), batch, algorithm)
-    # With gamma and lambda 1 this is the sum of the KL over the following tokens.
+    # With gamma = lambda = 1, this is the sum of the KL over the following tokens.
     if algorithm.kl_placement == "return":
         divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
     if algorithm.kl_placement in ("return", "advantage"):
@@ -152,10 +152,7 @@ def compute_advantages(
 
 
 def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
-    """Return the mean divergence of policy and reference, in nats per token, that the rewards' KL penalty is based on.
-
-    None: no KL penalty is part of the rewards, returns or advantages.
-    """
+    """Return the mean KL of policy and reference, in nats per token; None: advantages have no KL penalty."""
     if not recipe.has_kl_penalty or recipe.algorithm.kl_placement == "loss":
         return None
     return float(_divergence(batch, recipe.algorithm)[torch.from_numpy(batch.loss_mask)].mean())
@@ -178,10 +175,10 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 
 
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set. Return the
-    metrics.
+    """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set.
 
-    The importance weights of other tokens become zero, so call it after `compute_importance_weights`.
+    Sets the importance weights of all other tokens to zero, so call this after `compute_importance_weights`. Returns
+    the metrics.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():
@@ -196,9 +193,8 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
-    The penalty grows linearly in the last algorithm.overlong_buffer tokens before a limit. The longest turn is compared
-    with the limit of a completion, and the sum of all turns with the limit of an attempt, if any. The larger penalty
-    counts.
+    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit. There are two limits: of a
+    completion, for the longest turn, and of an attempt, for the sum of all turns. The larger penalty counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -209,7 +205,7 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
         penalty = soft_overlong(longest_turns, longest=rollout.sampling.max_new_tokens, buffer=buffer)
         if rollout.turns_of_attempt > 1 and rollout.budget.sampled_tokens is not None:
             of_all = soft_overlong(lengths, longest=rollout.budget.sampled_tokens, buffer=buffer)
-            # Penalties are at most 0, so the minimum is the stronger one.
+            # Penalties are negative or 0, so the minimum is the larger penalty.
             penalty = torch.minimum(penalty, of_all)
         penalty = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score * penalty
         scores = torch.where(_source_mask(source.name, batch, recipe), scores + penalty, scores)
@@ -228,7 +224,7 @@ def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
         for source in recipe.sources:
             weights[_source_mask(source.name, batch, recipe)] = weight_in(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
-        # `is_judged` excludes NaN scores; they are replaced because NaN times weight 0 is NaN.
+        # A NaN score would make the sum NaN even with weight 0, so replace it. `is_judged` excludes its sample.
         sample_advantages = _sample_advantages(
             torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged
         )
@@ -237,7 +233,7 @@ def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
 
 
 def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
-    """Yield each scorer's scores [samples], and a function from a source's reward settings to its weight.
+    """Yield each scorer's scores [samples], with a function returning its weight in a source's reward settings.
 
     A scorer is a reward function, an environment or the reward model.
     """
@@ -272,11 +268,11 @@ def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
-    """Return advantages [tokens] computed turn by turn, for multi-turn trajectories.
+    """Return advantages [tokens] of multi-turn trajectories, computed turn by turn.
 
-    The discounted return of a turn is compared with the same turn's return in the group's other samples. If a scored
-    sample has fewer turns, the advantage of the whole trajectory is used. A reward in `scores` [samples] belonging
-    to no turn counts at the last turn.
+    A turn's discounted return is compared with the same turn's return in the group's other samples. If a scored sample
+    has fewer turns, the turn gets the advantage of its whole trajectory. `scores` [samples] minus all turn rewards
+    counts at the last turn.
     """
     rewards = _rewards_by_turn(scores, batch)
     num_turns = torch.from_numpy(batch.num_turns)
@@ -285,7 +281,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     turn_scores = torch.where(has_turns, returns[:, 0], scores)
     advantages = broadcast_to_tokens(_sample_advantages(turn_scores, batch, algorithm), cu_samples, len(turns))
-    # Turn 0 already has its advantage: its return is the whole trajectory's.
+    # Turn 0 is done: its return is that of the whole trajectory.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_in_group(num_turns > turn, batch)
         of_turn = broadcast_to_tokens(
@@ -299,7 +295,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
 def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
     """Return the rewards of turns, float64 [samples, turns].
 
-    A reward in `scores` [samples] belonging to no turn counts at the last turn.
+    The part of `scores` [samples] without a turn counts at the last turn.
     """
     rewards, num_turns = torch.from_numpy(batch.turn_rewards).clone(), torch.from_numpy(batch.num_turns)
     has_turns = num_turns > 0
@@ -309,7 +305,7 @@ def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
 
 
 def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """Return for each sample whether `holds` [samples] is True for all scored samples of its group: bool [samples]."""
+    """Return for each sample whether `holds` [samples] is True for all scored samples of its group, bool [samples]."""
     groups = torch.from_numpy(batch.groups)
     fails = torch.from_numpy(batch.is_scored) & ~holds
     return ~torch.isin(groups, groups[fails])
@@ -318,15 +314,15 @@ def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
 def _sample_advantages(
     scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None
 ) -> Tensor:
-    """Return advantages [samples] by the recipe's estimator, computed over scored trajectories; zero for unscored ones.
+    """Return advantages [samples] by the recipe's estimator; zero for unscored samples.
 
-    `among`, bool [samples], limits the computation to some samples.
+    `among`, bool [samples], restricts the computation to these samples.
     """
     is_taken = torch.from_numpy(batch.is_scored)
     if among is not None:
         is_taken = is_taken & among
     advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
-    # Estimators, custom ones too, take any subset of these arguments; `supported_kwargs` selects them.
+    # An estimator, also a user's own, takes any subset of these arguments. `supported_kwargs` selects them.
     offered: dict[str, Any] = {
         "lengths": torch.from_numpy(batch.num_sampled)[is_taken],
         "normalize_by_std": algorithm.normalize_by_std,

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: weaken the updates that would lower the policy's entropy most."""
+"""Clip-Cov and KL-Cov: weaken the updates most likely to lower the policy's entropy."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ METRICS = (
 
 
 def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) -> dict[str, float]:
-    """Drop or penalise tokens of high covariance of log-prob and advantage, if the recipe says so. Return the metrics.
+    """Drop or penalise tokens with a high covariance of log-prob and advantage, if the recipe says so. Return the
+    metrics.
 
-    Some importance weights become zero, so call it after they are computed. It reads the batch's advantages, and the
-    log-probs before the first update. `weight_version` changes the random draw from step to step.
+    Needs the batch's advantages and the log-probs before the first update. Sets some importance weights to zero, so
+    call this after they are computed. `weight_version` changes the random draw from step to step.
     """
     algorithm, mask = recipe.algorithm, torch.from_numpy(batch.loss_mask)
     if not algorithm.selects_by_covariance or not mask.any():
@@ -60,16 +61,15 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
 
 
 def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
-    """Return a random number for each token, [tokens], between 0 and 1.
+    """Return a random number between 0 and 1 for each token, [tokens].
 
-    The number depends on `seed`, on the tokens of the sequence and on the token's position there. The order of
-    sequences and the number of ranks do not matter, so a resized run draws the same tokens. Equal sequences have
-    different numbers.
+    It depends on `seed`, the sequence's tokens and the token's position. It does not depend on the order of sequences
+    or the number of ranks, so a resized run draws the same tokens. Equal sequences get different numbers.
     """
     draws: list[NDArray[np.float64]] = []
     num_equal: Counter[bytes] = Counter()
     for token_ids in np.split(batch.token_ids, batch.cu_seqlens[1:-1]):
-        # blake2b, because Python's `hash` differs between processes, and a resumed run must draw the same tokens.
+        # Not Python's `hash`: it differs between processes, and a resumed run must draw the same tokens.
         digest = blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).digest()
         words = np.frombuffer(digest, np.uint32).tolist()
         draws.append(np.random.default_rng([*seed, num_equal[digest], *words]).random(len(token_ids)))

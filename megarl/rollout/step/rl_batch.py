@@ -20,9 +20,9 @@ from megarl.types import Segment, Trajectory
 class RLBatch(TokenBatch):
     """Training batch: the concatenated segments of all trajectories. A sample is a trajectory with all its segments.
 
-    Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts the
-    policy's tokens, `num_turns` completions. Group statistics exclude unscored trajectories. A loss without rewards
-    (distillation) trains them nevertheless.
+    Arrays per trajectory are [samples]. `rewards` is float64. `groups` has the prompts' numbers. `num_sampled` counts
+    the policy's tokens, `num_turns` the completions. Unscored trajectories are excluded from group statistics. A loss
+    without rewards (distillation) still trains on them.
     """
 
     weight_versions: NDArray[np.int32]
@@ -32,8 +32,8 @@ class RLBatch(TokenBatch):
     turn_rewards: NDArray[np.float64]
     """[samples, turns]: rewards of the environment for single turns. `rewards` includes them."""
     state_groups: NDArray[np.int64]
-    """[samples, turns]: number of the turn's step group; -1 without a group. Turns of a step group act in the same
-    state of the same prompt.
+    """[samples, turns]: number of the turn's step group; -1 without a group. A step group has the turns acting in the
+    same state of the same prompt.
     """
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
@@ -47,11 +47,11 @@ class RLBatch(TokenBatch):
     sample_ids: tuple[tuple[int, int], ...] = ()
     """Two numbers per trajectory: of its prompt in the run, and of the attempt in its group."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Unweighted scores [samples] by reward function; NaN: the function gave no score."""
+    """Unweighted scores [samples] by reward function; NaN: the function gave none."""
     environment_scores: NDArray[np.float64] | None = None
     """[samples]: sum of the environment's turn rewards; NaN without such rewards. None: all samples lack them."""
     model_scores: NDArray[np.float64] | None = None
-    """[samples]: unweighted scores of the reward model. None: there is no reward model, or it has not yet scored."""
+    """[samples]: unweighted scores of the reward model; None: there is no reward model, or it has not scored yet."""
     entropies: NDArray[np.float32] | None = None
     """[tokens]: entropies of the trainer's distributions before the update, in nats; 0 if not sampled."""
 
@@ -65,8 +65,8 @@ class RLBatch(TokenBatch):
     ) -> RLBatch:
         """Return the batch made of these groups (one group per prompt).
 
-        `mask_truncated` excludes trajectories that a limit ended from training; `needs_rewards` excludes unscored ones.
-        `old_logprobs` exist if any segment has them. In other segments they are NaN on sampled tokens.
+        `mask_truncated` excludes trajectories ended by a limit from training. `needs_rewards` excludes unscored ones.
+        `old_logprobs` exist if any segment has them. In segments without them, they are NaN on sampled tokens.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -113,12 +113,12 @@ class RLBatch(TokenBatch):
         is_sampled = self.turns >= 0
         sample = np.repeat(self.samples, self.lengths)[is_sampled]
         counts = np.zeros((len(self.groups), int(self.turns.max(initial=0)) + 1), np.int64)
-        # Not `counts[...] += 1`: it would count repeated indices once.
+        # Not `counts[...] += 1`: it counts an index occurring twice only once.
         np.add.at(counts, (sample, self.turns[is_sampled]), 1)
         return counts.max(axis=1)
 
     def start_from_rollout(self, weight_version: int) -> None:
-        """Use the engine's log-probs as the old log-probs of the importance ratio, for tokens of old weights too.
+        """Use the engine's log-probs as the old log-probs of the importance ratio, also for tokens of old weights.
 
         `weight_version` is that of the trainer.
         """
@@ -128,19 +128,19 @@ class RLBatch(TokenBatch):
     def forget_stale_logprobs(self, weight_version: int) -> None:
         """Set `rollout_logprobs` to NaN on tokens sampled before `weight_version`.
 
-        The metrics then compare engine and trainer for equal weights only.
+        Afterwards metrics compare engine and trainer only where both had the same weights.
         """
         is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
         logprobs = self.per_token["rollout_logprobs"]
         self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), logprobs)
 
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
-        """Return the minibatch of each optimizer update of a step, with token weights set.
+        """Return the minibatches of a step, one per optimizer update, with token weights set.
 
-        `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first pass keeps
-        the order of the samples. Later passes are shuffled with the seed, the step and the pass number. `conversations`
-        are distributed over the updates for an additional loss (`algorithm.ptx_coefficient`). Steps that train only the
-        critic (`critic.warmup_steps`) have no minibatches.
+        Each of `train.epochs_per_step` passes visits all samples, in `train.updates_per_step` updates. The first pass
+        keeps the order of the samples. Later passes are shuffled with the seed, the step and the pass number.
+        `conversations` are distributed over the updates for an additional loss (`algorithm.ptx_coefficient`). Steps
+        training only the critic (`critic.warmup_steps`) have no minibatches.
         """
         if step <= recipe.frozen_steps:
             return []
@@ -155,7 +155,7 @@ class RLBatch(TokenBatch):
                     minibatch = _add_conversations(minibatch, dealt, recipe.algorithm.ptx_coefficient)
                 minibatches.append(minibatch)
         if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
-            # From the second update on the weights differ from the engine's, so a comparison would be meaningless.
+            # From the second update on, trainer and engine have different weights. A comparison would mean nothing.
             for minibatch in minibatches[1:]:
                 minibatch.per_token["rollout_logprobs"] = np.full(len(minibatch.token_ids), np.nan, np.float32)
         return minibatches
@@ -163,7 +163,7 @@ class RLBatch(TokenBatch):
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
         """Return the minibatch of each critic update of a step. The critic's loss is the mean over tokens."""
         algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
-        # The critic reads only these two arrays, so only they are sent to the ranks.
+        # Send only these two arrays to the ranks: the critic reads no others.
         batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
         samples = np.arange(len(self.groups))
         minibatches = [batch.select_samples(part) for part in parts(samples, recipe.critic.updates_per_step)]
@@ -175,7 +175,7 @@ class RLBatch(TokenBatch):
 def is_trained_on(trajectory: Trajectory, mask_truncated: bool, needs_rewards: bool) -> bool:
     """Return whether the sampled tokens of a trajectory have a loss.
 
-    `mask_truncated` excludes trajectories that a limit ended; `needs_rewards` excludes unscored ones.
+    `mask_truncated` excludes trajectories ended by a limit; `needs_rewards` excludes unscored ones.
     """
     # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
     is_left_out = mask_truncated and trajectory.ended in ("length", "seconds")
@@ -185,9 +185,9 @@ def is_trained_on(trajectory: Trajectory, mask_truncated: bool, needs_rewards: b
 def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:
     """Set a minibatch's `token_weights` [tokens]: the factor of each token's loss in the total loss.
 
-    The segments of one sample count as a single sequence.
+    All segments of a sample count as one sequence.
     """
-    # For the whole minibatch at once, so the loss does not depend on its split into ranks and microbatches.
+    # Compute them for the whole minibatch, so the loss does not depend on its split into ranks and micro-batches.
     weights = token_weights(
         torch.from_numpy(batch.cu_samples),
         torch.from_numpy(batch.loss_mask),
@@ -232,7 +232,7 @@ def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray
             continue
         judged = any(score is not None for score in reward.scores.values())
         for name in names:
-            # A sample without any score (nothing judged it, or all functions failed) has reward 0: 0 per function.
+            # If nothing scored the sample, or all functions failed, its reward is 0, and so is each function's score.
             score = reward.scores.get(name) if judged else 0.0
             scores[name][sample] = np.nan if score is None else score
     return scores
@@ -246,7 +246,7 @@ def _environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float6
 def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
     if segment.old_logprobs is not None:
         return segment.old_logprobs
-    # NaN marks log-probs still missing: any use of them shows in the loss.
+    # NaN marks missing log-probs: any use of them makes the loss NaN.
     return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
 
 
@@ -267,13 +267,11 @@ def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
 
 
 def _add_conversations(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """Return a policy minibatch joined with conversations. The conversations get the fraction `share` of the total
-    loss.
-    """
+    """Return a policy minibatch joined with conversations. These get the fraction `share` of the total loss."""
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)
-    # `concatenate` needs equal sets of arrays: give the conversations zeros for all the policy's.
+    # `concatenate` needs equal sets of arrays, so fill the policy's arrays with zeros for the conversations.
     zeros = np.zeros(len(conversations.token_ids), np.float32)
     supervised = conversations.with_arrays(dict.fromkeys(policy.per_token, zeros))
     weights = token_weights(

@@ -13,13 +13,13 @@ from megarl.types import ConfigError
 
 
 def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: dict[str, float]) -> Tensor:
-    """Return the advantages of role-conditioned baselines (rae), [samples], like `scores`; zero for unscored samples.
+    """Return advantages by role-conditioned baselines (rae), [samples], like `scores`; zero for unscored samples.
 
-    `baselines` maps a role (in a mixture SOURCE.ROLE) to its baseline, and is updated. A new role begins with 0.
-    Samples count in the order of their numbers, however the batch is ordered. Raises ConfigError for a sample without a
-    role.
+    `baselines` maps a role (in a mixture SOURCE.ROLE) to its baseline, and is updated. A new role starts at 0. Samples
+    are counted in the order of their numbers, in whatever order the batch has them. Raises ConfigError for a sample
+    without a role.
     """
-    # `rae` updates a baseline after each sample, so their order changes the result.
+    # `rae` updates a baseline after each sample, so the order matters.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
     names = [_baseline_name(recipe, batch, sample) for sample in scored]
     known = list(dict.fromkeys(names))
@@ -39,5 +39,5 @@ def _baseline_name(recipe: Recipe, batch: RLBatch, sample: int) -> str:
             f"algorithm.advantage = rae: environment {batch.environments[sample]} named no role; return it as role in "
             "each Start, or set algorithm.advantage=grpo"
         )
-    # Without a mixture the source is named by the environment's path, and a run's folder may be moved.
+    # Without a mixture the source is named after the environment's path, and a run's folder can be moved.
     return f"{batch.environments[sample]}.{role}" if recipe.mixture else role

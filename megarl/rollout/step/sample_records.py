@@ -1,4 +1,4 @@
-"""Records of samples for people to read: with the prompts as the policy saw them, or token by token."""
+"""Records of samples for people to read, with whole prompts or token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MOST_TOKENS = 512
-"""Maximum number of recorded tokens of a sample. A longer sample is cut in the middle."""
+"""Maximum number of recorded tokens per sample. Longer samples are cut in the middle."""
 _BYTES_OF_CHARACTER = 4
 """Maximum bytes of a UTF-8 character, and so the maximum number of tokens sharing a character."""
 
@@ -25,9 +25,9 @@ _BYTES_OF_CHARACTER = 4
 def with_rendered_prompts(
     records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of these trajectories, each with `rendered_prompt`: the text of the first prompt's tokens.
+    """Yield the trajectories' records with `rendered_prompt`: the text of the first prompt's tokens.
 
-    The text includes all that the chat template adds. A trajectory without sampled tokens has no `rendered_prompt`.
+    It includes everything added by the chat template. A trajectory without sampled tokens has none.
     """
     text_by_prompt: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
     for record, trajectory in zip(records, trajectories, strict=True):
@@ -37,7 +37,7 @@ def with_rendered_prompts(
             continue
         key = prompt.tobytes()
         if key not in text_by_prompt:
-            # Control tokens are the point here: a wrong chat template shows in them.
+            # Keep control tokens: they show a wrong chat template.
             text_by_prompt[key] = str(tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
         yield {**record, "rendered_prompt": text_by_prompt[key]}
 
@@ -54,7 +54,7 @@ async def token_records(
 ) -> list[dict[str, Any]]:
     """Return token-by-token records of `count` trajectories: half with the highest advantages, half with the lowest.
 
-    `batch` is built from `groups` and has advantages. A record has the fields of `Trajectory.record` except the
+    `batch` is built from `groups` and has advantages. A record has the fields of `Trajectory.record`, except the
     completion. Its `columns` have one entry per token of the last segment, from the first sampled token on; null for
     tokens not sampled. Log-probs are in nats. `logprob_gap`, trainer minus engine, is null for tokens sampled before
     `weight_version`, the trainer's current weights. `cut` is the number of tokens omitted in the middle.
@@ -69,7 +69,7 @@ async def token_records(
     places = batch.last_segments[positions]
     selected = batch.select(places)
     old_logprobs = selected.per_token.get("old_logprobs")
-    # NaN marks log-probs that the update's own forward pass would compute.
+    # NaN marks log-probs to be computed only by the update's own forward pass.
     is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
     if old_logprobs is None or not is_known:
         old_logprobs = await forward(selected)
@@ -85,7 +85,7 @@ async def token_records(
         cut = max(0, len(selected) - MOST_TOKENS)
         if cut:
             selected = np.concatenate([selected[: MOST_TOKENS // 2], selected[-(MOST_TOKENS // 2) :]])
-        # Log-probs computed now belong to the current weights. Older tokens were sampled by other weights.
+        # Log-probs computed here are by the current weights, so compare them only with tokens sampled by these weights.
         is_of_now = is_known | (segment.weight_versions == weight_version)
         columns = {
             "text": selected_texts(tokenizer, segment.token_ids[first:], selected - first),
@@ -96,24 +96,23 @@ async def token_records(
             "weight_version": _numbers(segment.weight_versions, is_sampled, selected),
             "turn": _numbers(segment.turns, is_sampled, selected),
         }
-        # The columns contain their text already.
+        # `columns` already contain the completion's text.
         record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
         records.append({**record, "segments": len(trajectory.segments), "cut": cut, "columns": columns})
     return records
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
-    """Return the text of each token [tokens]. If tokens share a character, the last has its text, the others none."""
+    """Return the text of each token [tokens]. If several tokens share a character, the last one has its text."""
     texts: list[str] = []
     pending: list[int] = []
     for number, token in enumerate(token_ids.tolist(), 1):
         pending.append(token)
         text = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        # U+FFFD is the decoder's sign of an incomplete character. A token may also mean U+FFFD itself, so wait for at
-        # most 4.
+        # The decoder writes U+FFFD for an incomplete character. A token may also mean U+FFFD, so join at most 4 tokens.
         is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and number < len(token_ids)
         if not is_part:
-            # SentencePiece decoders drop the space before the first word of a text: restore it.
+            # SentencePiece decoders drop the space before a text's first word, so restore it.
             name = tokenizer.convert_ids_to_tokens(pending[0])
             has_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
             pending = []
@@ -125,8 +124,7 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
 def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected: NDArray[np.int64]) -> list[str]:
     """Return the texts of the tokens at the indices `selected` [selected].
 
-    Decoding a segment of 32k tokens takes seconds. So only the selected tokens are decoded, and neighbours sharing a
-    character with them.
+    Decodes only these tokens, and neighbours sharing a character. A segment of 32k tokens would take seconds.
     """
     texts: list[str] = []
     for run in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
@@ -146,7 +144,7 @@ def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> boo
 
 def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
     sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
-    # Per token, because a sum would prefer long trajectories.
+    # Mean per token, because a sum would prefer long trajectories.
     means = sums / np.maximum(batch.num_sampled, 1)
     # Half with the highest mean advantages, then half with the lowest.
     order = np.argsort(-means, kind="stable")

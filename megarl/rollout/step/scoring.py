@@ -1,6 +1,6 @@
-"""Scores of a step's groups by the run's models, with the weights before the step's update.
+"""Scores of a step's groups by the run's models, computed before the step's update.
 
-Scores are log-probs of policy and reference, entropies, the critic's values and the reward model's scores.
+They are log-probs of policy and reference, entropies, the critic's values and the reward model's scores.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def score(
 
 
 async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: Recipe, weight_version: int) -> None:
-    """Compute the batch's `reference_logprobs` and critic `values` [tokens], if the run has these models.
+    """Set the batch's `reference_logprobs` and the critic's `values` [tokens], if the run has these models.
 
     With algorithm.old_logprobs = rollout, the engine's log-probs also become the old log-probs. `weight_version` is the
     version of the trainer's weights before the update.
@@ -68,27 +68,27 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
 async def add_model_scores(
     groups: Sequence[Group], batch: RLBatch, reward_model: RankModel, config: RewardConfig
 ) -> tuple[list[Group], dict[str, float]]:
-    """Add a reward model's scores to the rewards of `groups` and of `batch`, which is built from them.
+    """Add a reward model's scores to the rewards of `groups`, and of the `batch` built from them.
 
     Returns the groups and the metrics.
     """
-    # The last segment of a trajectory ends with its final answer.
+    # A trajectory's last segment ends with its final answer.
     ends = with_score_masks(batch.select(batch.last_segments))
     values = await reward_model.forward(ends)
-    # `with_score_masks` appended a place to each sequence: the value there covers all of its tokens.
+    # `with_score_masks` appended a place to each sequence. The value there scores the whole sequence.
     scores = values[ends.cu_seqlens[1:] - 1].astype(np.float64)
     clipped = scores if config.model_clip is None else scores.clip(-config.model_clip, config.model_clip)
     added = iter((config.model_weight * clipped).tolist())
     rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
-    # `rewards` include the turns' rewards, so turn rewards get the same weight.
+    # Turn rewards are part of `rewards`, so they need the same weight.
     batch.turn_rewards = config.function_weight * batch.turn_rewards
     batch.model_scores = clipped
     return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
 
 
 def _with_score(trajectory: Trajectory, added: float, function_weight: float) -> Trajectory:
-    # A failed attempt stays unscored, so that it is excluded from statistics and training.
+    # Leave a failed attempt unscored, so that statistics and training exclude it.
     if trajectory.reward is None:
         return trajectory
     score = function_weight * trajectory.reward.score + added
@@ -100,9 +100,9 @@ async def complete_logprobs(
 ) -> tuple[list[Group], list[Group]]:
     """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    New trajectories of the step's first update need no extra pass: the update's own forward pass computes them. Waiting
-    groups always need one. With algorithm.entropy_top_share all trajectories get `entropies` too. `forward` is called
-    at most once. Returns both lists.
+    New trajectories of the step's first update need no extra pass, because the update's own forward pass computes their
+    log-probs. Waiting groups always need one. With algorithm.entropy_top_share, all trajectories get `entropies` too.
+    `forward` is called at most once. Returns both lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
@@ -112,7 +112,7 @@ async def complete_logprobs(
     lacking = [number >= first and lacks_logprobs(trajectory) for number, trajectory in enumerate(everything)]
     wanting = [needs_entropies and _lacks_entropies(trajectory) for trajectory in everything]
     if places := [place for place, wants in enumerate(zip(lacking, wanting, strict=True)) if any(wants)]:
-        # One batch for all, because a forward pass is a call to every rank.
+        # Join all in one batch, because each forward pass is a call to every rank.
         batch = RLBatch.from_groups([[everything[place] for place in places]])
         values_by_row = [
             iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))
@@ -123,7 +123,7 @@ async def complete_logprobs(
                 everything[place] = with_logprobs(everything[place], logprobs)
             if wanting[place]:
                 everything[place] = _with_entropies(everything[place], *entropies)
-    # `everything` was flat; restore the groups in the same order.
+    # `everything` is flat, so restore the groups in the same order.
     completed = iter(everything)
     completed_groups, completed_waiting = (
         [[next(completed) for _ in group] for group in group_list] for group_list in (groups, waiting)
@@ -132,17 +132,15 @@ async def complete_logprobs(
 
 
 def _first_needing(recipe: Recipe, count: int) -> int:
-    """Return how many of a step's `count` trajectories need no log-probs before the updates. They are the first
-    ones.
-    """
+    """Return how many of a step's `count` trajectories, from the first on, need no log-probs before the updates."""
     train = recipe.train
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
-        # A later pass over the samples trains the first minibatch again, with other weights.
+        # A later pass trains the first minibatch again, with changed weights, and needs its old log-probs.
         return 0
     if recipe.logprob_gap_limit is not None and train.updates_per_step > 1:
-        # The mismatch of the whole step decides about its first update.
+        # The first update depends on the mismatch of the whole step.
         return 0
-    # `RLBatch.minibatches` keeps the order of the samples in its first pass.
+    # In its first pass, `RLBatch.minibatches` keeps the order of the samples.
     return count // train.updates_per_step
 
 
@@ -151,7 +149,7 @@ def _needs_logprobs(recipe: Recipe) -> bool:
     if recipe.loop == "distillation":
         return recipe.has_advantages
     algorithm = recipe.algorithm
-    # A KL outside the loss is part of the advantages, computed before the first update.
+    # Unless the KL is in the loss, it is part of the advantages, computed before the first update.
     is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
     if is_kl_before or algorithm.selects_by_covariance:
         return True
@@ -161,9 +159,9 @@ def _needs_logprobs(recipe: Recipe) -> bool:
 def corrects_in_update(recipe: Recipe) -> bool:
     """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
 
-    This saves a pass. It is not possible if the weights or log-probs are needed beforehand: by distillation, the
-    entropy filter, the choice by covariance, or metrics of stale groups. Neither is it for a product over the segments
-    of a trajectory, which may be in different microbatches.
+    This saves a pass. It is impossible if weights or log-probs are needed earlier: by distillation, the entropy filter,
+    the selection by covariance, or metrics of stale groups. It is also impossible for a product over a trajectory's
+    segments, because they may be in different micro-batches.
     """
     algorithm = recipe.algorithm
     if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":

@@ -1,4 +1,4 @@
-"""Step-level advantages of GiGPO. Turns of a prompt's samples are compared if they act in the same state."""
+"""Step-level advantages of GiGPO. They compare turns of a prompt's samples that act in the same state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl.types import ConfigError
 
 
 def weighted_state_advantages(turn_rewards: Tensor, batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """Return `algorithm.state_weight` times the advantage of each token's turn within its step group: [tokens].
+    """Return `algorithm.state_weight` times the advantage of each token's turn within its step group, [tokens].
 
     A step group has the turns of one prompt's scored samples that act in the same state. `turn_rewards` are float64
     [samples, turns]. Raises ConfigError if a turn of a scored sample has no state.
     """
     _refuse_missing_states(batch, algorithm)
-    # -1 means no group. The return of an unscored sample would shift the mean of its group.
+    # -1: no group. An unscored sample's return would shift its group's mean.
     state_groups = torch.from_numpy(np.where(batch.is_scored[:, None], batch.state_groups, -1))
     of_turns = state_advantages(turn_returns(turn_rewards, algorithm.state_discount), state_groups)
     turns, cu_samples = torch.from_numpy(batch.turns), torch.from_numpy(batch.cu_samples)

@@ -87,18 +87,18 @@ METRICS = (
 )
 
 OLDEST = 8
-"""Largest staleness, in weight versions, with a separate metric. Older tokens count as this stale."""
+"""Largest staleness, in weight versions, with a metric of its own. Older tokens count in this metric too."""
 
 
 def step_metrics(
     sampled: Sequence[Trajectory], groups: Sequence[Group], recipe: Recipe, weight_version: int
 ) -> dict[str, float]:
-    """Return reward and rollout metrics of a step's samples, and the staleness of the groups trained on.
+    """Return reward and rollout metrics of a step's samples, and the staleness of the groups to train on.
 
-    If enough groups were waiting, nothing was sampled. Then all metrics describe the groups trained on.
+    If enough groups were waiting, nothing was sampled. Then all metrics describe the groups to train on.
     """
     trained = flatten(groups)
-    # Sampled trajectories include the ones filtered out, so a filter does not bias the metrics.
+    # Sampled trajectories include the filtered-out ones, so a filter does not bias the metrics.
     measured = sampled or trained
     rewards = reward_metrics(measured, trained=trained if recipe.reward.model else None)
     rewards |= data_source_metrics(measured, recipe.reward.source_field)
@@ -109,9 +109,9 @@ def step_metrics(
 
 
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the metrics of one source of a mixture, computed from its own trajectories.
+    """Return the metrics of one source of a mixture.
 
-    A name is `environment/SOURCE/` and the metric's usual name without `rollout/` or `environment/`.
+    Their names are `environment/SOURCE/` plus the usual name without `rollout/` or `environment/`.
     """
     episodes = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(episodes) / len(trajectories)}
@@ -126,7 +126,9 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
 
 
 def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source, a text in this field of their records. Trajectories without it are omitted."""
+    """Group trajectories by data source: the text in this field of their records. Records without the field are
+    omitted.
+    """
     if field is None:
         return {}
     named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
@@ -136,7 +138,7 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
     """Return reward metrics per data source, named by `field` of the records. Unscored trajectories are omitted."""
     rewarded = [t for t in trajectories if t.reward is not None]
-    # A source may stop having verdicts in the middle of a step. Its earlier verdicts alone would bias the mean.
+    # A source may stop having verdicts within a step. The mean of its earlier verdicts would be biased.
     unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
     rewards: dict[str, list[Reward]] = {}
     for name, source_trajectories in by_data_source(rewarded, field).items():
@@ -156,7 +158,7 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
     """Return reward metrics of a step's completions, in total and per reward function.
 
     Unscored attempts do not count. A reward model scores only the trajectories in `trained`, so the total reward then
-    describes only these. None: all.
+    describes only these; None: all.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if trained is None else trained) if t.reward is not None]
@@ -184,8 +186,9 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return rollout metrics of a step's attempts. The environment's own metrics get the prefix `environment/`, except
-    `tools/`.
+    """Return rollout metrics of a step's attempts.
+
+    The environment's own metrics get the prefix `environment/`, except `tools/`.
     """
     count = len(trajectories)
     prompts = [_first_prompt_tokens(t) for t in trajectories]
@@ -211,19 +214,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     for name, amounts in by_attempt.items():
         metrics |= {f"{name}/mean": sum(amounts) / count, f"{name}/max": float(max(amounts))}
-    # All reasons, zeros too: a curve without gaps can be plotted.
+    # Log zeros too, so that each reason has a curve without gaps.
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
     retained_sets = [s.retained_sets for t in trajectories for s in t.segments if s.retained_sets is not None]
     if retained_sets:
-        # Count 0: nothing was cut off at this position, or nothing was sampled.
+        # Count 0 means that nothing was cut off at this position, or nothing sampled.
         sizes = np.concatenate([sets.counts[sets.counts > 0] for sets in retained_sets])
         metrics["rollout/candidates_left/mean"] = float(sizes.mean())
         metrics["rollout/candidates_left/max"] = float(sizes.max())
         metrics["rollout/candidates_left_bytes"] = float(sum(sets.nbytes for sets in retained_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
-            # A failure is "Kind: reason"; only the kind makes a bounded number of metrics.
+            # A failure is "Kind: reason". Reasons are unbounded, so only the kind names a metric.
             name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"
             metrics[name] = metrics.get(name, 0.0) + 1
     for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
@@ -233,15 +236,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _first_prompt_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens before the first sampled token. Without a sampled token, the problem's prompt
-    counts.
-    """
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
 
 
 def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
-    """Return metrics of the trained tokens before the update, for each age (weight versions since sampling).
+    """Return metrics of the trained tokens before the update, by age (weight versions since sampling).
 
     `is_trainers`: `old_logprobs` come from the trainer. If log-probs are missing, only shares of tokens are returned.
     Call this before stale log-probs become NaN.

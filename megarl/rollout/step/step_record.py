@@ -30,12 +30,12 @@ from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import Archive, DataError, FindProblem, Group
 
 RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yaml", "chain"
-"""Files of a record in `records/step_NNNNNN/` of the run folder."""
+"""Names of the files in a record's folder, `records/step_NNNNNN/` of the run folder."""
 
 LOSSES = ("critic/loss", "train/loss")
-"""Recorded metrics of updates that are computed before the gradients."""
+"""Metrics known before the gradients, in the order of comparison."""
 NORMS = ("critic/grad_norm", "train/grad_norm", "train/learning_rate")
-"""Recorded metrics of updates that are computed after the gradients."""
+"""Metrics known after the gradients, in the order of comparison."""
 COMPARED_METRICS = (*LOSSES, *NORMS)
 
 _FIRST_ARRAYS = (
@@ -48,18 +48,17 @@ _FIRST_ARRAYS = (
     "advantages",
     "returns",
 )
-"""Arrays of a batch in the order of their computation. Other arrays are compared later."""
+"""Arrays of a batch in the order of their computation. All other arrays are compared after these."""
 
 OTHER_LAYOUT_TOLERANCE = 1e-5
-"""Relative tolerance for values computed with other parallel sizes, where float32 sums have another order."""
+"""Relative tolerance between different parallel sizes. Their float32 sums have different orders."""
 STATE_FACTOR = 10
-"""Tolerance of state tensors, as a multiple of the tolerance of all other values. Gradients of small tensors, like
-norms, are sums that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp
-2 in float32.
+"""Factor from the tolerance of other values to that of state tensors. Gradients of small tensors, for example norms,
+are sums that cancel, and Adam divides by their size. Up to 2.2e-5 was measured between dp 2 and tp 2 in float32.
 """
 
 _FIRST_MOMENTS = (".exp_avg.", ".momentum_buffer.")
-"""Name parts of the state tensors where a step's gradient shows first: Adam's first moment, Muon's momentum."""
+"""Parts of the names of state tensors that show a step's gradient first: Adam's first moment, Muon's momentum."""
 _MISSING, _ADDED = "recorded, but not there now", "there now only"
 
 StateParts = Mapping[str, Mapping[int, Fingerprint]]
@@ -70,10 +69,10 @@ StateParts = Mapping[str, Mapping[int, Fingerprint]]
 class StepRecord:
     """Inputs and results of a training step.
 
-    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are groups sampled in the
-    same batch for later steps. `arrays` are the arrays of the step's batch, [tokens] or [samples]; empty with
-    train.record = tokens. `digests` [samples] are CRC-32 numbers of each sample's part of an array. `borders` int64
-    [samples + 1] are the numbers of the samples' first tokens.
+    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are groups of the same batch
+    for later steps. `arrays` are the arrays of the step's batch, [tokens] or [samples]; empty with train.record =
+    tokens. `digests` [samples] are CRC-32 numbers of each sample's part of an array. `borders` int64 [samples + 1] are
+    the indices of the samples' first tokens.
     """
 
     step: int
@@ -92,7 +91,7 @@ class StepRecord:
     role_baselines: Mapping[str, float] = field(default_factory=dict)
     """Baselines of roles before the step."""
     chain: str = ""
-    """sha256 over the results of all recorded steps up to this step, in hexadecimal. `save` sets it."""
+    """sha256 over the results of all steps recorded so far, in hexadecimal. `save` sets it."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +100,7 @@ class StepRecord:
     def save(self, records: Path) -> int:
         """Write the record to `step_NNNNNN/` in the folder `records`. Returns the bytes written. Raises StorageError.
 
-        An existing record of the step is replaced, because a resumed run repeats steps.
+        Replaces an existing record of the step, because a resumed run repeats steps.
         """
         archive = Archive()
         everything = flatten([*self.groups, *self.waiting])
@@ -123,9 +122,9 @@ class StepRecord:
         arrays = {f"sampled.{name}": array for name, array in archive.arrays.items()}
         arrays |= {f"array.{name}": array for name, array in self.arrays.items()}
         arrays |= {f"digest.{name}": array for name, array in self.digests.items()} | {"borders": self.borders}
-        # safetensors writes the underlying buffer: a strided view would be saved wrongly.
+        # safetensors writes the underlying buffer, so a strided view would be stored wrongly.
         tensors = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-        # A separate file, because the next step and --bisect read only the chain of this record.
+        # In a file of its own: the next step and --bisect need only the chain.
         chain = self._chain(chain_of(records, self.step - 1))
         contents = {
             RECORD: json.dumps(values).encode(),
@@ -156,10 +155,10 @@ class StepRecord:
 
     @classmethod
     def load(cls, records: Path, step: int, find_problem: FindProblem | None = None) -> StepRecord:
-        """Read the record of a step. `find_problem` looks up problems by source and index; None: no trajectories are
-        read.
+        """Read the record of a step.
 
-        Raises DataError with the file's name if the record is missing or damaged.
+        `find_problem` looks up problems by source and index; None: no trajectories are read. Raises DataError with the
+        file's name if the record is missing or damaged.
         """
         folder = record_folder(records, step)
         with _damage_named(folder):
@@ -170,7 +169,7 @@ class StepRecord:
                 recipe=(folder / RECIPE).read_text(encoding="utf-8"),
                 layout=dict(values["layout"]),
                 kl_coefficient=float(values["kl_coefficient"]),
-                # Records of earlier versions have none.
+                # Earlier versions of megarl write no baselines.
                 role_baselines={name: float(value) for name, value in values.get("role_baselines", {}).items()},
                 groups=(),
                 waiting=(),
@@ -191,14 +190,14 @@ class StepRecord:
                     for place, entry in enumerate(values["trajectories"])
                 ]
             )
-            # Lists: a generator would turn the StopIteration of a missing trajectory into a RuntimeError.
+            # Lists, because a generator would turn the StopIteration of a missing trajectory into a RuntimeError.
             groups, waiting = [
                 [[next(trajectories) for _ in range(size)] for size in values[name]] for name in ("sizes", "waiting")
             ]
             return replace(record, groups=groups, waiting=waiting)
 
     def _check_sizes(self, step: int) -> None:
-        """Raise ValueError if the arrays do not fit together, or the record is of another step."""
+        """Raise ValueError if the sizes of the arrays contradict each other, or the record is of another step."""
         if self.step != step:
             raise ValueError(f"it is the record of step {self.step}")
         num_samples = len(self.borders) - 1
@@ -224,7 +223,6 @@ def recorded_steps(records: Path) -> set[int]:
 
 @contextmanager
 def _damage_named(folder: Path) -> Iterator[None]:
-    """Context that turns reading errors into a DataError with the record's folder."""
     if not (folder / RECORD).is_file():
         raise DataError(
             f"{folder}: there is no record of this step; records are written by runs with train.record=tokens or all"
@@ -237,7 +235,6 @@ def _damage_named(folder: Path) -> Iterator[None]:
 
 
 def chain_of(records: Path, step: int) -> str:
-    """Return the `StepRecord.chain` of a recorded step; empty if the file is missing."""
     try:
         return (record_folder(records, step) / CHAIN).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -249,7 +246,7 @@ def _select_by_prefix(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[s
 
 
 def _plain(fingerprint: Fingerprint) -> list[Any]:
-    # JSON readers of other languages hold integers of 53 bits only.
+    # As text: JSON readers of other languages are exact only up to 53 bits.
     return [f"{fingerprint.checksum:016x}", fingerprint.squares, fingerprint.numel, *fingerprint.sketch]
 
 
@@ -264,7 +261,7 @@ def _state_of(values: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[i
 
 
 def batch_arrays(batch: RLBatch) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a weighed batch by name, [tokens] or [samples]."""
+    """Return the arrays of a batch with advantages by name, [tokens] or [samples]."""
     arrays: dict[str, NDArray[Any]] = {"rewards": batch.rewards, **batch.per_token}
     if batch.entropies is not None:
         arrays["entropies"] = batch.entropies
@@ -291,7 +288,7 @@ class Difference:
     """A difference between a step and its record.
 
     `tensor` is the array, metric or state tensor, `place` where it differs, `amount` by how much. `samples` int64
-    [differing] are the numbers of the samples with another value.
+    [differing] are the indices of the differing samples.
     """
 
     tensor: str
@@ -299,7 +296,7 @@ class Difference:
     amount: str
     samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     distance: float = 0.0
-    """Relative distance of a state tensor, estimated."""
+    """Estimated relative distance of a state tensor."""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (" ".join(filter(None, (self.tensor, self.place))), self.amount) if part)
@@ -308,17 +305,17 @@ class Difference:
 def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Difference]:
     """Yield the differences between two executions of a step, in the order in which a step computes the values.
 
-    In the same layout (parallel sizes) all values must be bit-equal, and state tensors are compared rank by rank. In
-    different layouts a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), a state tensor by STATE_FACTOR
-    times the tolerance of its norm. State tensors are then compared as a whole, and arrays only if both records hold
-    their values.
+    With equal parallel sizes, all values must be bit-equal, and state tensors are compared rank by rank. With different
+    sizes, a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), and a state tensor by STATE_FACTOR times the
+    tolerance of its norm. State tensors are then compared as a whole, and arrays only if both records hold their
+    values.
     """
     tolerance = 0.0 if recorded.layout == replayed.layout else OTHER_LAYOUT_TOLERANCE
     yield from _array_differences(recorded, replayed, tolerance)
     yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
-    # Adam's first moments hold the gradients, so they come before the norms and weights computed from gradients.
+    # Adam's first moments hold the gradients. Norms and weights follow from them, so compare them later.
     gradients, rest = _shared_state(recorded.state, replayed.state, tolerance)
-    # Clipping spreads one wrong gradient to all others, and the wrong one has the largest distance: sort by distance.
+    # Clipping spreads one wrong gradient to all tensors. The wrong one has the largest distance, so sort by distance.
     state_differences = [
         difference for name in gradients for difference in _state_differences(name, recorded, replayed, tolerance)
     ]
@@ -329,13 +326,13 @@ def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Differen
 
 
 def _shared_state(before: StateParts, now: StateParts, tolerance: float) -> tuple[list[str], list[str]]:
-    """Return the names of the state tensors to compare: first moments (which hold the gradients), then all others."""
+    """Return the names of state tensors to compare: first moments (they hold the gradients), then all others."""
     names = before.keys() | now.keys()
     if not all(any("optimizer." in name for name in state) for state in (before, now)):
-        # A record of train.record = tokens has weights only.
+        # With train.record = tokens, a record has weights only.
         names = {name for name in names if "optimizer." not in name}
     if tolerance:
-        # Other parallel sizes may need another optimizer, with other names.
+        # Other parallel sizes may use another optimizer, with other names.
         names &= before.keys() & now.keys()
     ordered = sorted(names, key=_place_in_step)
     first_moments = [name for name in ordered if any(part in name for part in _FIRST_MOMENTS)]
@@ -349,7 +346,7 @@ def _metric_differences(
         if (name in before) != (name in now):
             yield Difference(name, "", _MISSING if name in before else _ADDED)
         elif name in before:
-            # A learning rate is not a sum of rounded values, and smaller than any absolute tolerance.
+            # Not a sum of rounded values, and smaller than any absolute tolerance: compare it exactly.
             limit = 0.0 if name == "train/learning_rate" else tolerance
             if not _is_close(np.array([before[name]]), np.array([now[name]]), limit)[0]:
                 yield Difference(name, "", f"{before[name]:.9g} recorded, {now[name]:.9g} now")
@@ -406,13 +403,13 @@ def _state_differences(name: str, recorded: StepRecord, replayed: StepRecord, to
             yield Difference(name, f"on rank {wrong[0]}", f"relative distance about {distance:.2g}", distance=distance)
         return
     distance = sum(before.values(), Fingerprint()).distance(sum(now.values(), Fingerprint()))
-    # Written so that NaN counts as a difference.
+    # `not <=` rather than `>`, so that NaN counts as a difference.
     if not distance <= STATE_FACTOR * tolerance:
         yield Difference(name, "", f"relative distance about {distance:.2g}", distance=distance)
 
 
 def _place_in_step(name: str) -> tuple[int, list[str | int]]:
-    """Return a sort key of a state tensor: by first moments, second moments, main weights, weights; then by layer."""
+    """Return a sort key of a state tensor: first moments, second moments, main weights, weights; each by layer."""
     order = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
     place = next((place for place, part in enumerate(order) if part in name), len(order))
     words = re.split(r"(\d+)", name)

@@ -1,7 +1,7 @@
-"""The teacher's own prompts: the policy's prompt with more context, before the same sampled tokens.
+"""The teacher's own prompts: more context than in the policy's prompt, followed by the same sampled tokens.
 
 This is self-distillation with privileged context (OPSD, arXiv 2601.18734; SDFT, 2601.19897; SDPO, 2601.20802). Token
-ids are joined; sampled tokens are never tokenised again.
+ids are joined. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from megarl.types import MegarlError, Trajectory
 
 
 class Opening(NamedTuple):
-    """The beginning of a sequence as a teacher reads it: `token_ids` [tokens] replace the first `num_replaced`
-    tokens.
-    """
+    """A teacher's beginning of a sequence: `token_ids` [tokens] replace the policy's first `num_replaced` tokens."""
 
     num_replaced: int
     token_ids: NDArray[np.int64]
@@ -44,13 +42,14 @@ class TeacherPrompts:
     context: tuple[str, ...]
     dialogue: Dialogue
     _checked: tuple[bytes, str] | None = None
-    """Bytes of the newest checked prompt, with its messages and tools. Attempts of a group usually share the prompt."""
+    """Token bytes of the newest prompt, and of its messages and tools. The attempts of a group usually share a prompt.
+    """
 
     def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.
 
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
-        if the chat template did not write the prompt, because the teacher's prompt then cannot be written.
+        if the chat template did not write the prompt, because the teacher's prompt cannot be derived then.
         """
         parts = [part for source in self.context if (part := _context(source, trajectory, group))]
         if self.context and not parts:
@@ -58,7 +57,7 @@ class TeacherPrompts:
         prompt, messages = trajectory.first_prompt, trajectory.messages[0] if trajectory.messages else ()
         if prompt is None:
             return [None for _ in trajectory.segments]
-        # Rendered for each attempt, because attempts of a group may have different contexts.
+        # Render for each attempt: attempts of a group may have different contexts.
         teacher_prompt = self._render(_rewritten(self.template, messages, "\n\n".join(parts)), trajectory)
         self._check_prompt(prompt, messages, trajectory)
         openings: list[Opening | None] = []
@@ -66,7 +65,7 @@ class TeacherPrompts:
             if not segment.loss_mask.any():
                 openings.append(None)
                 continue
-            # Sampled tokens stay as they are, whatever the prompts have in common with them.
+            # Sampled tokens are never replaced, even if the prompts agree with them.
             limit = int(segment.loss_mask.argmax())
             opening = splice(segment.token_ids[:limit], prompt=prompt, teacher_prompt=teacher_prompt)
             if opening is None:
@@ -95,11 +94,11 @@ def splice(
 ) -> Opening | None:
     """Return the teacher's opening of a sequence. `token_ids` [tokens] are its tokens before the first sampled token.
 
-    A later segment may lack the end of `prompt` [tokens], for example the opening of thoughts. Then both prompts must
-    end with the missing tokens. Returns None if the sequence differs from the prompt earlier.
+    A later segment may lack the end of `prompt` [tokens], for example the start of the reasoning. Then both prompts
+    must end with the missing tokens. Returns None if the sequence differs from the prompt earlier.
     """
     num_equal = _common_length(token_ids, prompt)
-    # The sequence lacks these tokens of the prompt: both prompts must end with them.
+    # The sequence lacks these last tokens of the prompt.
     rest = len(prompt) - num_equal
     if rest > _common_length(prompt[::-1], teacher_prompt[::-1]):
         return None
@@ -107,9 +106,9 @@ def splice(
 
 
 def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[TokenBatch, NDArray[np.int64]]:
-    """Return a batch as the teacher reads it, and each of its tokens' place in `batch`: int64 [teacher's tokens].
+    """Return a batch as the teacher reads it, with each of its tokens' index in `batch`: int64 [teacher's tokens].
 
-    `openings` has one opening per sequence. Tokens of the openings have place -1.
+    `openings` has one opening per sequence. The opening's tokens have index -1.
     """
     pieces: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64]] = []
@@ -120,11 +119,11 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
     place = np.concatenate(places)
     joined = TokenBatch(
         token_ids=np.concatenate(pieces),
-        # Place -1 reads the mask of the batch's last token, so the first condition removes it.
+        # Index -1 reads the batch's last token, so the first condition masks it.
         loss_mask=(place >= 0) & batch.loss_mask[place],
         cu_seqlens=borders([len(of_sequence) for of_sequence in places]),
         samples=batch.samples,
-        # The engine chose experts for the policy's prompt, so the teacher's routers choose their own.
+        # The engine routed the policy's prompt. The teacher's prompt differs, so the teacher's routers choose experts.
         retained_sets=None if batch.retained_sets is None else select_retained(batch.retained_sets, place),
         temperatures=batch.temperatures,
         target_keys=batch.target_keys,
@@ -139,9 +138,9 @@ def _common_length(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
 
 
 def _context(source: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
-    """Return one part of a trajectory's context; empty if the trajectory lacks this part."""
+    """Return one source's part of a trajectory's context; empty if the trajectory has none."""
     if source == "feedback":
-        # The messages before each completion come first; those after the last one follow.
+        # Messages before each completion, then messages after the last one.
         replies = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
         return "\n\n".join(_text(message.get("content")) for new in replies for message in new).strip()
     if source == "success":
@@ -158,7 +157,7 @@ def _text(value: Any) -> str:
 
 
 def _rewritten(template: str, messages: Sequence[Mapping[str, Any]], context: str) -> list[Mapping[str, Any]]:
-    """Return the messages with the last user message rewritten by the template."""
+    """Return the messages with the last user message filled into the template."""
     number = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
     if number is None or not isinstance(messages[number].get("content"), str):
         raise MegarlError(

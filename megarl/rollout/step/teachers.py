@@ -57,7 +57,7 @@ METRICS = (
 )
 
 _BANDS = {"first_64": 0, "from_64": 64, "from_512": 512}
-"""Bands of a sample's trained tokens: name, and number of the first token. A band ends where the next band begins."""
+"""Bands of a sample's trained tokens: name, and index of the first token. Each band ends where the next one begins."""
 _NO_PROMPTS: Mapping[str, TeacherPrompts] = MappingProxyType({})
 _NO_OPENING = Opening(0, np.zeros(0, np.int64))
 
@@ -75,12 +75,11 @@ class Teachers:
         self._max_tokens = recipe.teacher_tokens
         self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teacher_models]
         self._openings: list[Opening] = []
-        """The teacher's opening of each sequence of the step. It replaces nothing where teacher and policy read the
-        same prompt.
+        """The teacher's opening of each sequence of the step. If both prompts are equal, the opening replaces nothing.
         """
 
     def assign(self, batch: RLBatch) -> None:
-        """Set the batch's `target_keys` [sequences, 2]: number of the teacher, and of the sequence within the step."""
+        """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
         of_sample = np.array([self._of_source[name] for name in batch.environments], np.int64)
         numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
@@ -88,7 +87,7 @@ class Teachers:
         self._openings = [_NO_OPENING] * batch.num_sequences
 
     def write_prompts(self, batch: RLBatch, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Write the teacher's prompts of an assigned batch made of `groups`, and return metrics.
+        """Write the teacher's prompts for a batch made of `groups`, after `assign`. Return metrics.
 
         Samples without context, and sequences too long for the teacher, are excluded from the loss.
         """
@@ -108,7 +107,7 @@ class Teachers:
                 start, end = batch.cu_seqlens[number : number + 2]
                 is_long = opening is not None and opening.length_of(int(end - start)) > self._max_tokens
                 num_long += is_long
-                # Trained on the policy's own prompt, a sample without context would teach nothing.
+                # With the policy's own prompt, the teacher would know no more than the policy.
                 if opening is None or is_long:
                     batch.loss_mask[start:end] = False
                 else:
@@ -121,7 +120,8 @@ class Teachers:
         }
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
-        """Exclude tokens missing in their teacher's vocabulary from the loss, like padding ids sampled by the policy.
+        """Exclude tokens missing in their teacher's vocabulary, such as padding ids sampled by the policy, from the
+        loss.
 
         Returns the metric `distillation/unknown`, the share of excluded tokens.
         """
@@ -134,8 +134,8 @@ class Teachers:
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Return the teachers' log-probs of the batch, float32 [tokens].
 
-        Zero on the first token of each sequence, in sequences without a trained token, and on tokens before the first
-        sampled token.
+        They are zero on a sequence's tokens before the first sampled token. They are also zero on its first token, and
+        in sequences without a trained token.
         """
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
@@ -151,9 +151,7 @@ class Teachers:
             await model.teach(_replace_unknown_tokens(sent, model))
 
     def _as_read(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
-        """Return sequences as their teacher reads them, and each token's place in `batch`; -1 for the teacher's own
-        tokens.
-        """
+        """Return the batch as the teachers read it, with each token's index in `batch`; -1 in openings."""
         assert batch.target_keys is not None
         return join_openings(batch, [self._openings[number] for number in batch.target_keys[:, 1]])
 
@@ -177,7 +175,7 @@ def _num_tokens(model: RankModel) -> int:
 
 def _replace_unknown_tokens(batch: TokenBatch, model: RankModel) -> TokenBatch:
     """Replace tokens missing in the teacher's vocabulary by token 0, in place. Returns the batch."""
-    # The teacher has no embedding for these ids. `leave_out_unknown` has masked them, so their log-probs are unused.
+    # The teacher has no embedding for these ids. `leave_out_unknown` masked them, so their log-probs are not used.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
     return batch
 
@@ -185,10 +183,10 @@ def _replace_unknown_tokens(batch: TokenBatch, model: RankModel) -> TokenBatch:
 def compute_teacher_advantages(
     batch: RLBatch, teacher_logprobs: NDArray[np.float32], config: DistillationConfig
 ) -> dict[str, float]:
-    """Set the batch's `advantages` [tokens]: log-prob by the teacher minus log-prob by the policy, in nats.
+    """Set the batch's `advantages` [tokens] to the teacher's minus the policy's log-prob, in nats.
 
-    `teacher_logprobs` are [tokens]. The policy's log-probs are the batch's `old_logprobs`. With `gamma` above 0 an
-    advantage includes discounted differences of the sample's later tokens. Returns metrics (METRICS).
+    `teacher_logprobs` are [tokens]. The policy's log-probs are the batch's `old_logprobs`. With `gamma` above 0, an
+    advantage includes the discounted differences of the sample's later tokens. Returns metrics (METRICS).
     """
     mask = torch.from_numpy(batch.loss_mask)
     # A mean over no tokens would be NaN.
@@ -197,13 +195,13 @@ def compute_teacher_advantages(
         return {}
     log_ratios = torch.from_numpy(teacher_logprobs - batch.per_token["old_logprobs"])
     log_ratios = torch.where(mask, log_ratios, 0.0)
-    # Measured before clipping, so the metric stays an estimate of the KL.
+    # Measure before clipping, so the metric is an unbiased estimate of the KL.
     metrics = {"distillation/reverse_kl": -float(log_ratios[mask].double().mean())}
     metrics |= _band_metrics(batch, log_ratios)
     if (bound := config.max_log_ratio) is not None:
         metrics["distillation/clipped"] = float((log_ratios[mask].abs() > bound).double().mean())
         log_ratios = log_ratios.clamp(-bound, bound)
-    # With zero values and lambda 1, GAE is the discounted sum of the following log-ratios.
+    # With zero values and lambda 1, GAE is the discounted sum of the later log-ratios.
     advantages, _ = gae(
         log_ratios,
         torch.zeros_like(log_ratios),
@@ -217,12 +215,12 @@ def compute_teacher_advantages(
 
 
 def _band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
-    """Return the mean of policy minus teacher in each band of token numbers. Empty bands are omitted.
+    """Return the policy's mean log-prob minus the teacher's in each band of token indices. Empty bands are omitted.
 
     `log_ratios` [tokens] are the teacher's log-probs minus the policy's.
     """
     counts = np.cumsum(batch.loss_mask)
-    # Trained tokens before each sample, so that numbers begin at 0 in each.
+    # Subtract the trained tokens of earlier samples, so that indices start at 0 in each sample.
     before = np.concatenate([[0], counts])[batch.cu_samples[:-1]]
     numbers = counts - 1 - np.repeat(before, np.diff(batch.cu_samples))
     metrics = {}
@@ -234,10 +232,10 @@ def _band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
 
 
 def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
-    """Add advantages from rewards to the batch's `advantages` [tokens] from teachers. Returns the estimator's metrics.
+    """Add advantages from rewards to the batch's `advantages` [tokens] from teachers. Return the estimator's metrics.
 
-    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), with the rewards' advantage A. Policy
-    gradients are linear in advantages, so the sum maximises both objectives together.
+    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), where A is the advantage from
+    rewards. Policy gradients are linear in advantages, so the sum maximises both objectives.
     """
     taught = batch.per_token["advantages"]
     metrics = compute_advantages(batch, recipe, 0.0)

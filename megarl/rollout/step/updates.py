@@ -1,5 +1,6 @@
-"""Updates of critic and policy in a step. A large mismatch of trainer and engine skips them
-(`train.max_logprob_gap`).
+"""Updates of critic and policy in a step.
+
+If trainer and engine disagree too much (`train.max_logprob_gap`), the updates are skipped.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ METRICS = (MetricRow("critic/NAME", "as train/NAME", "the training metric NAME o
 
 
 class PolicyUpdates:
-    """Updates of the policy in one step. Callers iterate over it for the minibatches, and `add` each update.
+    """Updates of the policy in one step. Iterate over it for the minibatches, and `add` each update.
 
-    The iteration stops once the policy's log-probs differ too much from the engine's (train.max_logprob_gap).
+    The iteration stops as soon as the policy's log-probs differ too much from the engine's (train.max_logprob_gap).
     """
 
     def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
-        """Split a step's batch into minibatches. `conversations` are distributed over them for an additional loss."""
-        # A mismatch beyond the limit before the first update means no update at all in this step.
+        """Split a step's batch into minibatches. `conversations` are spread over them for an additional loss."""
+        # A mismatch above the limit before the first update skips the whole step.
         self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
         self._minibatches = [] if self._excess is not None else batch.minibatches(recipe, step, conversations)
         self._updates: list[Update] = []
@@ -39,7 +40,7 @@ class PolicyUpdates:
     def __iter__(self) -> Iterator[TokenBatch]:
         for minibatch in self._minibatches:
             yield minibatch
-            # The rest of the step's minibatches would be trained with wrong ratios.
+            # Stop: the remaining minibatches would be trained with wrong ratios.
             if self._updates[-1].outcome.mismatch_exceeded:
                 return
 
@@ -52,7 +53,7 @@ class PolicyUpdates:
             outcome.excess_mismatch = self._excess.mean
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of all updates, or of a mismatch that forbade them."""
+        """Return the metrics of all updates, or of the mismatch that prevented them."""
         with span("metrics"):
             excess = {} if self._excess is None else self._excess.metrics()
             return excess | update_metrics([update.metrics for update in self._updates])
@@ -69,7 +70,7 @@ async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe, outco
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge the metrics of one model's updates in a step.
 
-    An update's loss is a sum over its tokens. The step's loss is the mean over updates.
+    An update's loss is a sum over its tokens. The step's loss is the mean over its updates.
     """
     return merge({**update, **_loss_of(update)} for update in updates)
 
@@ -81,9 +82,9 @@ def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
 
-    Both are computed with the weights that sampled the token. For later updates of a step, and for trajectories from an
-    earlier step, the trainer's log-prob is `old_logprobs`. `logprob_gap/measured` is the share of tokens compared: 1,
-    except with algorithm.old_logprobs = rollout, where only tokens sampled in this step are compared.
+    Both are computed with the weights that sampled the token. In later updates of a step, and for trajectories of an
+    earlier step, `old_logprobs` is the trainer's log-prob. `logprob_gap/measured` is the share of compared tokens. It
+    is 1, except with algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
     """
     metrics = values(merge_updates(updates))
     if len(updates) == 1:
@@ -103,18 +104,18 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:
     """Return the distances of the trainer's and the engine's log-probs, in nats [trained tokens].
 
-    None: some of the trainer's log-probs are computed only in the update.
+    None: only the update computes some of the trainer's log-probs.
     """
     old_logprobs = batch.per_token.get("old_logprobs")
     if old_logprobs is None:
         return None
-    # float64: a batch has millions of tokens, and float32 sums lose the small differences.
+    # float64: a batch has millions of tokens, and a float32 sum loses small differences.
     distances = np.abs(old_logprobs - batch.per_token["rollout_logprobs"])[batch.loss_mask].astype(np.float64)
     return None if not len(distances) or np.isnan(distances).any() else distances
 
 
 class ExcessMismatch(NamedTuple):
-    """Differences of trainer and engine log-probs, in nats, too large for a step's updates."""
+    """A mismatch of trainer and engine log-probs too large for a step's updates, in nats."""
 
     mean: float
     max: float
@@ -131,7 +132,7 @@ class ExcessMismatch(NamedTuple):
 
 
 def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | None:
-    """Return the mismatch of engine and trainer if it forbids an update.
+    """Return the mismatch of engine and trainer if it prevents an update.
 
     None: the mismatch is at most `limit`, in nats, or not yet known.
     """
@@ -144,11 +145,11 @@ def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | Non
 
 
 def mismatch_exceeded_message(mismatch: float | None, limit: float | None, step: int) -> str | None:
-    """Return the message for a step whose log-probs of engine and trainer differed too much; None: they did not.
+    """Return the message for a step skipped because of a mismatch of engine and trainer; None: there was none.
 
     `mismatch` is `StepOutcome.excess_mismatch`, `limit` the recipe's limit, both in nats.
     """
-    # The limit may be missing although the step exceeded it: a resume can remove it before the step is logged.
+    # A resume may remove the limit before the skipped step is logged.
     if limit is None or mismatch is None:
         return None
     if limit == 0:
