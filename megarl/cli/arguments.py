@@ -92,7 +92,6 @@ def _argument_texts(ctx: Any, argument: Any) -> list[str]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the options among arguments, each with its value: the text after an equals sign, or the next argument."""
     for argument, following in zip_longest(arguments, arguments[1:]):
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")

@@ -81,7 +81,6 @@ def quickstart(overrides: Overrides = None) -> None:
 
 
 def _move_aside(run_folder: Path) -> None:
-    """Move the folder of an earlier quickstart into runs/earlier/, if there is one."""
     if run_folder.exists():
         earlier = run_folder.parent / "earlier"
         earlier.mkdir(exist_ok=True)
@@ -89,6 +88,5 @@ def _move_aside(run_folder: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a program to its end. Ends this command with its exit code if it fails."""
     if code := run_in_foreground(command):
         raise typer.Exit(code)

@@ -17,7 +17,6 @@ _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def add_removed_commands(app: typer.Typer) -> None:
-    """Add the removed commands, hidden from help and completion."""
     for name in REMOVED:
         app.command(name, hidden=True, context_settings=_ANY_ARGUMENTS, add_help_option=False)(_refuse(name))
 

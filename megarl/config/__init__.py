@@ -149,7 +149,6 @@ class Recipe(Section):
 
     @property
     def references(self) -> Mapping[Place, str]:
-        """Return the text in the recipe file of each value from the environment: `${oc.env:HF_TOKEN}`."""
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
@@ -162,11 +161,9 @@ class Recipe(Section):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return messages about values of the recipe file that were ignored because of command-line overrides."""
         return self._notices
 
     def with_notices(self, notices: Sequence[str]) -> Self:
-        """Return a copy of the recipe with these `notices`."""
         copy = self.model_copy()
         copy._notices = tuple(notices)
         return copy
@@ -283,7 +280,6 @@ class Recipe(Section):
 
     @property
     def is_on_policy(self) -> bool:
-        """Return whether the policy samples its own training data, as in the loops rl and distillation."""
         return self.loop in ("rl", "distillation")
 
     @property
@@ -311,14 +307,12 @@ class Recipe(Section):
 
     @property
     def trains_rewards(self) -> bool:
-        """Return whether advantages computed from rewards train the policy."""
         return self.loop == "rl" or (
             self.loop == "distillation" and self.has_advantages and self.distillation.use_task_rewards
         )
 
     @property
     def frozen_steps(self) -> int:
-        """Return the number of steps at the start that train only the critic."""
         return self.critic.warmup_steps if self.has_critic else 0
 
     @property
@@ -328,7 +322,6 @@ class Recipe(Section):
 
     @property
     def has_engine(self) -> bool:
-        """Return whether the run needs a sampling engine, for training or for validation."""
         return self.is_on_policy or (self.loop == "sft" and bool(self.data.validation))
 
     @property
@@ -349,7 +342,6 @@ class Recipe(Section):
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
-        """Return the names of all validation sets, with those of the mixture's sources."""
         source_names = [name for source in self.sources for name in source.recipe.data.validation]
         return tuple(dict.fromkeys([*source_names, *self.data.validation_conversations]))
 
@@ -377,7 +369,6 @@ class Recipe(Section):
 
     @property
     def sources(self) -> tuple[SourceRecipe, ...]:
-        """Return the sources of prompts: the mixture's, or without a mixture the recipe as the only one."""
         return sources(self)
 
     @property
@@ -402,7 +393,6 @@ class Recipe(Section):
 
     @property
     def longest_trajectory(self) -> int:
-        """Return the limit of tokens that the policy samples in one training attempt, over all turns."""
         return max(source.recipe._longest_trajectory for source in self.sources)
 
     @property

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def one_of(field: str, *values: str, example: str = "") -> Condition:
-    """Return the condition that a recipe field has one of these values."""
     remedy = f"set {field} to {either(values)}"
     return Condition(
         (field,), remedy, lambda recipe: value_at(recipe, field) in values, example or f"{field}={values[0]}"
@@ -32,7 +31,6 @@ def non_empty(field: str, example: str = "") -> Condition:
 
 
 def left_out(field: str) -> Condition:
-    """Return the condition that a recipe field is absent or empty."""
     return Condition((field,), f"leave out {field} ({field}=default)", lambda recipe: not value_at(recipe, field))
 
 
@@ -42,7 +40,6 @@ def instead_of(field: str) -> Condition:
 
 
 def above_zero(field: str, example: str) -> Condition:
-    """Return the condition that a recipe field is a number above zero."""
     return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0, f"{field}={example}")
 
 
@@ -247,25 +244,20 @@ def takes_margin(_: str) -> Condition:
 
 
 def adam(section: str) -> Condition:
-    """Return the condition that the optimizer of a section updates some parameters by Adam."""
     return one_of(f"{section}.name", "adam", "muon")
 
 
 def muon(section: str) -> Condition:
-    """Return the condition that the optimizer with this section `muon` is Muon."""
     return one_of(f"{section.removesuffix('.muon')}.name", "muon")
 
 
 def decays(section: str) -> Condition:
-    """Return the condition that the learning-rate schedule of a section decays."""
     return one_of(f"{section}.schedule", "linear", "cosine", "wsd")
 
 
 def wsd(section: str) -> Condition:
-    """Return the condition that the learning-rate schedule of a section is wsd (warmup-stable-decay)."""
     return one_of(f"{section}.schedule", "wsd")
 
 
 def no_warmup_ratio(section: str) -> Condition:
-    """Return the condition that a section does not give its warm-up as a ratio."""
     return instead_of(f"{section}.warmup_ratio")

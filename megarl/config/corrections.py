@@ -27,7 +27,6 @@ def lacks_correction(recipe: Recipe) -> bool:
 
 
 def is_uncorrected(recipe: Recipe) -> bool:
-    """Return whether the recipe trains on stale tokens without a correction."""
     return recipe.rollout.staleness_bound > 0 and nothing_corrects(recipe)
 
 

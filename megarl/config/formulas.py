@@ -87,7 +87,6 @@ def _functions(formula: Formula) -> dict[str, Keywords]:
 
 @cache
 def formula_fields() -> dict[str, Formula]:
-    """Return the recipe fields that select a formula, with their annotations."""
     return {place: annotations[0] for place in all_fields() if (annotations := annotated_with(place, Formula))}
 
 

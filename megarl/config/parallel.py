@@ -105,7 +105,6 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that train."""
         return self.tp * self.pp * self.dp * self.cp
 
     @property

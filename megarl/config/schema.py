@@ -37,7 +37,6 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return a field's type if it is a recipe section, else None."""
     return _as_section(field.annotation)
 
 

@@ -154,7 +154,6 @@ def literal_secrets(values: Any, references: Mapping[Place, str], place: Place =
 
 
 def dotted_name(place: Place) -> str:
-    """Return a place (keys and list indices) as a dotted name."""
     return ".".join(str(part) for part in place)
 
 

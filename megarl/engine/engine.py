@@ -148,7 +148,6 @@ class RolloutEngine:
         return engine
 
     def find_part(self, kind: type[Part]) -> Part | None:
-        """Return this engine's part of a class, or None."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def advance(
@@ -260,7 +259,6 @@ class RolloutEngine:
 
     @property
     def sleep_notices(self) -> list[str]:
-        """Texts for the user about the costs of putting the engine to sleep."""
         return self._sleep.notices
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:

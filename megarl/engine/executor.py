@@ -126,7 +126,6 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
 
 
 def _wait_for(output: Any) -> None:
-    """Wait until the device has finished the step of this output. The output itself is not used."""
     if isinstance(output, AsyncModelRunnerOutput):
         output.get_output()
 
@@ -226,7 +225,6 @@ class LeaderExecutor(Executor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Return True: vLLM may start a step before it has read the previous output."""
         return True
 
     def check_health(self) -> None:

@@ -33,13 +33,11 @@ class EngineSleep:
             self.notices.append(sleep_copies_notice(model, unrestored, reasons, further))
 
     def begin(self) -> None:
-        """Release the memory of weights and KV cache."""
         if self._can_sleep and not self._asleep:
             self._worker.sleep(level=self._level)
             self._asleep = {"weights", "kv_cache"}
 
     def end(self, tags: Iterable[str]) -> None:
-        """Allocate the memory with these tags again, at the same addresses."""
         if woken := self._asleep.intersection(tags):
             self._worker.wake_up(tags=sorted(woken))
             self._asleep -= woken

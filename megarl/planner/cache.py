@@ -24,7 +24,6 @@ def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def sets_cache_size(recipe: Recipe) -> bool:
-    """Return whether the recipe sets the size of the KV cache, in GiB or as a share of the GPU."""
     rollout = recipe.rollout
     return "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
 

@@ -239,14 +239,12 @@ class _Savings:
         return min(phases, key=self.judge.free_gib)
 
     def _list_values(self, field: str) -> list[dict[str, Any]]:
-        """Return the possible values of a field, cheapest first, each with the fields that depend on it."""
         if field == _OFFLOAD:
             return [{_OFFLOAD: states} for states in offloads(self.recipe)]
         choices = [choice.values for choice in recomputations(self.recipe, self.judge.models.policy.shape)]
         return [values for values in choices if self._can_recompute(values)]
 
     def _can_recompute(self, values: Mapping[str, Any]) -> bool:
-        """Return whether this machine's libraries can recompute the modules named in these values."""
         # The check yields refusals. A later check of the whole recipe would refuse these values as well.
         refusals = model_sizes.recomputed_modules_fit(
             with_field_values(self.recipe, values), self.judge.models.policy.shape
@@ -294,7 +292,6 @@ def _format_field(recipe: Recipe, field: str) -> str:
 
 
 def _engines_alone(policy: Built) -> Built:
-    """Return the policy with parallel sizes for engines on all ranks, as `megarl eval` starts them."""
     parallel = policy.parallel
     engines = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
     return Built(policy.shape, replace(engines, rollout_ranks=parallel.num_ranks))

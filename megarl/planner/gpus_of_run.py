@@ -41,7 +41,6 @@ def gpu_memory(recipe: Recipe) -> GpuMemory | None:
 
 
 def ranks_on_cpu(recipe: Recipe) -> bool:
-    """Return whether ranks started in this environment run on CPUs."""
     return runs_on_cpu() or recipe.cluster.device == "cpu"
 
 
@@ -52,5 +51,4 @@ def uses_this_machine(recipe: Recipe) -> bool:
 
 
 def platform_here(recipe: Recipe) -> Platform:
-    """Return whether ranks that start on this machine run on GPUs or on CPUs."""
     return CPU if ranks_on_cpu(recipe) else GPU

@@ -46,7 +46,6 @@ class MemoryJudge:
         return self.gpus.gib_for(phase) - phase.device_bytes / _GIB
 
     def overfull_phases(self, table: MemoryTable, *, margin_gib: float = 0.0) -> list[Phase]:
-        """Return the phases needing more than the memory of their GPU minus `margin_gib`."""
         return [phase for phase in table.phases if phase.device_bytes > (self.gpus.gib_for(phase) - margin_gib) * _GIB]
 
     def accept(self, recipe: Recipe) -> MemoryTable | None:

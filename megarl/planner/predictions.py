@@ -72,6 +72,5 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
 
 
 def _table_here(recipe: Recipe, models: Models) -> MemoryTable:
-    """Return a recipe's predicted memory by phase, on this machine's kind of device."""
     gpus = gpu_memory(recipe)
     return memory_table(recipe, models, platform_here(recipe), gpu_gib=gpus and gpus.engine)

@@ -256,5 +256,4 @@ def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> 
 
 
 def holds_longest_request(table: MemoryTable) -> bool:
-    """Return whether the KV cache holds the longest possible request. True without an engine."""
     return table.cache is None or table.cache.longest_requests >= 1

@@ -66,5 +66,4 @@ def offloads(recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def in_written_order(states: Collection[str]) -> tuple[str, ...]:
-    """Return states in the order of recipes, so that equal choices are equal tuples."""
     return tuple(state for state in _STATES if state in states)

@@ -39,7 +39,6 @@ def parallel_of(recipe: Recipe) -> ParallelConfig:
 
 
 def has_whole_experts(recipe: Recipe) -> bool:
-    """Return whether the recipe chooses whole experts on each engine rank."""
     return bool(recipe.rollout.vllm.get(WHOLE_EXPERTS, False))
 
 
@@ -236,7 +235,6 @@ def lengths(recipe: Recipe) -> Iterator[str]:
 
 
 def divisors(number: int, *, limit: int | None = None) -> list[int]:
-    """Return the divisors of a number, up to a limit."""
     return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]
 
 

@@ -53,7 +53,6 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """Return the first lines of `megarl plan`: the verdict, and the cheapest remedy."""
         return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
 
 
@@ -151,7 +150,6 @@ def _name_excess(judge: MemoryJudge, over: Sequence[Phase]) -> str:
 
 
 def _largest(phase: Phase) -> str:
-    """Return the three largest uses of a phase (weights, gradients, ...) in words."""
     kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 

@@ -27,7 +27,6 @@ def read_choice() -> str:
 
 
 def has_cuda_build() -> bool:
-    """Return whether the installed torch is a build for CUDA. Other builds run on CPUs only."""
     return "CUDA" in library_versions()
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def current() -> torch.device:
-    """Return the accelerator of this rank, or the CPU."""
     import torch
 
     if chosen_device.read_choice() != "cpu" and torch.cuda.is_available():

@@ -33,7 +33,6 @@ def thread_states(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, by SIGSTOP for example."""
     return stat_fields(pid)[:1] == ["T"]
 
 

@@ -149,7 +149,6 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
 
 @checks("train")
 def rollbacks(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for rollbacks without checkpoints."""
     if recipe.train.on_spike == "rollback" and not recipe.checkpoint.every_steps:
         yield (
             "train.on_spike = rollback: returns to a checkpoint, and checkpoint.every_steps = 0 saves none; set "

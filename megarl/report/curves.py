@@ -212,7 +212,6 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and unbiased standard deviation. The deviation of a single value is 0."""
     mean = sum(values) / len(values)
     squares = sum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0

@@ -74,7 +74,6 @@ class SetDifference:
 
 
 def is_evaluation(path: Path) -> bool:
-    """Return whether a folder was written by `megarl eval`."""
     return (path / ANSWERS).is_file()
 
 

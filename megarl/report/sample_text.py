@@ -145,7 +145,6 @@ def short_number(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -39,7 +39,6 @@ def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
 
 
 def spread(items: Sequence[Any], max_items: int) -> list[Any]:
-    """Return at most `max_items` items, evenly spread, including the first and the last."""
     if len(items) <= max_items:
         return list(items)
     return [items[round(number * (len(items) - 1) / (max_items - 1))] for number in range(max_items)]
@@ -353,7 +352,6 @@ def _completions(record: Mapping[str, Any]) -> Any:
 
 
 def digest(value: Any) -> bytes:
-    """Return a 16-byte hash of a JSON value."""
     # Hashes replace texts in memory; 16 bytes make collisions practically impossible.
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).digest()
 

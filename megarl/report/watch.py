@@ -146,7 +146,6 @@ def _style(run: WatchedRun) -> str:
 
 
 def _warnings(run: WatchedRun) -> list[str]:
-    """Return the newest warnings, including broken health rules."""
     newest = run.notices[-_NUM_WARNINGS:]
     hidden = len(run.notices) - len(newest)
     return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *newest]

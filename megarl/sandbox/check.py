@@ -39,7 +39,6 @@ class Examination:
 
     @property
     def is_complete(self) -> bool:
-        """Whether programs run with all layers, as `sandbox.require` demands by default."""
         return self.works and not set(LAYERS) - self.layers.active
 
     def as_json(self) -> dict[str, Any]:

@@ -27,7 +27,6 @@ def version() -> int:
 
 
 def ungoverned_operations(landlock_version: int) -> list[str]:
-    """Return the operations that a version of Landlock cannot restrict."""
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
     return [operation for first, operation in since.items() if landlock_version < first]
 

@@ -125,7 +125,6 @@ class Sandbox:
 
     @property
     def layers(self) -> Layers | None:
-        """The protection layers of this machine; None: the sandbox has not started."""
         return self._layers
 
     def start(self) -> None:

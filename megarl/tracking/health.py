@@ -56,12 +56,10 @@ class BrokenRule:
 
     @property
     def text(self) -> str:
-        """Return the warning in sentences."""
         place, text, remedy = self.finding.place, self.finding.text, self.finding.remedy
         return f"{place}: {text}. Try this: {remedy}."
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts as a JSON object for status.json."""
         return asdict(self)
 
 
@@ -256,7 +254,6 @@ class Health:
         return broken
 
     def takes(self, rule: str) -> bool:
-        """Return whether a health rule is enabled in the recipe and has not warned in this run."""
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[StepLine]) -> None:
@@ -286,7 +283,6 @@ def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0
 
 
 def is_accuracy(name: str) -> bool:
-    """Return whether a metric is the accuracy of a whole validation set."""
     parts = name.split("/")
     return len(parts) == 3 and parts[0] == "val" and parts[2] == "accuracy"
 

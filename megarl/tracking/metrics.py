@@ -20,7 +20,6 @@ class Metric:
         return self.number
 
     def merge_with(self, metric: Metric) -> Metric:
-        """Return the combination of two metrics of the same subclass."""
         raise NotImplementedError
 
 

@@ -34,7 +34,6 @@ class RunMetrics:
         self._began = time.time()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Store a step's metrics as the newest ones. Metrics that the step lacks keep their last value."""
         # Replaced as a whole, so that a scrape during the step sees the metrics of one moment.
         self._newest = {**self._newest, **scalars}
         self._step, self._logged_at = step, time.time()

@@ -215,7 +215,6 @@ class RunFolder:
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """Return the fields of status.json: state, step, cause, exit code, broken health rules."""
         return self._status
 
     @property
@@ -225,7 +224,6 @@ class RunFolder:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Return the broken health rules recorded in status.json, including earlier starts."""
         return list(self._status.get("health", ()))
 
     def set_not_finite(self, facts: Mapping[str, Any]) -> None:
@@ -244,11 +242,9 @@ class RunFolder:
 
     @property
     def lacks_evaluation(self) -> bool:
-        """Return whether the evaluation of the resumed step was interrupted."""
         return self.resumed_line is not None and self.resumed_line.evaluation_follows
 
     def logged_steps(self) -> Iterator[StepLine]:
-        """Yield the steps in metrics.jsonl, including earlier starts."""
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open("rb") as file:

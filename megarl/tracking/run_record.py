@@ -126,7 +126,6 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """Return the last trained step in status.json."""
         return whole_number(self.status.get("step"))
 
     @property
@@ -163,7 +162,6 @@ class RunRecord:
 
     @property
     def rows(self) -> list[tuple[int, dict[str, float]]]:
-        """Return the steps in order, each with its metrics. NaN: the value was not finite."""
         return self._rows_and_notes[0]
 
     @property
@@ -195,12 +193,10 @@ class RunRecord:
 
     @property
     def sample_files(self) -> list[tuple[int, Path]]:
-        """Return the files of samples with their steps, in order."""
         return step_files(self.path / "samples")
 
     @property
     def token_files(self) -> list[tuple[int, Path]]:
-        """Return the files of samples written token by token with their steps, in order."""
         return step_files(self.path / "tokens")
 
     @property

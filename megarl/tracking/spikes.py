@@ -87,7 +87,6 @@ class SpikeDetector:
             self._losses.append(compared)
 
     def begin_step(self) -> None:
-        """Forget the spikes of the previous step. The limits stay."""
         self.spikes = []
 
     def as_json(self) -> dict[str, Any]:
@@ -95,7 +94,6 @@ class SpikeDetector:
         return {"norms": list(self._norms), "losses": list(self._losses), "rollbacks": self.rollbacks}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue with the memory of a checkpoint, written by `as_json`."""
         norms: Sequence[float] = saved["norms"]
         losses: Sequence[float] = saved["losses"]
         self._norms.extend(norms)

@@ -45,7 +45,6 @@ class StepTable:
     """Table of steps and their metrics in the terminal of a run, one line per step."""
 
     def __init__(self) -> None:
-        """Make a table without lines. Set `steps` to the run's number of steps, if it is known."""
         self.steps: int | None = None
         self._labels: tuple[str, ...] = ()
         self._lines_left = 0

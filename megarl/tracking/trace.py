@@ -17,7 +17,6 @@ class Track:
     spans: Sequence[Span]
 
     def moved(self, seconds: float) -> Track:
-        """Return a copy of the track shifted by `seconds`."""
         return Track(self.name, [(name, start + seconds, end + seconds) for name, start, end in self.spans])
 
 

@@ -76,7 +76,6 @@ class Tracker:
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
     def begin(self, step: int) -> None:
-        """Record the start time of a step, and show its number."""
         self._display.begin_step(step)
 
     @property
@@ -119,7 +118,6 @@ class Tracker:
         return timing
 
     def _log(self, line: StepLine) -> None:
-        """Write a line to metrics.jsonl, the trackers and the screen."""
         faults.reach("log")
         # metrics.jsonl first: it is complete even if a tracker fails.
         append_whole(self._folder.metrics_file, json_line(line.as_json()))
@@ -153,7 +151,6 @@ class Tracker:
         self._trackers = {}
 
     def attach(self, name: str, tracker: RunTracker) -> None:
-        """Add a tracker. It gets metrics and samples until `close`."""
         self._trackers[name] = tracker
 
     def _start(self, name: str) -> None:
@@ -184,7 +181,6 @@ class Tracker:
         self._display.info(text)
 
     def notice(self, text: str) -> None:
-        """Print a warning on the console and record it in the run folder."""
         self._folder.note(text, self._last_step)
         self._display.warn(text)
 
@@ -243,7 +239,6 @@ def _write_finding(tracker: RunTracker, finding: BrokenRule) -> None:
 
 
 def phase_of(name: str) -> str:
-    """Return PHASE of a metric name `time/PHASE_seconds`."""
     return name.removeprefix("time/").removesuffix("_seconds")
 
 

@@ -82,7 +82,6 @@ class Worker(TrainerWorker):
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics since the last call. Only for the first rank of a vLLM group."""
         return self.engine.metrics() if self.engine else {}
 
     def start_notices(self) -> list[str]:

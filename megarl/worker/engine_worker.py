@@ -41,7 +41,6 @@ class EngineWorker:
         return self._cross_world_reshard.join_and_reshard(meeting, topology, version)
 
     def start_notices(self) -> list[str]:
-        """Return texts for the user about how the engine runs."""
         return [*numa.notices(), *self._cross_world_reshard.notices]
 
     def advance(
@@ -55,13 +54,9 @@ class EngineWorker:
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def sampled_so_far(self, _: None) -> dict[str, int]:
-        """Return the number of sampled tokens of each unfinished request, by id. Only for the first rank of a vLLM
-        group.
-        """
         return self._engine.sampled_so_far()
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics since the last call. Only for the first rank of a vLLM group."""
         return self._engine.metrics()
 
     def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
@@ -69,7 +64,6 @@ class EngineWorker:
         return self._cross_world_reshard.run(verify, version)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if the weights were not recorded."""
         return self._cross_world_reshard.compare_weights()
 
     def close(self) -> None:

@@ -77,7 +77,6 @@ class ModelBuilder:
         )
 
     def shape_of(self, folder: str) -> ModelShape:
-        """Return the sizes of the model in a folder, with the recipe's overrides."""
         return read_model_shape(folder, self.recipe.override_of(folder))
 
     def layouts(self, shape: ModelShape, parallel: ParallelConfig | None = None) -> MegatronLayouts:

@@ -27,7 +27,6 @@ class PolicyTeacher:
         return self._policy.forward_frozen(rows) if self._at_start else self._policy.forward(rows)
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Store the targets of the trained tokens of this replica's rows."""
         start = self._policy.starting_weights() if self._at_start else nullcontext()
         with start, self._policy.in_memory():
             store_targets(self._policy, rows, self._stored)

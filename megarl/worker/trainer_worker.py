@@ -141,7 +141,6 @@ class TrainerWorker:
         self.state.weight_version = version
 
     def finish_reshard(self) -> ReshardReport | LostPeer:
-        """Wait until the sending begun by `start_reshard` is complete, and return its report."""
         return self.cross_world_reshard.finish()
 
     def _note_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
@@ -151,7 +150,6 @@ class TrainerWorker:
         return report
 
     def start_notices(self) -> list[str]:
-        """Return texts for the user about how this run is executed."""
         part_notices = [text for part in self.state.parts.values() for text in part.notices()]
         untrained = untrained_notices(self.recipe.model.folder, self.policy.shape)
         return [*numa.notices(), *untrained, *part_notices, *self.cross_world_reshard.notices]
@@ -190,7 +188,6 @@ class TrainerWorker:
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint that was checked for harmful pickles. Afterwards the engines need the weights again."""
         self.state.load(folder)
 
     @property

@@ -45,7 +45,6 @@ class WeightChecks(TrainerPart):
             return self.ledger.take(version)
 
     def newest_checksums(self) -> RankChecksums | None:
-        """Return the checksums taken last; None if the newest version has none."""
         return self.ledger.newest
 
     def forget_checksums(self) -> None:

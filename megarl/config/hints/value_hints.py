@@ -27,7 +27,6 @@ def nearest_value(place: str, value: object) -> str | None:
 
 
 def _choices(place: str) -> list[str]:
-    """Return the words that a field, or each item of a list field, accepts."""
     name = recipe_field(place)
     if name in formula_fields():
         return list(formulas(name))

@@ -152,7 +152,6 @@ def _siblings(place: str) -> dict[str, str]:
 
 
 def _elsewhere(place: str) -> list[str]:
-    """Return the fields of other sections with exactly the name of a key."""
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
@@ -194,7 +193,6 @@ def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def shorten_value(value: Any) -> str:
-    """Return a value on one line of at most 80 characters."""
     return textwrap.shorten(repr(value), 80)
 
 

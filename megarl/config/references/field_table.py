@@ -28,7 +28,6 @@ _BOUNDS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<"
 
 
 def fields_markdown() -> str:
-    """Return the reference of all recipe fields as Markdown."""
     return "\n".join([HEAD, *(_section_text(*section) for section in _sections())])
 
 

@@ -485,7 +485,6 @@ class AlgorithmConfig(Section):
 
     @property
     def selects_by_covariance(self) -> bool:
-        """Return whether some tokens are dropped or penalised for their covariance of log-prob and advantage."""
         return self.clip_cov_share is not None or self.kl_cov_share is not None
 
     @property

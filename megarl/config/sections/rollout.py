@@ -134,7 +134,6 @@ class AgentConfig(Section):
 
     @property
     def reach(self) -> Literal["endpoint", "host"]:
-        """Return the network of the programs."""
         return self.network or ("host" if self.sandbox == "process" else "endpoint")
 
     @property
@@ -316,7 +315,6 @@ class RolloutConfig(Section):
 
     @property
     def turns_of_attempt(self) -> int:
-        """Return the limit of turns in one attempt."""
         return 1 if self.environment == "single_turn" else self.max_turns
 
     @property

@@ -50,7 +50,6 @@ class SamplingConfig(Section):
 
     @property
     def is_truncated(self) -> bool:
-        """Return whether top-p, top-k or min-p excludes some tokens from sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def temperature_at(self, step: int, num_steps: int) -> float:

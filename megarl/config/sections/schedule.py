@@ -94,7 +94,6 @@ class TrainConfig(Section):
 
     @property
     def num_updates(self) -> int:
-        """Return the number of optimizer updates of the policy in one step of loop rl."""
         return self.epochs_per_step * self.updates_per_step
 
 

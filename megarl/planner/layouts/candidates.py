@@ -36,7 +36,6 @@ class TrainerSizes:
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """Return the sizes by axis: tp, pp, cp, vpp, ep, etp, dp."""
         return asdict(self)
 
     @property

@@ -106,7 +106,6 @@ class LayoutChoice:
 
     @property
     def index(self) -> tuple[int, int, int]:
-        """Return the index of the combination into `Combinations.bound`."""
         return self.row_number, self.engine_number, self.offload_number
 
     @property
@@ -119,7 +118,6 @@ class LayoutChoice:
 
     @property
     def bound(self) -> float:
-        """Return a lower bound of the seconds of a step."""
         return float(self.group.bound[self.index])
 
     @property
@@ -129,7 +127,6 @@ class LayoutChoice:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the recipe fields of this layout with its placement."""
         return {**self.group.placement_values, **self.layout_values}
 
     @property

@@ -63,17 +63,14 @@ class LayoutCosts:
 
     @property
     def _item_bytes(self) -> int:
-        """Return the bytes of a trained weight and of an activation."""
         return ITEM_BYTES[self.recipe.model.dtype]
 
     @property
     def engine_item_bytes(self) -> int:
-        """Return the bytes of a weight in the engines."""
         return self._item_bytes if self.recipe.rollout.quantization == "none" else 1
 
     @property
     def _cache_item_bytes(self) -> int:
-        """Return the bytes of a number in the engines' KV cache."""
         return self._item_bytes if self.recipe.rollout.kv_cache_dtype == "auto" else 1
 
     @cached_property

@@ -49,5 +49,4 @@ class GpuMemory:
     engine: float
 
     def gib_for(self, phase: Phase) -> float:
-        """Return the memory in GiB of the GPU running a phase."""
         return self.engine if phase.part == "engine" else self.trainer

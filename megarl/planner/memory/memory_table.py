@@ -50,7 +50,6 @@ class Phase:
         return "checkpoint" if first == "save" else first
 
     def use(self, kind: str) -> Use:
-        """Return the memory of one kind of use. It is zero if the phase does not have the use."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 
@@ -114,7 +113,6 @@ class MemoryTable:
 
     @property
     def fullest(self) -> Phase:
-        """Return the phase with the most GPU memory."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property

@@ -38,12 +38,10 @@ def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
 
 
 def fullest_node(recipe: Recipe, table: MemoryTable) -> NodeRanks:
-    """Return the ranks of the node with the most host memory."""
     return max(_ranks_of_nodes(recipe), key=rank_host_bytes(table).of_node)
 
 
 def fullest_node_bytes(recipe: Recipe, table: MemoryTable) -> int:
-    """Return the bytes of host memory of the node with the most."""
     return rank_host_bytes(table).of_node(fullest_node(recipe, table))
 
 

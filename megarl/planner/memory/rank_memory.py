@@ -285,7 +285,6 @@ class RankMemory:
 
     @property
     def drafter_weights(self) -> int:
-        """Return the bytes of the trained drafter's weights on this rank; 0 without one."""
         return sum(map(math.prod, self._drafter_shapes)) * self.itemsize
 
     def drafter_pass(self) -> int:

@@ -61,7 +61,6 @@ class TrainerStates:
 
     @property
     def all(self) -> int:
-        """Return the bytes on the device while the model trains."""
         return self.parameters + self.gradients + self.optimizer
 
     def offloaded_bytes(self, offload: Collection[str]) -> int:
@@ -131,7 +130,6 @@ def trainer_states(
 
 
 def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> int:
-    """Return the bytes of a frozen model on a rank."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     return sum(map(math.prod, shapes.values())) * itemsize
 

@@ -41,7 +41,6 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Return the mean tokens of completions."""
         return float(self.quantiles.mean())
 
     @property

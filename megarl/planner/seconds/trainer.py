@@ -96,7 +96,6 @@ class Parts:
 
     @property
     def seconds(self) -> Any:
-        """Return the sum over all causes [layouts]."""
         return sum(getattr(self, cause) for cause in self._causes())
 
     def at(self, index: int) -> dict[str, float]:
@@ -113,7 +112,6 @@ class Parts:
         return [field.name for field in fields(cls)]
 
     def multiply(self, factors: Parts) -> Parts:
-        """Return each cause's seconds times the factor of the same cause."""
         return Parts(**{cause: getattr(self, cause) * getattr(factors, cause) for cause in self._causes()})
 
 

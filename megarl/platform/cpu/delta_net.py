@@ -51,7 +51,6 @@ class _Batch(NamedTuple):
         return torch.where(self.has_state.view(-1, *[1] * (cached.dim() - 1)), cached, 0.0)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return [sequences, longest, ...] as [tokens, ...]."""
         return x.flatten(0, 1)[self.places]
 
 
@@ -182,5 +181,4 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
 
 
 def _normalize(x: Tensor) -> Tensor:
-    """Return vectors [..., channels] divided by their norm."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPSILON)

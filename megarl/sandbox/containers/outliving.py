@@ -75,7 +75,6 @@ def connect_to(name: str) -> socket.socket:
 
 
 def remove_socket(name: str) -> None:
-    """Remove the socket's file of an ended container."""
     with suppress(OSError):
         (_folder() / _file_name(name)).unlink(missing_ok=True)
 

@@ -85,7 +85,6 @@ class MLflow:
         """Do nothing: every call of `log` has already sent its data."""
 
     def close(self) -> None:
-        """Mark the run as finished."""
         with _server_errors():
             self._client.set_terminated(self.run_id)
 

@@ -42,12 +42,10 @@ class EventFile:
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
-        """Append a step's scalars, by name, to the event file."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def add(self, summary: Any, step: int) -> None:
-        """Add a summary (a TensorBoard protobuf message)."""
         self._write(Event(step=step, summary=summary))
 
     def add_text(self, tag: str, text: str, step: int) -> None:
@@ -58,7 +56,6 @@ class EventFile:
         self._write(Event(step=step, summary=text_summary(tag, text)))
 
     def sync(self) -> None:
-        """Fsync all added events."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -85,7 +82,6 @@ class TensorBoard:
             self.events.add(summary, resumed_step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write a step's scalars, by name, for TensorBoard."""
         self.events.add_scalars(scalars, step)
         self._last_step = step
 
@@ -99,7 +95,6 @@ class TensorBoard:
         self.events.add_text(f"health/{rule}", text, step)
 
     def sync(self) -> None:
-        """Fsync all added events."""
         self.events.sync()
 
     def close(self) -> None:

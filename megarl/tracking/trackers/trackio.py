@@ -62,7 +62,6 @@ class Trackio:
             raise OSError(f"Trackio: {type(error).__name__}: {error}") from error
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Store a step's scalar metrics, by name."""
         self.run.log(dict(scalars), step=step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -79,7 +78,6 @@ class Trackio:
         """Do nothing: Trackio's own thread writes data as soon as it is logged."""
 
     def close(self) -> None:
-        """Wait until all data is written."""
         # Not `run.finish`: Trackio would finish the run once more, with a line on the screen, when the process exits.
         with _silent():
             self._trackio.finish()

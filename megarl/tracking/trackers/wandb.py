@@ -56,7 +56,6 @@ class WandB:
             raise OSError(f"W&B: {error}") from None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Upload a step's scalar metrics to the W&B run, by name."""
         self.run.log(dict(scalars), step=step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -72,7 +71,6 @@ class WandB:
         """Do nothing: W&B's own process writes data as soon as it is logged."""
 
     def close(self) -> None:
-        """Wait until all data is written."""
         self.run.finish()
 
 

@@ -69,7 +69,6 @@ class CrossWorldReshard:
 
     @property
     def notices(self) -> list[str]:
-        """Texts for the user about how the weights are copied."""
         return [] if self.rank_reshard is None else self.rank_reshard.notices
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
@@ -149,7 +148,6 @@ class CrossWorldReshard:
         return replace(report, changes=changes)
 
     def leave(self) -> None:
-        """Leave the process group of trainers and engines, if there is one."""
         leave_group(self._group)
         self.rank_reshard = self._group = None
 

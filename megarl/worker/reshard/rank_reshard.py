@@ -89,10 +89,6 @@ class RankReshard:
         )
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of this rank's engine since the last copy; None if the weights were not recorded.
-
-        The engine must be awake.
-        """
         return self.checks.compare_weights()
 
     def _engine_weights(self) -> Iterable[Tensor]:
