@@ -17,7 +17,7 @@ _SYNC = "lora.sync"
 
 
 class Objection(NamedTuple):
-    """A reason why engines cannot receive adapters. `remedy` names a change that removes the reason; "": none."""
+    """A reason why engines cannot receive adapters. `remedy` is a change that removes the reason; "": there is none."""
 
     reason: str
     remedy: str = ""
@@ -31,7 +31,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
         yield Objection(
             f"megarl cannot write adapters of a {shape.family} model into vLLM, only of {', '.join(families)}"
         )
-    # In a dense model the same names are projections of its MLP, and can be sent.
+    # A dense model's MLP has projections of the same names, and these can be sent.
     experts = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if shape.num_experts else []
     if experts:
         yield Objection(
@@ -39,7 +39,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
             "experts to vLLM",
             "set lora.targets=[qkv_proj,o_proj]",
         )
-    # vLLM 0.30 makes slots for fixed ranks only; smaller adapters are padded with zeros.
+    # vLLM 0.30 has slots of fixed ranks only. It pads adapters of a smaller rank with zeros.
     if lora.rank > SLOT_RANKS[-1]:
         yield Objection(f"lora.rank = {lora.rank} exceeds vLLM's limit for adapters, {SLOT_RANKS[-1]}")
     if recipe.model.dtype == "float32" and not ranks_on_cpu(recipe):
@@ -61,10 +61,10 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
 
 
 def with_chosen_sync(recipe: Recipe, *, is_trained: bool = True) -> Recipe:
-    """Return the recipe with a value in place of `lora.sync: auto`: `adapter` if nothing speaks against it, else
+    """Return the recipe with a value in place of `lora.sync: auto`: `adapter` if engines can receive one, else
     `merged`.
 
-    A recipe without adapters is returned unchanged. So is a recipe whose model cannot be read; checks report that.
+    Returns a recipe without adapters unchanged, and also one whose model cannot be read: checks report this.
     `is_trained` False: only engines start. They load an exported model, so `merged` is chosen.
     """
     if recipe.lora.sync != "auto" or not recipe.lora.rank or not recipe.has_engine:

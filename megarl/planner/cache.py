@@ -1,4 +1,4 @@
-"""Sizes of an engine's KV cache in GiB: the smallest for a longest sequence, and the default."""
+"""Size of an engine's KV cache in GiB: the smallest for the longest possible sequence, and the default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the size in GiB of the smallest KV cache of a rank holding the longest possible sequence."""
+    """Return the size in GiB of a rank's smallest KV cache: it holds one sequence of the longest possible length."""
     block = block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(gib_text(needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
 
@@ -29,20 +29,20 @@ def sets_cache_size(recipe: Recipe) -> bool:
 
 
 def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
-    """Return the default KV cache of a rank in GiB: the GPU memory that the run leaves, minus a margin.
+    """Return a rank's default KV cache in GiB: the GPU memory free during sampling, minus a margin.
 
-    It is never smaller than the longest possible sequence needs.
+    It is never smaller than `least_cache_gib`.
     """
     least = least_cache_gib(recipe, judge.models.policy.shape)
-    # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
+    # Plan with the smallest cache. Then add the memory left free in the fullest sampling phase.
     smallest = with_field_values(recipe, {"rollout.kv_cache_gib": least})
     return max(least, cache_within(judge.predict(smallest), judge.gpus.engine - MARGIN_GIB))
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """Return the largest KV cache in GiB, rounded down to tenths, at which engine ranks need at most `limit_gib`.
+    """Return the largest KV cache in GiB, rounded down to tenths, with which engine ranks need at most `limit_gib`.
 
-    It is negative if no cache fits.
+    A negative result means that no cache fits.
     """
     sampling = [phase for phase in table.phases if phase.use("KV cache").device_bytes]
     without_cache = max((phase.device_bytes - phase.use("KV cache").device_bytes for phase in sampling), default=0)
@@ -56,9 +56,9 @@ def block_tokens(recipe: Recipe) -> int | None:
 
 
 def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) -> int:
-    """Return the bytes of a rank's KV cache for one sequence of `tokens`, and for one block that vLLM reserves."""
+    """Return the bytes of a rank's KV cache for one sequence of `tokens`, plus one block reserved by vLLM."""
     rollout = recipe.rollout
-    # A quantised cache (FP8) takes one byte a value.
+    # An FP8 cache takes one byte per number.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
     engine = shape.with_draft_layers(recipe.rollout.drafts_with_model_layers)
     block_bytes = cache_block_bytes(

@@ -38,14 +38,14 @@ KEEP_LOGITS = "trainer.keep_logits"
 
 
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
-    """Return the recipe with values for the fields that it leaves out and whose defaults depend on memory.
+    """Return the recipe with values for missing fields whose defaults depend on memory.
 
     The fields: offloaded states, recomputed activations, size of the KV cache, row length of passes without gradients,
     kept logits, recovery from copies in host memory, and `lora.sync: auto`. A later check tests whether the whole run
     fits.
 
-    Except for `lora.sync`, the recipe is returned unchanged if its memory cannot be predicted, or if it starts
-    (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
+    Only `lora.sync` is set if the memory cannot be predicted, or if the recipe starts (`is_start`) on a CPU.
+    `is_trained` False: only engines start, on all ranks.
     """
     recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
@@ -59,7 +59,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
         return recipe
     if (judge := _make_judge(recipe)) is None:
         return recipe
-    # An evaluation loads no trainer, so the cache may take the memory that training would use.
+    # An evaluation loads no trainer, so the cache may take the trainer's memory.
     if not is_trained:
         judge = MemoryJudge(Models(_engines_alone(judge.models.policy), None, {}), judge.gpus)
     if wants_savings:
@@ -68,10 +68,10 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
         recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, judge)})
     if wants_logits and can_keep_logits(with_logits := with_field_values(recipe, {KEEP_LOGITS: True}), judge):
         recipe = with_logits
-    # Last: these rows may take the memory of an update.
+    # After the other fields: these rows may take as much memory as an update.
     if wants_rows and (row_tokens := forward_row_tokens(recipe, judge)) is not None:
         recipe = with_field_values(recipe, {_ROWS: row_tokens})
-    # Offloaded states take host memory too.
+    # After offloading is decided, because offloaded states take host memory too.
     return with_recovery(recipe, judge) if wants_recovery else recipe
 
 
@@ -91,7 +91,7 @@ def _make_judge(recipe: Recipe) -> MemoryJudge | None:
 
 
 def _sets_field(recipe: Recipe, field: str) -> bool:
-    """Return whether the recipe sets `trainer.offload` or `trainer.recompute`, or passes the latter to
+    """Return whether the recipe sets a field: `trainer.offload` or `trainer.recompute`, the latter also for
     Megatron-Core.
     """
     trainer = recipe.trainer
@@ -101,11 +101,10 @@ def _sets_field(recipe: Recipe, field: str) -> bool:
 
 
 def with_chunk_tokens(recipe: Recipe) -> Recipe:
-    """Return the recipe with the number of tokens whose logits are computed at once.
+    """Return the recipe with the number of tokens whose logits are computed at once, for printing.
 
-    The number is the smallest over the policy and its teachers. It is for printing: in a run each model chooses its
-    number. The recipe is returned unchanged if it sets the field, computes no log-probs, or has a model that cannot be
-    read.
+    It is the smallest number of the policy and its teachers. In a run each model chooses its own. The recipe is
+    returned unchanged if it sets the field, computes no log-probs, or has a model that cannot be read.
     """
     if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
         return recipe
@@ -128,7 +127,7 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
     if fields and (judge := _make_judge(completed)) is not None:
         savings = _Savings(written, judge)
         for field in fields:
-            # Ranks that never alternate between models have nothing to offload.
+            # Without models that alternate on a rank, there is nothing to offload.
             if field == _OFFLOAD and offloads(completed) == [()]:
                 continue
             yield f"{_format_field(completed, field)} by default: {savings.explain(field, completed)}"
@@ -150,13 +149,13 @@ class _Prediction:
     """Predicted memory of a recipe with one choice of offload and recomputation."""
 
     fullest: Phase
-    """Phase that leaves the least memory of its GPU."""
+    """Phase with the least free memory on its GPU."""
     free_gib: float
-    """GiB of the GPU that `fullest` leaves."""
+    """GiB left free by `fullest` on its GPU."""
     requests: int
-    """Concurrent requests of expected length that fit into the KV cache, at most `wanted_requests`."""
+    """Requests of expected length that fit into the KV cache at once, at most `wanted_requests`."""
     wanted_requests: int
-    """Concurrent requests of a training step. 0: the recipe sets the size of the KV cache."""
+    """Requests of a training step decoded at once; 0: the recipe sets the size of the KV cache."""
 
     @property
     def is_enough(self) -> bool:
@@ -164,14 +163,14 @@ class _Prediction:
 
     @property
     def gib_within_margin(self) -> float:
-        """Return `free_gib`, but at most the margin: more free memory must not decide between choices."""
+        """Return `free_gib` up to the margin. More free memory than the margin makes no choice better."""
         return min(self.free_gib, MARGIN_GIB)
 
 
 def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
-    """Return the sort key of a choice.
+    """Return the sort key of a choice: sufficient choices first, by cost.
 
-    The cheapest sufficient choice comes first. Insufficient ones follow by free memory, then by size of the KV cache.
+    Insufficient choices follow by free memory, then by size of the KV cache.
     """
     prediction = change.outcome
     if prediction.is_enough:
@@ -183,15 +182,15 @@ def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
 class _Savings:
     """Chooses the least offload and recomputation that leave `MARGIN_GIB` free on each GPU.
 
-    If the recipe gives no size of the KV cache, the cache must also have room for all requests of a step at once.
+    If the recipe sets no size of the KV cache, the cache must also hold all requests of a step at once.
     """
 
     recipe: Recipe
     judge: MemoryJudge
 
     def choose(self) -> Recipe:
-        """Return the recipe with values for `trainer.offload` and `trainer.recompute` where it leaves them out."""
-        # Offloading costs seconds of a step, recomputation a share of the training time: so it is tried last.
+        """Return the recipe with values for `trainer.offload` and `trainer.recompute`, if they are missing."""
+        # Recomputation is tried last: it costs a share of the training time, offloading only seconds per step.
         costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
         moves = [
             Move(field=field, values=self._list_values(field), step=cost, condition=not _sets_field(self.recipe, field))
@@ -209,8 +208,8 @@ class _Savings:
     def explain(self, field: str, completed: Recipe) -> str:
         """Return in words why a field of the completed recipe has its value.
 
-        The cheapest value is explained by the GPU memory left. A dearer one is explained by what the next cheaper one
-        lacks: GPU memory or KV cache.
+        For the cheapest value, the reason is the GPU memory left free. For a dearer value, the reason is what the next
+        cheaper one lacks: GPU memory or KV cache.
         """
         choices = self._list_values(field)
         place = next(
@@ -233,7 +232,7 @@ class _Savings:
         )
 
     def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
-        """Return the fullest phase whose memory a field changes: updates for recomputation, all others for offload."""
+        """Return the fullest phase affected by a field: updates for recomputation, all other phases for offload."""
         table = self.judge.predict(recipe)
         phases = [phase for phase in table.phases if (phase.metric == "train") == (field == _RECOMPUTE)]
         return min(phases, key=self.judge.free_gib)
@@ -245,7 +244,7 @@ class _Savings:
         return [values for values in choices if self._can_recompute(values)]
 
     def _can_recompute(self, values: Mapping[str, Any]) -> bool:
-        # The check yields refusals. A later check of the whole recipe would refuse these values as well.
+        # The check yields errors. A later check of the whole recipe would reject these values too.
         refusals = model_sizes.recomputed_modules_fit(
             with_field_values(self.recipe, values), self.judge.models.policy.shape
         )
@@ -267,7 +266,7 @@ class _Savings:
 
     @cached_property
     def _request_tokens(self) -> float:
-        """Return the expected tokens of a request while it is decoded, with the lengths that `--search` assumes."""
+        """Return the expected length in tokens of a request during decoding, with the lengths assumed by `--search`."""
         lengths = [
             assumed_lengths(
                 limit=source.recipe.rollout.sampling.max_new_tokens,
@@ -279,7 +278,7 @@ class _Savings:
 
 
 def _format_left(free_gib: float, leaves: str, takes: str) -> str:
-    """Return in words the GPU memory that a phase leaves, or exceeds. `leaves` and `takes` are the verbs."""
+    """Return in words how much GPU memory a phase leaves free or lacks. `leaves` and `takes` are the verbs."""
     if free_gib < 0:
         return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
     return f"{leaves} {free_gib:.1f} GiB of a GPU"

@@ -10,7 +10,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
 
 NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
-"""End of each message about unknown GPU memory."""
+"""Last part of each message about unknown GPU memory."""
 
 
 def gpu_gib(recipe: Recipe) -> float | None:
@@ -46,7 +46,7 @@ def ranks_on_cpu(recipe: Recipe) -> bool:
 
 def uses_this_machine(recipe: Recipe) -> bool:
     """Return whether the run uses this machine's GPUs. False on a login node of a cluster."""
-    # Slurm sets SLURMD_NODENAME on a job's nodes only.
+    # Slurm sets SLURMD_NODENAME only on the nodes of a job.
     return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 

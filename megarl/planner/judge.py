@@ -16,7 +16,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBytes:
-    """Bytes of a GPU in the fullest phase with gradients, and in the fullest one without (0: there is none)."""
+    """Bytes on the GPU in the fullest phase with gradients, and in the fullest phase without (0: no such phase)."""
 
     training: int
     scoring: int
@@ -36,25 +36,24 @@ class MemoryJudge:
     models: Models
     gpus: GpuMemory
     stages: Collection[int] | None = None
-    """Examined pipeline stages. None: all."""
+    """Pipeline stages to examine; None: all."""
 
     def predict(self, recipe: Recipe) -> MemoryTable:
         return memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine, stages=self.stages)
 
     def free_gib(self, phase: Phase) -> float:
-        """Return the GiB of its GPU that a phase leaves. Negative: the phase does not fit."""
+        """Return the GiB left free by a phase on its GPU. Negative: the phase does not fit."""
         return self.gpus.gib_for(phase) - phase.device_bytes / _GIB
 
     def overfull_phases(self, table: MemoryTable, *, margin_gib: float = 0.0) -> list[Phase]:
         return [phase for phase in table.phases if phase.device_bytes > (self.gpus.gib_for(phase) - margin_gib) * _GIB]
 
     def accept(self, recipe: Recipe) -> MemoryTable | None:
-        """Return the predicted memory of a recipe that fits, or None for one that does not fit."""
+        """Return the predicted memory of a recipe if it fits, else None."""
         table = self.predict(recipe)
         return None if self.overfull_phases(table) else table
 
     def pass_bytes(self, recipe: Recipe) -> PassBytes:
-        """Return the bytes of a GPU in the fullest phase with gradients, and in the fullest one without (0: none)."""
         phases = self.predict(recipe).phases
         training = (phase.device_bytes for phase in phases if phase.metric == "train")
         scoring = (phase.device_bytes for phase in phases if phase.metric == "logprobs")

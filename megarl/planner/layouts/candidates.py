@@ -1,4 +1,4 @@
-"""Lists the layouts of trainer and engines that the checks of a recipe allow, and counts the refused ones."""
+"""Lists the layouts of trainer and engines accepted by the checks of a recipe, and counts the refused ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megarl.planner.search import with_field_values
 from megarl.planner.sizes import WHOLE_EXPERTS, divisors, has_whole_experts
 
 _MOST_CP = 16
-"""Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
+"""Largest context-parallel size to try. With more ranks, each chunk is too short for attention kernels."""
 _VPP = (1, 2, 4)
-"""Tried numbers of model chunks in a pipeline stage. More chunks shorten the pipeline's bubble, but store more
-activations."""
+"""Numbers of model chunks per pipeline stage to try. More chunks shorten the bubble, but store more activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +39,12 @@ class TrainerSizes:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the recipe fields with these sizes. The data-parallel size follows from them."""
+        """Return the recipe fields for these sizes. The data-parallel size is left to follow from them."""
         return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
 
 
 class EngineSizes(NamedTuple):
-    """Tensor-parallel size of each engine; `ep`: whether each of its ranks has whole experts."""
+    """Tensor-parallel size of each engine. `ep`: each engine rank has whole experts, not parts of all experts."""
 
     tp: int
     ep: bool
@@ -53,8 +52,8 @@ class EngineSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where engines run. `ranks`: ranks that only sample; 0: engines share the trainer's ranks. `staleness`: steps that
-    engines may sample ahead.
+    """Where engines run. `ranks`: number of ranks that only sample; 0: engines share the trainer's ranks. `staleness`:
+    number of steps for engines to sample ahead.
     """
 
     ranks: int
@@ -85,9 +84,9 @@ class Candidates:
     _multiples: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def placements(self, staleness: int) -> Iterator[Placement]:
-        """Yield the placements: colocated, and separate engines on some of the nodes (on one node: of its ranks).
+        """Yield the placements: colocated, and separate engines on some of the nodes (on a single node: of its ranks).
 
-        `staleness` is the number of steps that separate engines may sample ahead.
+        `staleness` is the number of steps for separate engines to sample ahead.
         """
         cluster = self.recipe.cluster
         if cluster.groups.engines is not None:
@@ -99,18 +98,18 @@ class Candidates:
         shares = sorted({world * eighths // 8 // unit * unit for eighths in range(1, 8)} - {0, world})
         for ranks in shares:
             placement = Placement(ranks=ranks, staleness=staleness)
-            # Engines of one rank each fit any share, so only faults of the placement itself are left.
+            # Engines of one rank each fit any number of ranks, so all errors left concern the placement.
             values = placement.values | {"rollout.tp": 1}
             if not self._count_refusal([*sizes.placement(with_field_values(self.recipe, values))]):
                 yield placement
 
     def engines(self, placed: Recipe) -> list[EngineSizes]:
-        """Return the possible engine sizes for `placed`, a recipe with a placement."""
+        """Return the possible engine sizes. `placed` is a recipe with a placement."""
         engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         has_whole = has_whole_experts(placed)
         for tp, ep in product(divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
-            # Whole experts take as long as split ones in the cost model, so the recipe's choice stays where it may.
+            # The cost model knows no difference between whole and split experts, so prefer the recipe's choice.
             if ep != has_whole and (
                 tp == 1 or not self.shape.num_experts or EngineSizes(tp, has_whole) in engine_sizes
             ):
@@ -122,7 +121,7 @@ class Candidates:
         return engine_sizes
 
     def trainers(self, placed: Recipe) -> list[TrainerSizes]:
-        """Return the possible parallel sizes of the trainer for `placed`, a recipe with a placement."""
+        """Return the possible parallel sizes of the trainer. `placed` is a recipe with a placement."""
         trainer_sizes = []
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
@@ -155,7 +154,7 @@ class Candidates:
                     self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
                     continue
                 expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
-                # Pipeline stages were checked above, and experts do not depend on them.
+                # The pipeline stages were checked above, and they do not matter to experts.
                 key = (tp, cp, ep, etp)
                 if key not in self._expert_faults:
                     self._expert_faults[key] = [
@@ -166,8 +165,8 @@ class Candidates:
         return trainer_sizes
 
     def row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
-        """Return the row lengths to try, in tokens: from the longest sequence up to four times as many."""
-        # Only these two sizes decide the multiple.
+        """Return the row lengths to try, in tokens: one to four times the longest sequence."""
+        # The multiple depends only on these two sizes.
         multiple = self._multiples.get((trainer.tp, trainer.cp))
         if multiple is None:
             multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
@@ -181,7 +180,7 @@ class Candidates:
         yield from model_sizes.fp8_channels(candidate, self.shape)
 
     def _count_refusal(self, faults: list[str], times: int = 1) -> bool:
-        """Return whether there are faults. Adds `times` to the count of the first fault's reason."""
+        """Return whether there are errors, and count the first one's reason `times` times."""
         if faults:
             self.refused[reason_of(faults[0])] += times
         return bool(faults)
@@ -190,7 +189,7 @@ class Candidates:
 SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp", "vpp", "ep", "etp")} | {
     "trainer.dp": None
 }
-"""Values of the trainer's parallel sizes without any split, for checks of engines alone."""
+"""Values of the trainer's parallel sizes without any split, for checking engines alone."""
 
 
 def _batches(recipe: Recipe) -> Iterator[str]:
@@ -206,5 +205,5 @@ def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
 
 
 def reason_of(fault: str) -> str:
-    """Return a fault without its remedy and with N for each number, so that equal reasons count together."""
+    """Return an error's reason: without remedy, and with N for each number, so that equal reasons count together."""
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])

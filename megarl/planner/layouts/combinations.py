@@ -33,7 +33,7 @@ class Row(NamedTuple):
 class Combinations:
     """All combinations of trainers, engines and offloads for one placement of the engines.
 
-    Arrays have axes over `rows`, `engines` and `offloads`.
+    Arrays have the axes [rows], [engines] and [offloads], where a row is a trainer's layout.
     """
 
     placement: Placement
@@ -45,47 +45,47 @@ class Combinations:
     engines: list[EngineSizes]
     offloads: list[tuple[str, ...]]
     update: Parts
-    """Seconds of a step's updates by cause, each [rows], if the logits stay for the backward pass."""
+    """Seconds of a step's updates by cause, each [rows], if the backward pass reads stored logits."""
     update_without_logits: Parts
-    """Like `update`, if the backward pass computes the logits again."""
+    """Like `update`, if the backward pass recomputes the logits."""
     logprobs: NDArray[np.float64]
     """Seconds of a step's passes without gradients [rows]."""
     offload: NDArray[np.float64]
     """Seconds of offloading [rows, offloads]."""
     reshard: NDArray[np.float64]
-    """Lower bound of a reshard's seconds [engines]."""
+    """Lower bound of the seconds of a reshard [engines]."""
     bound: NDArray[np.float64]
-    """Lower bound of a step's seconds [rows, engines, offloads]. Infinite: the combination cannot fit."""
+    """Lower bound of the seconds of a step [rows, engines, offloads]. Infinite: the combination cannot fit."""
     states: NDArray[np.float64]
     """Lower bound of a rank's bytes of weights, gradients and optimizer [rows]."""
     least_cache_gib: list[float]
     """GiB of the smallest KV cache for a longest sequence [engines]."""
     settings: PassSettings
-    """Settings of the recipe's passes. A row replaces the sizes that differ."""
+    """Settings of the recipe's passes. Each row replaces the sizes that differ."""
     refused: Counter[str]
     """Counts of refused choices by reason, shared by all placements."""
     overfull: set[int] = field(default_factory=set)
     """Indices of rows whose update does not fit, whatever the engines."""
     examined: set[int] = field(default_factory=set)
-    """Indices of rows with predicted activations."""
+    """Indices of rows whose activations have been predicted."""
 
     @cached_property
     def parallel(self) -> ParallelConfig:
-        """Return the parallel sizes that the recipe has today, with this division of the GPUs."""
+        """Return the recipe's own parallel sizes with this division of the GPUs."""
         return sizes.parallel_of(self.placed)
 
     @cached_property
     def rows_by_trainer(self) -> dict[TrainerSizes, list[int]]:
-        """Return, for each trainer layout, the indices of the rows that combine it with an engine layout."""
+        """Return the indices of rows by trainer layout."""
         numbers: dict[TrainerSizes, list[int]] = {}
         for number, row in enumerate(self.rows):
             numbers.setdefault(row.trainer, []).append(number)
         return numbers
 
     def at_least_as_full(self, full: Row) -> set[int]:
-        """Return the indices of the trainer's rows needing at least as much memory as the row `full`.
+        """Return the indices of the trainer's rows that need at least as much memory as the row `full`.
 
-        They are at least as long, and recompute the same or nothing.
+        They have at least the same length, and recompute the same modules or none.
         """
         return {
             number
@@ -122,7 +122,7 @@ class LayoutChoice:
 
     @property
     def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
-        """Return the sizes of trainer and engines. A search returns the best choice of each key."""
+        """Return the sizes of trainer and engines, and the placement. A search returns the best choice per key."""
         return self.row.trainer, self.engine, self.group.placement
 
     @property
@@ -131,7 +131,9 @@ class LayoutChoice:
 
     @property
     def layout_values(self) -> dict[str, Any]:
-        """Return the recipe fields of this layout, with the smallest KV cache. A start chooses fields that are None."""
+        """Return the recipe fields of this layout, with the smallest KV cache. Fields set to None are chosen at the
+        start.
+        """
         return {
             **self.row.trainer.values,
             **self.row.recomputation.values,
@@ -147,7 +149,7 @@ class LayoutChoice:
 
 
 def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
-    """Yield the combinations of all placements in ascending order of their bounds, without infinite ones."""
+    """Yield the combinations of all placements by ascending bound, without infinite bounds."""
     bounds = [group.bound.ravel() for group in groups]
     if not bounds:
         return
@@ -157,7 +159,7 @@ def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
         number = int(np.searchsorted(starts, place, side="right")) - 1
         group = groups[number]
         if not math.isfinite(everything[place]):
-            # The remaining combinations cannot fit either.
+            # Bounds ascend, so the remaining combinations cannot fit either.
             return
         row, engine, offload = np.unravel_index(int(place - starts[number]), group.bound.shape)
         yield LayoutChoice(group=group, row_number=int(row), engine_number=int(engine), offload_number=int(offload))

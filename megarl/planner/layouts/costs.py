@@ -50,7 +50,7 @@ class LayoutCosts:
         """Return the samples of a training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
-        # The first update computes its own old log-probs; a reference scores everything.
+        # The first update computes its own old log-probs. A reference scores all samples.
         passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
         return Workload(
             lengths=self.lengths,
@@ -75,9 +75,9 @@ class LayoutCosts:
 
     @cached_property
     def _state_bytes(self) -> dict[str, int]:
-        """Return the bytes of a trained parameter by state: weight, float32 gradient, main weight and moments."""
+        """Return the bytes per trained parameter, by state: weight, float32 gradient, main weight and moments."""
         item = self._item_bytes
-        # Muon has two moments for embedding and head only, so this is a lower bound.
+        # Muon has a second moment for embedding and head only, so count one: a lower bound.
         num_moments = {"adam": 2, "muon": 1, "sgd": 0}[self.recipe.optimizer.name]
         copies = (item < _FLOAT32) + num_moments
         return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
@@ -132,7 +132,7 @@ class LayoutCosts:
         scoring = self.trainer_cost.scoring(layouts, tokens=tokens, row_tokens=row_tokens)
         seconds = scoring.seconds * self.load.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
-            # It scores every sample once.
+            # The reward model scores each sample once.
             reward_pass = self.cost_of(reward_model.shape).scoring(layouts, tokens=tokens, row_tokens=row_tokens)
             seconds = seconds + reward_pass.seconds
         return seconds
@@ -165,7 +165,7 @@ class LayoutCosts:
     def offload_seconds(
         self, state_bytes: Mapping[str, NDArray[np.float64]], states: Sequence[str]
     ) -> NDArray[np.float64]:
-        """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
+        """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped instead."""
         moved_bytes = np.zeros_like(state_bytes["weights"])
         for state, key in (("optimizer", "optimizer"), ("parameters", "weights")):
             if state in states:
@@ -173,7 +173,7 @@ class LayoutCosts:
         return 2 * moved_bytes / self.speeds.pcie
 
     def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
-        """Return the seconds for copying each scoring model from host memory once [layouts]."""
+        """Return the seconds for copying each scoring model once from host memory [layouts]."""
         frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
         waiting = sum((weights.experts + weights.dense for weights in frozen), np.zeros(len(layouts.tp)))
         return self._state_bytes["weights"] * waiting / self.speeds.pcie
@@ -190,7 +190,7 @@ class LayoutCosts:
 
     @property
     def other_seconds(self) -> float:
-        """Return the seconds of a step outside all phases; they are equal in all layouts."""
+        """Return the seconds of a step outside all phases, equal in all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
     def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
@@ -205,7 +205,7 @@ class LayoutCosts:
         load, cost = self.load, self.rollout_cost
         num_sampled = load.num_samples * self.recipe.algorithm.oversampling
         if placement.ranks and placement.staleness:
-            # Engines ahead of the trainer start as many groups as it trains, so algorithm.oversampling has no effect.
+            # Engines that sample ahead start only as many groups as are trained, whatever algorithm.oversampling is.
             num_sampled = load.num_samples
             return cost.steady_seconds(
                 engines,

@@ -23,7 +23,7 @@ _PLANNED = ("rollout.kv_cache_gib", "trainer.offload", "trainer.recompute")
 def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
     """Return the recipe fields of a placement.
 
-    Fields without effect under the placement get their defaults, for example `weights.overlap` with colocated engines.
+    A field without effect under the placement gets its default, for example `weights.overlap` with colocated engines.
     If samples would be stale and uncorrected, `algorithm.importance_sampling` is set.
     """
     values = dict(placement.values)
@@ -37,14 +37,14 @@ def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
 
 
 def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the overrides that give a recipe these values, keyed by dotted field name.
+    """Return the overrides that set these values, by dotted field name, in a recipe.
 
-    A field of the recipe without effect under the new values gets `=default`.
+    A field of the recipe that loses its effect gets `=default`.
     """
     changed_recipe = with_field_values(recipe, values)
     idle = _idle(recipe, changed_recipe)
     recipe_fields = set(fields_set_by_user(recipe))
-    # Without its own line a value equal to the field's default would become the planned value of the start.
+    # Write these fields even with their default value. Otherwise a start would compute another value.
     changed = {
         field: value
         for field, value in values.items()
@@ -58,8 +58,10 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
 
 
 def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
-    """Return the fields set in `recipe` without effect in `changed_recipe`. Sources of a mixture are left out."""
-    # A field of a section inside a section does not depend on the layout.
+    """Return the fields set in `recipe` that have no effect in `changed_recipe`, without those of a mixture's
+    sources.
+    """
+    # Fields of nested sections do not depend on the layout.
     return [
         field
         for field in fields_set_by_user(recipe)

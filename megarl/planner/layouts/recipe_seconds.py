@@ -1,4 +1,4 @@
-"""Predicted seconds of a training step in the layout that the recipe itself names."""
+"""Predicted seconds of a training step in the recipe's own layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.types import ConfigError
 
 
 def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
-    """Return the predicted seconds of a step, with the lengths that `--search` assumes.
+    """Return the predicted seconds of a step, with the lengths assumed by `--search`.
 
     None: the cost model does not cover the recipe, or the kind of GPU is unknown. Raises DataError for an invalid
     config.json.
@@ -42,7 +42,7 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
     logprobs = costs.scoring_seconds(layouts, row_tokens=np.array([float(forward_tokens)]))
     placement = Placement(ranks=recipe.separate_ranks, staleness=costs.staleness if recipe.separate_ranks else 0)
     engine = EngineSizes(parallel.rollout_tp, parallel.rollout_ep)
-    # Under gpu_memory_utilization vLLM sizes the cache, so a cache for all requests is assumed.
+    # With gpu_memory_utilization, vLLM sizes the cache. Assume that it holds all requests.
     has_share = recipe.rollout.gpu_memory_utilization is not None
     cache = math.inf if has_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
     offload = costs.waiting_seconds(layouts) + costs.offload_seconds(costs.rank_state_bytes(layouts), trainer.offload)

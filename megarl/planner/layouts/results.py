@@ -17,7 +17,7 @@ class FoundLayout:
     """A layout that fits, with its prediction."""
 
     overrides: tuple[str, ...]
-    """Command-line overrides that turn the recipe into this layout. A shell needs them in quotes."""
+    """Command-line overrides that turn the recipe into this layout. In a shell they need quotes."""
     trainer: TrainerSizes
     engine: EngineSizes
     placement: Placement
@@ -37,13 +37,13 @@ class FoundLayout:
 
     @property
     def engine_text(self) -> str:
-        """Return the engines' size in words: `tp 2 ep on 4 ranks`. Ranks are named if they only sample."""
+        """Return the engines' size in words: `tp 2 ep on 4 ranks`. The number of ranks is given if they only sample."""
         size = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
         return f"{size} on {self.placement.ranks} ranks" if self.placement.ranks else size
 
     @property
     def limit(self) -> str:
-        """Return in words the largest part of the step's time: a phase, or a cause within it."""
+        """Return in words what takes most of the step's time: a phase, or a cause within a phase."""
         phases = {"rollout": self.seconds.rollout, "train": self.seconds.train, "logprobs": self.seconds.logprobs,
                   "offload": self.seconds.offload, "reshard": self.seconds.reshard}  # fmt: skip
         name = max(phases, key=lambda phase: phases[phase])
@@ -78,9 +78,9 @@ class SearchResult:
     layouts: tuple[FoundLayout, ...]
     """The layouts that fit, fastest first."""
     num_candidates: int
-    """Combinations with computed seconds."""
+    """Number of combinations whose seconds were computed."""
     num_planned: int
-    """Combinations with predicted memory."""
+    """Number of combinations whose memory was predicted."""
     refused: Mapping[str, int]
     """Number of refused choices by reason."""
     search_seconds: float

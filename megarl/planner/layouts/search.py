@@ -1,8 +1,9 @@
 """Search for the fastest layouts of a recipe that fit its GPUs, by predicted seconds of a step.
 
-First all layouts get a lower bound of their seconds: the time with a KV cache for all requests. Then layouts are
-examined in the order of their bounds. The memory prediction says whether a layout fits and how large its cache is, and
-the seconds are computed again with this cache. The search ends when no bound is below the slowest layout in the result.
+First, each layout gets a lower bound of its seconds: the time with a KV cache large enough for all requests. Then
+layouts are examined in the order of their bounds. The memory prediction decides whether a layout fits, and how large
+its cache is. With this cache its seconds are computed again. The search ends as soon as no remaining bound is below the
+slowest layout of the result.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from megarl.types import ConfigError
 
 _GIB = 2**30
 MOST_CHECKED = 400
-"""Most layouts whose memory is predicted in one search. It limits the time of the search."""
+"""Maximum number of layouts whose memory is predicted in one search, to limit its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class LayoutSearch:
     costs: LayoutCosts
     gpus: GpuMemory
     refusal: Callable[[Sequence[str]], str | None] | None = None
-    """Returns the error of a start with a layout's overrides, or None if the start would accept them."""
+    """Returns the error of a start with a layout's overrides, or None if the start accepts them."""
 
     @property
     def recipe(self) -> Recipe:
@@ -70,7 +71,7 @@ class LayoutSearch:
         return self.costs.shape
 
     def search(self, max_layouts: int = 10) -> SearchResult:
-        """Return at most `max_layouts` layouts, fastest first. Each pair of trainer and engine sizes appears once."""
+        """Return at most `max_layouts` layouts, fastest first, one for each pair of trainer and engine sizes."""
         started = time.monotonic()
         refused: Counter[str] = Counter()
         candidates = Candidates(self.recipe, self.shape, refused)
@@ -117,7 +118,7 @@ class LayoutSearch:
         layouts = Layouts.of(*(row.trainer.by_axis for row in rows))
         state_bytes = self.costs.rank_state_bytes(layouts)
         states = self._least_states(state_bytes)
-        # The trainer's states alone.
+        # Count only the trainer's states here.
         fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
         candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
         if not fits.any():
@@ -171,7 +172,9 @@ class LayoutSearch:
         return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
 
     def _is_row_overfull(self, group: Combinations, number: int) -> bool:
-        """Return whether an update with this row exceeds the GPU, whatever the engines. `number` is the row's index."""
+        """Return whether an update with this row exceeds the GPU, whatever the engines are. `number` is the row's
+        index.
+        """
         if number not in group.overfull and number not in group.examined:
             self._examine(group, number)
         return number in group.overfull
@@ -179,7 +182,7 @@ class LayoutSearch:
     def _examine(self, group: Combinations, number: int) -> None:
         """Mark a row as overfull if its states and saved activations exceed the GPU of the first pipeline stage.
 
-        This lower bound is cheaper than a full prediction. Rows needing at least as much memory are marked as well.
+        This lower bound is cheaper than a full prediction. It also marks rows that need at least as much memory.
         """
         group.examined.add(number)
         row = group.rows[number]
@@ -192,7 +195,7 @@ class LayoutSearch:
             recomputed=frozenset(row.recomputation.modules if row.recomputation.recompute == "selective" else ()),
         )
         layers = self.shape.num_layers
-        # The first stage has the mean number of layers, rounded down.
+        # The first stage has at least the mean number of layers, rounded down.
         share = layers // parallel.pp * parallel.pp / layers
         saved = activations.stage_bytes(self.shape, parallel, 0, settings)
         if share * group.states[number] + saved + CONTEXT_BYTES <= (self.gpus.trainer - MARGIN_GIB) * _GIB:
@@ -209,11 +212,11 @@ class LayoutSearch:
     ) -> NDArray[np.bool_]:
         """Return whether a colocated reshard exceeds a GPU [layouts, engines, offloads].
 
-        Trainer states that are not offloaded and the engine's weights count, without a KV cache. `state_bytes` has a
-        rank's bytes by state, each [layouts].
+        Counts the trainer states on the GPU and the engine's weights, without a KV cache. `state_bytes` has a rank's
+        bytes by state, each [layouts].
         """
         on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
-        # A reshard needs the parameters in any case.
+        # A reshard reads the parameters on the GPU, even if they are offloaded otherwise.
         resident = [
             state_bytes["weights"] + sum(state_bytes[state] for state in on_gpu if state not in offloaded)
             for offloaded in offloads
@@ -224,16 +227,16 @@ class LayoutSearch:
         return total > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
     def _plan_layout(self, recipe: Recipe, choice: LayoutChoice, refused: Counter[str]) -> FoundLayout | None:
-        """Return a layout with its predicted memory, KV cache and seconds. None: it does not fit.
+        """Return a layout with its predicted memory, KV cache and seconds; None: it does not fit.
 
-        `recipe` has the values of `choice`. Reasons against layouts are counted in `refused`.
+        `recipe` already has the values of `choice`. `refused` counts the reasons against layouts.
         """
         group, row, engine, index = choice.group, choice.row, choice.engine, choice.index
         least = group.least_cache_gib[choice.engine_number]
         parallel = sizes.parallel_of(recipe)
         judge = MemoryJudge(self._models_on(parallel), self.gpus, _fullest_stages(parallel))
         table = judge.predict(recipe)
-        # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
+        # Leave the same margin for prediction errors in all phases as for the default KV cache.
         if over := judge.overfull_phases(table, margin_gib=MARGIN_GIB):
             refused[f"memory: {over[0].name} exceeds a GPU"] += 1
             if any(phase.metric in ("train", "logprobs") for phase in over):
@@ -242,7 +245,7 @@ class LayoutSearch:
         cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
         tokens = cache * _GIB / self.costs.token_bytes(engine)
         rollout = self.costs.rollout(group.placement, engine, tokens)
-        # As a start chooses it.
+        # A start chooses this in the same way.
         keeps_logits = can_keep_logits(with_field_values(recipe, {KEEP_LOGITS: True}), judge)
         update = group.update if keeps_logits else group.update_without_logits
         seconds = StepSeconds(
@@ -259,7 +262,7 @@ class LayoutSearch:
             phase.name: (phase.device_bytes + (further_bytes if phase.use("KV cache").device_bytes else 0)) / _GIB
             for phase in table.phases
         }
-        # Fields without effect under the placement have the values of the placement.
+        # The placement's values replace those of fields without effect under it.
         values = choice.layout_values | dict(group.placement_values) | {"rollout.kv_cache_gib": round(cache, 1)}
         overrides = overrides_between(self.recipe, values)
         if self.refusal is not None and (fault := self.refusal(overrides)) is not None:
@@ -278,7 +281,7 @@ class LayoutSearch:
         )
 
     def _models_on(self, parallel: ParallelConfig) -> Models:
-        """Return the run's models with these parallel sizes. Teachers retain theirs."""
+        """Return the run's models with these parallel sizes. Teachers keep theirs."""
 
         def with_parallel(built: Built | None) -> Built | None:
             return None if built is None else Built(built.shape, parallel)
@@ -293,7 +296,7 @@ class LayoutSearch:
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
         """Return the GiB of the smallest KV cache for a longest sequence, rounded up."""
-        # Two blocks more: one reserved by vLLM, one partly filled.
+        # Two blocks more: vLLM reserves one, and one is partly filled.
         needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
         return math.ceil(needed / _GIB * 100) / 100
 
@@ -301,7 +304,7 @@ class LayoutSearch:
 def _fullest_stages(parallel: ParallelConfig) -> list[int]:
     """Return the pipeline stages that may need the most memory: the first, the second and the last.
 
-    Stages between have fewer rows in flight than the second, and not more layers.
+    Later stages have fewer rows in flight than the second, and at most as many layers.
     """
     return sorted({0, min(1, parallel.pp - 1), parallel.pp - 1})
 
@@ -314,9 +317,9 @@ def search_of(
 ) -> LayoutSearch:
     """Return the search over a recipe's layouts.
 
-    `max_staleness`: steps that separate engines may sample ahead; None: as in the recipe. `refusal` returns the error
-    of a start with the overrides of a layout; None: overrides are not checked. Raises ConfigError if the cost model
-    does not cover the recipe, or if the kind of GPU is unknown.
+    `max_staleness` is the number of steps for separate engines to sample ahead; None: as in the recipe. `refusal`
+    returns the error of a start with a layout's overrides; None: overrides are not checked. Raises ConfigError if the
+    cost model does not cover the recipe, or if the kind of GPU is unknown.
     """
     if recipe.loop != "rl":
         raise ConfigError(f"loop = {recipe.loop}: --search ranks layouts of the loop rl only; leave it out")

@@ -1,6 +1,6 @@
-"""Bytes of activations on a rank: tensors that autograd saves for the backward pass, and temporary ones.
+"""Bytes of activations on a rank: tensors saved by autograd for the backward pass, and temporary tensors.
 
-A row is a packed microbatch; each context-parallel rank has an equal part of its tokens. Saved tensors are counted
+A row is a packed micro-batch. Each context-parallel rank has an equal part of its tokens. Saved tensors are counted
 layer by layer, each storage once. The formulas cover two layer implementations: Megatron's local spec with megarl's
 norm and attention, and Transformer Engine's spec. With sequence parallelism, norms and residuals are split over
 tensor-parallel ranks.
@@ -20,14 +20,15 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
 EXPERT_IMBALANCE = 1.25
-"""Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks. A guess: routers are
-trained without load balancing."""
+"""Assumed number of tokens on the fullest expert-parallel rank, divided by the mean. A guess: routers are trained
+without load balancing.
+"""
 
 _NUMBERS = 64
 """Bytes per token of log-probs, labels and the loss."""
 
 _FORWARD_TENSORS = 4
-"""Tensors of a gated feed-forward layer that a forward pass holds at once: gate, up, activated gate, their product."""
+"""Number of tensors in a gated feed-forward layer's forward pass: gate, up, activated gate, their product."""
 
 Spec = Literal["local", "transformer_engine"]
 
@@ -37,11 +38,11 @@ class PassSettings:
     """Sizes and recomputation of a pass of packed rows through a model."""
 
     row_tokens: int
-    """Tokens of a packed row, over all context-parallel ranks together."""
+    """Tokens of a packed row, summed over all context-parallel ranks."""
     chunk_tokens: int
-    """Number of tokens whose logits are computed at once."""
+    """Number of tokens per chunk of logits computed at once."""
     keeps_logits: bool = False
-    """Whether the logits of a whole row stay for the backward pass (`trainer.keep_logits`)."""
+    """Whether a whole row's logits are stored for the backward pass (`trainer.keep_logits`)."""
     itemsize: int
     sequence_parallel: bool
     spec: Spec
@@ -54,25 +55,25 @@ class PassSettings:
     pads_attention: bool = False
     """Whether attention pads the sequences of a row: on a CPU, and in float32."""
     shares_prefixes: bool = False
-    """Whether a row stores each shared prefix once, as a tree. `row_tokens` then counts its tokens once."""
+    """Whether a row stores each shared prefix once, as a tree. `row_tokens` then counts a shared prefix once."""
     lora_rank: int = 0
-    """Rank of the LoRA adapters. Above 0, only adapters are trained. 0: all weights are trained."""
+    """Rank of the LoRA adapters. Above 0 only adapters are trained. 0: all weights are trained."""
     has_logit_kernels: bool = False
-    """Whether kernels read the logits in their type (`models.logit_kernels`). False: torch makes float32 copies."""
+    """Whether kernels read the logits in their own type (`models.logit_kernels`). False: torch makes float32 copies."""
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
-    """Tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
+    """Tokens on the fullest expert-parallel rank, divided by the mean over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Channels of one token on a rank."""
+    """Numbers of channels per token on a rank."""
 
     hidden: int
     query: int
     key: int
-    """Channels of all keys on the rank, and of all values."""
+    """Channels of all keys on the rank. The values have as many."""
     feed_forward: int
     heads: int
     kv_heads: int
@@ -82,7 +83,7 @@ class Widths:
 
 
 def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
-    # A rank holds at least one key-value head: with more ranks than heads, heads are copied.
+    # A rank holds at least one key-value head. With more ranks than heads, heads are copied.
     heads, kv_heads = shape.num_heads // parallel.tp, max(1, shape.num_kv_heads // parallel.tp)
     return Widths(
         hidden=shape.hidden_size,
@@ -97,7 +98,7 @@ def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
-    """Return the bytes that autograd saves in one layer for one row, without the recomputed parts of the layer."""
+    """Return the bytes saved by autograd in one layer for one row, without the layer's recomputed parts."""
     attention = (
         _linear_attention(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
@@ -116,16 +117,16 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
     is_last = stage == parallel.pp - 1
     head = _head(shape, parallel, settings) if is_last else 0
     if is_last and shape.num_draft_layers:
-        # Its tensors are those of the row whose loss is computed, like the head's.
+        # It holds one row's tensors, like the head: those of the row whose loss is computed.
         head += _draft_layer(shape, parallel, settings)
     if settings.recomputes_layers:
-        # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
+        # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens remain.
         angles = rows * _tokens(parallel, settings) * shape.rotary_channels * FLOAT32
         layer_input = _layer_input(shape, parallel, settings)
-        # In float32 the norm reads the layer's input in place; in other types it saves a copy.
+        # In float32 the norm reads the layer's input in place. In other types it saves a copy.
         shared = layer_input if settings.itemsize == FLOAT32 else 0
         return rows * len(kinds) * layer_input + angles + max(layer - shared, head)
-    # Only one part of one layer exists again at a time. The head's tensors are freed by then, so take the maximum.
+    # Only one part of one layer is recomputed at a time, after the head's tensors are freed. So take the maximum.
     parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     recomputed_bytes = max(
         (
@@ -139,7 +140,7 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
 
 
 def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return the bytes of hidden states received from the previous pipeline stage, for all rows in flight."""
+    """Return the bytes of hidden states from the previous pipeline stage, for all rows in flight."""
     if parallel.pp == 1:
         return 0.0
     return rows_in_flight(parallel, stage) * parallel.vpp * _layer_input(shape, parallel, settings)
@@ -148,10 +149,10 @@ def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, sett
 def carried_bytes(
     shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings, layers: Collection[int]
 ) -> float:
-    """Return the bytes of the inputs of `layers` that a stage receives from the chunks before its own.
+    """Return the bytes of layer inputs that a stage receives for `layers` of earlier chunks.
 
-    A drafter on the last stage reads them. They stay for all rows in flight, like the hidden states on which they are
-    stacked. Layers are numbered from 0.
+    A drafter on the last stage reads them. They stay for all rows in flight, like the hidden states stacked with them.
+    Layers are numbered from 0.
     """
     chunks = parallel.layers_of_chunks(shape.num_layers, stage)
     num_received = sum(number < chunk.start for chunk in chunks for number in layers)
@@ -159,11 +160,11 @@ def carried_bytes(
 
 
 def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
-    """Return the maximum number of rows whose activations a pipeline stage holds at a time.
+    """Return the maximum number of rows with activations on a pipeline stage.
 
-    A row counts as 1 if all layers of the stage hold its activations. 1F1B schedule: number of stages from this one to
-    the last. Interleaved schedule: (pp - 1) / (pp vpp) more on the first stage. Source: Megatron-LM (arXiv 2104.04473,
-    section 2.2).
+    A row counts as 1 if all layers of the stage hold its activations. In the 1F1B schedule, the number is that of the
+    stages from this one to the last. The interleaved schedule has (pp - 1) / (pp vpp) more on the first stage. Source:
+    Megatron-LM (arXiv 2104.04473, section 2.2).
     """
     if parallel.vpp == 1:
         return float(parallel.pp - stage)
@@ -174,7 +175,7 @@ def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
 def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies.
 
-    The copies have the size of one chunk, even if the logits of a whole row stay.
+    Each copy has one chunk, even if a whole row's logits are stored.
     """
     if shape.has_value_head:
         return 0
@@ -186,7 +187,7 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
 
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of temporary gradients at the widest point of a backward pass, a feed-forward layer."""
+    """Return the bytes of temporary gradients in a feed-forward layer, the widest point of a backward pass."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     width, layer_sizes = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
@@ -202,7 +203,7 @@ def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
 
 
 def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of a forward pass without gradients and without logits: the tensors of one layer."""
+    """Return the bytes of one layer's tensors, in a forward pass without gradients and logits."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
     hidden_states = tokens * shape.hidden_size * size
@@ -235,12 +236,12 @@ def _norm(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fu
     """
     size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
     if "layernorm" in settings.recomputed and not (is_fused and settings.spec == "transformer_engine"):
-        # Its input, the residual, is saved. Its output is recomputed before the next layer's gradient.
+        # Saves only its input, the residual. The output is recomputed before the next layer's gradient.
         return tokens * width * size
     if settings.spec == "transformer_engine":
         return tokens * (2 * width * size + FLOAT32)
-    # Saved in float32: the input (a copy unless it is float32) and the inverse of its root mean square. Then the
-    # normalised values (for the gradient of the weight) and the scaled ones.
+    # Saved in float32: the input (a copy unless it is float32) and the inverse root mean square. Also the normalised
+    # values (for the weight's gradient) and the scaled values.
     normed = 0 if settings.lora_rank else size
     return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
@@ -250,13 +251,14 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
     if isinstance(shape.attention, Latent):
         return _latent_attention(shape.attention, width, parallel, settings)
     saved = _norm(parallel, settings, width.hidden, is_fused=True)
-    # The fused projection stays alive through its views. With more ranks than key-value heads it is the projection of
-    # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
+    # The fused projection stays in memory through its views. With more ranks than key-value heads, it is the projection
+    # of all ranks, and queries of several groups are copied out of it. Recomputed core attention reads its values from
+    # there.
     is_gathered = shape.num_kv_heads < parallel.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * width.head_dim if is_gathered else width.query + 2 * width.key
     if shape.attention.has_output_gate:
         fused += shape.num_heads * width.head_dim if is_gathered else width.query
-        # Sigmoids of the gates in float32, and the gated output next to core attention's.
+        # Saves the gates' sigmoids in float32, and the gated output besides that of core attention.
         saved += tokens * width.query * (FLOAT32 + size)
     is_recomputed = "core_attn" in settings.recomputed
     if settings.spec == "transformer_engine" or parallel.cp == 1 or size == FLOAT32 or is_recomputed:
@@ -266,7 +268,7 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
         saved += tokens * _head_norms(width, settings, copied)
     if settings.spec == "local":
         saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
-    # Rotated queries and keys, and the output, which is the input of the next linear layer.
+    # Rotated queries and keys, and the output. It is the input of the next linear layer.
     saved += tokens * (width.query + 2 * settings.lora_rank) * size
     return saved + _core(width, parallel, settings)
 
@@ -278,7 +280,7 @@ def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
         saved += _norm(parallel, settings, rank, is_fused=True) + tokens * rank * size
     raised = width.heads * (attention.plain_channels + attention.value_head_dim)
-    # Projected heads stay alive through their views. Queries and keys are copied together with rotated channels.
+    # The projected heads stay in memory through their views. Queries and keys are copies, joined with rotated channels.
     saved += tokens * (width.query + raised + width.heads * attention.value_head_dim) * size
     saved += tokens * (width.query + 2 * settings.lora_rank) * size
     return saved + _core(width, parallel, settings)
@@ -287,10 +289,10 @@ def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig
 def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes that linear attention saves for the backward pass.
 
-    With context parallelism a rank has all tokens of some heads, which are as many numbers.
+    With context parallelism, a rank has all tokens of some heads: as many numbers as some tokens of all heads.
     """
     tokens = _tokens(parallel, settings) / parallel.tp
-    # Attention pads on CPUs only. There the delta rule runs in plain torch and saves more.
+    # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
     num_in_dtype, num_in_float32 = linear.saved_numbers(in_torch=settings.pads_attention)
     saved = tokens * (num_in_dtype * settings.itemsize + num_in_float32 * FLOAT32)
     return _norm(parallel, settings, hidden, is_fused=True) + saved
@@ -299,31 +301,32 @@ def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelCo
 def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
     """Return the bytes per token saved by the norms of queries and keys.
 
-    Rotary embeddings do not save the norms' outputs. `copied` channels of the queries are copied out of the fused
+    Rotary embeddings do not save the norms' outputs. `copied` is the number of query channels copied out of the fused
     projection.
     """
     size = settings.itemsize
     statistics = FLOAT32 * (width.heads + width.kv_heads)
     if settings.spec == "transformer_engine":
         return copied * size + statistics
-    # In float32, keys are read in place; in other types the input is a copy.
+    # In float32 the norm reads keys in place. In other types it saves a copy.
     inputs = copied if size == FLOAT32 else width.query + width.key
     normed = 0 if settings.lora_rank else size
     return FLOAT32 * inputs + (width.query + width.key) * normed + statistics
 
 
 def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of core attention: its inputs, and the tensors that it saves."""
+    """Return the bytes of core attention: its inputs, and the tensors it saves."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     inputs = tokens * (width.query + width.key) * size
     if "core_attn" in settings.recomputed:
         return inputs
     if settings.shares_prefixes:
-        # One rank's values are part of the fused projection. Those gathered from all ranks are not.
+        # With one rank, the values are part of the fused projection. Values gathered from several ranks are not.
         copies = 2 * parallel.cp if parallel.cp > 1 else 1
         return tokens * (width.query + copies * width.key) * size + tokens * FLOAT32 * width.heads
     if parallel.cp > 1 and settings.spec == "local":
-        # Keys and values of all ranks. Two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of them.
+        # Keys and values of all ranks. The two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of
+        # them.
         attended_tokens = tokens * parallel.cp * (2 * parallel.cp + 1) / (2 * parallel.cp)
         gathered_inputs = tokens * width.query * size + 2 * attended_tokens * width.key * size
         if not settings.pads_attention:
@@ -335,11 +338,11 @@ def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> fl
 
 
 def _inside_core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes that core attention saves in addition to its inputs and its output."""
+    """Return the bytes saved by core attention besides its inputs and its output."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     if settings.pads_attention:
         return tokens * ((2 * width.query + 2 * width.key) * size + FLOAT32 * width.heads)
-    # Per token and head one float32 is saved: the log-sum-exp of the attention scores.
+    # One float32 per token and head: the log-sum-exp of the attention scores.
     values = width.key * size if settings.spec == "transformer_engine" else 0
     return tokens * (values + FLOAT32 * width.heads)
 
@@ -356,19 +359,18 @@ def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) 
 
 
 def _gated_bytes(channels: float, settings: PassSettings) -> float:
-    """Return the bytes saved for the backward pass by a gated feed-forward layer. One activation takes `channels`
-    bytes.
+    """Return the bytes saved by a gated feed-forward layer. One activation takes `channels` bytes.
 
-    The layer saves gate, up and their product. Without a fused kernel it also saves the activated gate, and the sum of
-    up and Megatron's `glu_linear_offset`.
+    Saved are gate, up and their product. Without a fused kernel, there are also the activated gate, and the sum of up
+    and Megatron's `glu_linear_offset`.
     """
     return (3 if settings.fuses_activation else 5) * channels
 
 
 def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the tokens that a rank's experts process for one row. A token counts once for each of its experts."""
+    """Return the number of tokens that a rank's experts process for one row. A token counts once per chosen expert."""
     # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
-    # total. Ranks splitting one expert all receive its tokens.
+    # total. If ranks split one expert, each of them receives all of its tokens.
     rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
     load = settings.expert_load if parallel.ep > 1 else 1.0
     return rank_tokens * parallel.etp * shape.top_k * load
@@ -381,9 +383,9 @@ def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings
     total = _norm(parallel, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
         return total
-    # The router in float32: logits, softmax and map. Then int64 indices of the permutation.
+    # The router in float32 (logits, softmax, map), and the int64 indices of the permutation.
     total += rank_tokens * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
-    # The dispatched tokens, then the expert. Its product is also saved before being scaled by its probability.
+    # The dispatched tokens, then the expert. Its product is saved once more before it is scaled by its probability.
     weighed = 0 if settings.fuses_activation else channels
     inside = (shape.hidden_size + 2 * settings.lora_rank) * size
     activated = 2 * channels if "moe_act" in settings.recomputed else _gated_bytes(channels, settings) + weighed
@@ -395,10 +397,10 @@ def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings
 
 
 def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the last norm, of the hidden states of all tokens, and of the tensors saved for log-probs."""
+    """Return the bytes of the last norm, the hidden states of all tokens, and the tensors saved for log-probs."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     split = _split(parallel, settings)
-    # The head of a tree reads the hidden states of its edges, about one for each token.
+    # In a tree, the head also gathers the hidden states of its edges, about one for each token.
     gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
     normed = 0 if settings.lora_rank else size
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS
@@ -407,17 +409,17 @@ def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -
 def _draft_layer(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head.
 
-    If layers are recomputed, the draft layer is recomputed while the tensors of its head exist.
+    With recomputed layers, the draft layer is recomputed while its head's tensors exist.
     """
     size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
     layer = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
-    # The outputs of both norms are copied into one tensor, the projection's input.
+    # Both norms' outputs are copied into one tensor, the input of the projection.
     norms = 2 * _norm(parallel, settings, shape.hidden_size, is_fused=False)
     if settings.spec == "local":
-        # Embeddings have no gradient here, so their norm saves no input.
+        # The embeddings have no gradient here, so their norm saves no input.
         norms -= tokens * (shape.hidden_size + 1) * FLOAT32
         if size == FLOAT32:
-            # The norm of the hidden states reads them in place, where the model's head has saved them.
+            # This norm reads the hidden states in place. The model's head has already saved them.
             norms -= tokens * shape.hidden_size * size
     if settings.recomputes_layers:
         return _layer_input(shape, parallel, settings) + max(norms + layer, _head(shape, parallel, settings))
