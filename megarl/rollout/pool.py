@@ -18,7 +18,7 @@ from megarl.types import Completion, PeerLostError, Request
 BUDGET_SECONDS = 1.0
 """Seconds for an engine to sample before it returns to the driver."""
 _MARGIN = 2
-"""Extra requests tolerated on the replica with a trajectory's cached prefix, compared with the least loaded replica.
+"""Extra requests tolerated on the replica with a trajectory's prefix cached, compared with the least loaded replica.
 With more extra requests, the trajectory's next request goes to the common queue.
 """
 Result = TypeVar("Result")
@@ -157,7 +157,7 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Remove a finished trajectory's entry from the table of replicas with cached prefixes."""
+        """Forget the replica with the prefix cache of a finished trajectory."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
