@@ -495,6 +495,8 @@ async def test_answers_that_arrived_are_read_though_a_later_write_fails() -> Non
     assert [answers[handle].result() for handle in handles] == ["of 0", "of 1"]
     await link.ended
     assert link.is_lost
+    # What ended is the connection, perhaps not the ranks.
+    assert all(handle.is_cut_off for handle in handles)
 
 
 async def test_answers_in_pieces_and_in_any_order_reach_their_calls() -> None:

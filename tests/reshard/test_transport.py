@@ -34,13 +34,14 @@ from megarl.reshard.checks.version_checksums import by_tensor, merge, version_ch
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankPlan, make_plan
 from megarl.reshard.staging import PrivateSlots, SharedSlots
-from megarl.reshard.transport import Transport
+from megarl.reshard.transport import Transport, _Clock
 from megarl.types import DataError
 from tests.rank_pool import RankPool
 from tests.shapes import small_shape, with_sizes
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import UNTIED
 
+GPU = torch.device("cuda", 0)
 LAYOUTS = [
     pytest.param((4, 1, 1), id="tp4"),
     pytest.param((2, 2, 1), id="tp2 pp2"),
@@ -310,6 +311,30 @@ def keeps_nothing(num_transports: int) -> tuple[int, list[str]]:
     while set(held()) - others and time.monotonic() < ending:
         time.sleep(0.01)
     return counts[-1] - counts[0], sorted(set(held()) - others)
+
+
+def test_stages_on_a_gpu_are_timed_after_its_stream_has_ended_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[torch.device] = []
+
+    class PlayedEvent:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def elapsed_time(self, other: PlayedEvent) -> float:
+            if not ended:
+                raise RuntimeError("Both events must be completed before calculating elapsed time.")
+            return 1500.0
+
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    stream = SimpleNamespace(synchronize=lambda: ended.append(GPU))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    clock = _Clock(GPU)
+    with clock.stage("pack"):
+        pass
+    assert clock.seconds()["pack"] == 1.5
 
 
 def plan_of_one(num_buckets: int) -> RankPlan:
