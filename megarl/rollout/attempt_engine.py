@@ -110,11 +110,11 @@ class AttemptEngine:
         is_repeated = call.is_done
         num_begun = 0 if is_repeated else num_sampled(call.parts)
         if not is_repeated:
-            if num_begun and self.log is not None and on_begun is not None:
-                on_begun(num_begun)
             is_last = is_last and not self.is_followed
             report = partial(self._note_abort, call, num_begun, None if self.log is None else self.log.name, on_abort)
-            completion = await self._sample(request, call, affinity, report, is_last=is_last)
+            # Without a journal nobody has counted the tokens of a checkpoint.
+            report_begun = None if self.log is None else on_begun
+            completion = await self._sample(request, call, affinity, report_begun, report, is_last=is_last)
             # Change the list in place: `StartedGroup.calls` and the pool hold the same list. `completion` includes all
             # parts.
             call.parts[:] = [completion]
@@ -161,6 +161,7 @@ class AttemptEngine:
         request: Request,
         call: RecordedCall,
         affinity: str | None,
+        on_begun: Callable[[int], None] | None,
         on_abort: Callable[[int], None],
         *,
         is_last: bool,
@@ -171,7 +172,7 @@ class AttemptEngine:
         self._num_awaited += 1
         try:
             return await self._pool.generate(
-                request, affinity=affinity, is_last=is_last, parts=call.parts, on_abort=on_abort
+                request, affinity=affinity, is_last=is_last, parts=call.parts, on_begun=on_begun, on_abort=on_abort
             )
         finally:
             self._num_awaited -= 1

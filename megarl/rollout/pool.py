@@ -109,6 +109,7 @@ class EnginePool:
         affinity: str | None = None,
         is_last: bool = False,
         parts: list[Completion] | None = None,
+        on_begun: Callable[[int], None] | None = None,
         on_abort: Callable[[int], None] | None = None,
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
@@ -116,10 +117,13 @@ class EnginePool:
         `affinity` names a trajectory: its requests go to the replica with its prefix cached, unless that replica has
         much more load than another. `is_last` promises that no request follows. The completion may then arrive up to
         `budget_seconds` late. `parts` were sampled earlier, and each pause appends one. After a cancellation or an
-        error, `on_abort` is called once with the number of tokens sampled so far, as soon as it is known.
+        error, `on_abort` is called once with the number of tokens sampled so far, as soon as it is known. If there are
+        `parts`, `on_begun` is called first with the number of their tokens.
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
+        if on_begun is not None and parts:
+            on_begun(num_sampled(parts))
         error = self._failure
         if error is None and request.request_id in self._pending:
             error = ValueError(
