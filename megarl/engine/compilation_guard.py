@@ -1,4 +1,4 @@
-"""A fused all-reduce of vLLM that only a node with a CUDA toolkit can compile (`rollout.vllm.compilation_config`)."""
+"""Disables a fused all-reduce of vLLM on nodes without a CUDA toolkit (`rollout.vllm.compilation_config`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from megarl.types import ConfigError
 
 _FIELD = "rollout.vllm.compilation_config"
 _PASS = "fuse_allreduce_rms"
-"""vLLM 0.30 enables this pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the engine's start."""
+"""vLLM 0.30 enables this compiler pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the start,
+which needs a CUDA toolkit.
+"""
 
 
 def without_fused_all_reduce(settings: Any) -> dict[str, Any]:
     """Return vLLM's compilation settings without the fused all-reduce, for a node without a CUDA toolkit.
 
-    `settings` are the recipe's; None: none. Raises ConfigError if the recipe asks for the fused all-reduce, or has
-    settings that are not tables.
+    `settings` are the recipe's, or None. Raises ConfigError if they ask for the fused all-reduce, or are not tables.
     """
     settings = _as_table(_FIELD, settings)
     passes = _as_table(f"{_FIELD}.pass_config", settings.get("pass_config"))

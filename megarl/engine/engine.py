@@ -81,7 +81,7 @@ class RolloutEngine:
         replaces fields of the model's config.json. `features` are settings outside of `config`. Raises ConfigError for
         settings that vLLM refuses.
         """
-        # This comes first, because vLLM caches its environment variables while the engine is built.
+        # First of all: vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
         self._parts = list(build_parts(model_path, config, override, features or EngineFeatures()))
         for part in self._parts:
@@ -104,7 +104,7 @@ class RolloutEngine:
         self.weight_version = 0
         self._progress = Progress(stall_seconds)
         self._channel = _open_channel(config.tp)
-        # vLLM reseeds the global generators while it is built; the trainer's random state must not change.
+        # While building, vLLM reseeds the global generators. The trainer's random state must not change.
         with preserved_random_state():
             with refused(ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = engine_config(arguments, config, self._parts)
@@ -124,7 +124,7 @@ class RolloutEngine:
         self._requests: LeaderRequests | None = None
         if self.is_leader:
             self._requests = LeaderRequests(self._start_engine(vllm_config), self._parts)
-            # While it is built, the engine commands the followers (cache sizes, warm-up); release them now.
+            # While building, the engine commanded the followers (cache sizes, warm-up). Release them now.
             self._channel.release()
         else:
             serve(self._worker, self._channel)
@@ -137,7 +137,7 @@ class RolloutEngine:
         )
         engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
         client = cast(Any, engine.engine_core)
-        # vLLM 0.32 shuts the engine down when its client is deleted. Here, as in 0.30, only `close` does.
+        # vLLM 0.32 shuts the engine down when its client is deleted. Only `close` should, as in 0.30.
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()
         core = client.engine_core
@@ -161,11 +161,12 @@ class RolloutEngine:
         """Sample until `leave_after` requests are finished, none is left, or `budget_seconds` are over.
 
         Returns the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
-        `aborts` are ignored. A request that vLLM refuses (too long, empty, unknown token) returns with finish reason
-        `error` and the cause; other requests continue. Ranks other than the leader return an empty list, at the same
-        time. Raises TimeoutError if vLLM schedules no request for `stall_seconds`, which counts as a lost rank.
+        `aborts` are ignored. A request refused by vLLM (too long, empty, unknown token) returns with finish reason
+        `error` and the cause; other requests continue. Ranks other than the leader return an empty list at the same
+        time.
 
-        Steps started ahead are read before the return, so the caller may write weights and release memory.
+        Before the return, the outputs of all started steps are read. So the caller may write weights and release
+        memory. Raises TimeoutError if vLLM schedules no request for `stall_seconds`, and the rank then counts as lost.
         """
         faults.reach("sample")
         with preserved_random_state():
@@ -188,8 +189,8 @@ class RolloutEngine:
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
 
-        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. The prompt does not remain
-        in the cache. Raises RuntimeError if the engine has another request.
+        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. The prompt is not left in
+        the cache. Raises RuntimeError if the engine has another request.
         """
         with preserved_random_state():
             if self._requests is None:
@@ -201,7 +202,7 @@ class RolloutEngine:
                 self._channel.release()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics since the last call. The leader counts for all ranks; the others return none."""
+        """Return the engine's metrics since the last call. The leader counts for all ranks. Other ranks return none."""
         if self._requests is None:
             return {}
         executor = self._executor
@@ -218,7 +219,7 @@ class RolloutEngine:
         return metrics
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load full checkpoint tensors through vLLM's own loader, with the same conversions as at an engine's start.
+        """Load full checkpoint tensors through vLLM's own loader, converted as at an engine's start.
 
         `tensors` are pairs of a Hugging Face name and a full tensor [any shape].
         """
@@ -228,10 +229,10 @@ class RolloutEngine:
             full_tensors.load(self._worker, tensors)
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Record an update of the live weights, and invalidate the KV cache computed with the old ones.
+        """Record an update of the live weights, and discard the KV cache of the old weights.
 
-        With rollout.recompute_kv=false, running requests keep their old KV cache. `version` is the version of the new
-        weights (default: the next number).
+        With rollout.recompute_kv=false, running requests keep their KV cache. `version` is the version of the new
+        weights; None: the next number.
         """
         self.weight_version = self.weight_version + 1 if version is None else version
         running = () if self._requests is None else self._requests.running.values()
@@ -241,9 +242,9 @@ class RolloutEngine:
             self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached keys and values. Unfinished requests recompute theirs when they continue.
+        """Drop the whole KV cache. Unfinished requests recompute theirs when they continue.
 
-        Raises RuntimeError if vLLM refuses, because a request still has blocks.
+        Raises RuntimeError if a request still holds blocks of the cache.
         """
         if self._requests is not None and not self._requests.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks")
@@ -251,8 +252,8 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache.
 
-        The weights are lost (sleep level 2). If vLLM cannot restore all tensors of the model, the weights are copied to
-        host memory instead (sleep level 1).
+        Normally the weights are dropped (sleep level 2). If vLLM cannot restore all tensors of the model, they are
+        copied to host memory instead (sleep level 1).
         """
         self.reset_prefix_cache()
         self._sleep.begin()
@@ -262,7 +263,7 @@ class RolloutEngine:
         return self._sleep.notices
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Allocate the released memory again, at the same addresses. The weights must then be written.
+        """Allocate the released memory again, at the same addresses. Afterwards the weights must be written.
 
         `tags` selects "weights", "kv_cache", or both.
         """
@@ -271,10 +272,10 @@ class RolloutEngine:
     def close(self) -> None:
         """Shut the engine down, but leave torch's default process group open. A collective over the world.
 
-        Objects in reference cycles stay in memory until the process ends, or until `gc.unfreeze` and `gc.collect` are
-        called, which takes seconds.
+        Objects in reference cycles stay in memory until the process ends. Calling `gc.unfreeze` and `gc.collect` would
+        free them, but takes seconds.
         """
-        # vLLM's own shutdown of the engine would also destroy the default process group.
+        # vLLM's own shutdown would also destroy the default process group.
         with unfreeze_disabled():
             self._worker.shutdown()
         del self.model, self._worker, self._requests

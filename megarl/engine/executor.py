@@ -1,11 +1,11 @@
 """vLLM's executor for tensor parallelism: the leader (first rank) schedules, the followers execute its commands.
 
-vLLM passes all work for its workers to an `Executor`. This one runs it on the leader's worker and broadcasts it to the
-followers, which serve commands until the leader releases them. So only the leader needs the requests, and between two
-calls every rank is free to train.
+vLLM passes all work for its workers to an `Executor`. `LeaderExecutor` runs the work on the leader's worker, and
+broadcasts it to the followers. They serve commands until the leader releases them. So only the leader needs the
+requests, and between two calls every rank is free to train.
 
-With asynchronous scheduling, vLLM starts a step before it has read the output of the previous one. The leader then
-returns a future. Reading it waits for the device. The followers wait as late as the leader does.
+With asynchronous scheduling, vLLM starts a step before it reads the previous output. The leader then returns a future.
+Reading it waits for the device. The followers wait at the same point.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BLOCK_BYTES = 1 << 16
 
 
 class CommandChannel:
-    """Channel for commands from an engine's first rank (leader) to its other ranks: one or two broadcasts per command.
+    """Channel for commands from an engine's leader (first rank) to its other ranks: one or two broadcasts per command.
 
-    `group` is a gloo group of `ranks`, or None for a leader without followers. Commands are pickled and signed with the
-    run's key.
+    `group` is a gloo group of `ranks`; None: there are no followers. Commands are pickled and signed with the run's
+    key.
     """
 
-    # vLLM's own encoding without pickle (msgpack) is not enough. Some fields of a step's command have types known to
-    # type checkers only, and would be decoded as plain dictionaries.
+    # vLLM's own encoding (msgpack, no pickle) is not enough. It would decode some fields of a step's command as plain
+    # dictionaries, because their types are known to type checkers only.
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -72,13 +72,13 @@ class CommandChannel:
 def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
     """Start this rank's vLLM worker and build its part of the model. A collective over the world."""
     rank = dist.get_rank() % vllm_config.parallel_config.world_size
-    # rpc_rank is the index into `all_kwargs`, and this list holds only the arguments of this worker.
+    # rpc_rank is the index into `all_kwargs`. This list holds only this worker's arguments.
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
     arguments = {
         "vllm_config": vllm_config,
         "local_rank": local_rank,
         "rank": dist.get_rank(),
-        # vLLM uses the world's existing process group. This method would apply only without one.
+        # Not used: the world's process group exists already.
         "distributed_init_method": "env://",
         "is_driver_worker": rank == 0,
     }
@@ -86,17 +86,17 @@ def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
     with _without_message_queues():
         worker.init_device()
     worker.load_model()
-    # The block size depends on the attention backend, known only after the model is built.
+    # The block size depends on the attention backend, which is known only once the model is built.
     current_platform.update_block_size_for_backend(vllm_config)
     return worker
 
 
 @contextmanager
 def _without_message_queues() -> Iterator[None]:
-    """Context in which vLLM creates process groups without message queues: `CommandChannel` sends commands instead."""
-    # vLLM 0.30's queue takes 24 MiB of shared memory, left behind by a killed rank, and sends pickles over sockets.
+    """Context in which vLLM creates process groups without message queues, because `CommandChannel` sends commands."""
+    # vLLM 0.30's queue takes 24 MiB of shared memory, sends pickles over sockets, and stays behind after a kill.
     create_group_with_queue = MessageQueue.create_from_process_group
-    # vLLM's annotations promise a queue, but its code handles None: a group of a single rank has none.
+    # vLLM's annotations require a queue, but its code handles None: a group of one rank has none.
     MessageQueue.create_from_process_group = staticmethod(  # pyright: ignore[reportAttributeAccessIssue]
         lambda *args, **kwargs: None
     )
@@ -107,11 +107,9 @@ def _without_message_queues() -> Iterator[None]:
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
-    """Execute the leader's commands on another rank of the engine, until the leader releases it. All steps are then
-    complete.
-    """
-    # After starting a step, wait for the previous one, as the leader does. Two steps later vLLM overwrites the buffers
-    # of a step, and the device must have read them by then.
+    """Execute the leader's commands on a follower, until the leader releases it. All steps are then complete."""
+    # After starting a step, wait for the one before, as the leader does. vLLM overwrites a step's buffers two steps
+    # later, so the device must have read them by then.
     started: Any = None
     while (command := channel.receive()) is not None:
         method, args, kwargs = command
@@ -131,8 +129,8 @@ def _wait_for(output: Any) -> None:
 
 
 def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
-    """Run the forward pass of a step, and its sampling, unless a grammar's mask must come first."""
-    # One command for both halves spares the followers a broadcast per step.
+    """Run the forward pass of a step. Also sample, unless vLLM must first send a grammar's mask."""
+    # Both halves in one command save a broadcast per step.
     output = worker.execute_model(scheduler_output)
     if output is None and not scheduler_output.has_structured_output_requests:
         output = worker.sample_tokens(None)
@@ -140,7 +138,7 @@ def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
 
 
 class LeaderExecutor(Executor):
-    """vLLM executor on an engine's first rank. It runs work on its own worker and, by commands, on the other ranks."""
+    """vLLM executor on an engine's leader. It runs work on its own worker, and on the followers by commands."""
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class LeaderExecutor(Executor):
         """Run one step on all workers. Return the leader's output; all ranks sample the same tokens."""
         self.num_preempted += len(scheduler_output.preempted_req_ids or ())
         self.max_kv_usage = max(self.max_kv_usage, self.kv_usage())
-        # Steps without tokens compute nothing, so they do not count.
+        # A step without tokens computes nothing, so it does not count.
         if scheduler_output.total_num_scheduled_tokens:
             self.num_steps += 1
             self.num_ahead += not self._result_ahead.done()
@@ -208,7 +206,7 @@ class LeaderExecutor(Executor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Run the second half of a step: sampling with the masks of grammar-constrained requests.
 
-        With asynchronous scheduling vLLM calls this for every step. Without a grammar, the first half has sampled
+        With asynchronous scheduling, vLLM calls this for every step. Without a grammar, the first half has sampled
         already, and its result is returned.
         """
         if self._is_sampled:

@@ -1,4 +1,4 @@
-"""Loading of full checkpoint tensors into vLLM's live model."""
+"""Loads full checkpoint tensors into vLLM's live model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megarl.reshard.layouts.vllm import check_direct_write
 
 _COPYING_MODELS = ("GptOssForCausalLM",)
-"""Models of vLLM 0.30 whose loader copies into some parameters itself, without their `weight_loader`."""
+"""Model classes of vLLM 0.30 whose loader writes some parameters directly, not through their `weight_loader`."""
 
 
 def load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -23,9 +23,9 @@ def load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     if type(model).__name__ not in _COPYING_MODELS:
         worker.reload_weights(weights_iterator=tensors)
         return
-    # During a reload (vLLM 0.30), parameters are meta tensors until their `weight_loader` has filled them. A copy past
-    # it is lost without an error: here of all experts and sinks. Without conversions the loader may write live
-    # parameters.
+    # During a reload (vLLM 0.30), parameters are meta tensors until their `weight_loader` fills them. A direct copy
+    # into a meta tensor is lost without an error: here all experts and sinks. Without conversions, the loader may write
+    # the live parameters.
     check_direct_write(model)
     with torch.no_grad():
         model.load_weights(tensors)

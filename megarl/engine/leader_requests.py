@@ -42,7 +42,7 @@ class LeaderRequests:
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id} is already running; use a new id")
         try:
-            # vLLM checks the parameters when they are made, and the rest when the request is added.
+            # vLLM checks parameters when they are created, and everything else when the request is added.
             parameters = sampling_params(request)
             arguments = self._arguments(request.prompt_token_ids, parameters, weight_version, request)
             internal_id = self.engine.add_request(request.request_id, **arguments)
@@ -56,7 +56,7 @@ class LeaderRequests:
 
     def finish(self, output: Any) -> Completion:
         """Return the completion of a request from vLLM's output."""
-        # vLLM's output lacks the tokens that the scheduler recorded.
+        # The scheduler recorded the tokens itself, so vLLM's output lacks them.
         (end,) = output.outputs
         completion = self._complete(output.request_id, end.finish_reason)
         completion = dataclasses.replace(completion, num_cached=output.num_cached_tokens or 0)
@@ -67,7 +67,7 @@ class LeaderRequests:
     def abort(self, request_id: str) -> Completion:
         """Stop a running request, and return its completion so far."""
         internal_id = self.running[request_id].internal_id
-        # vLLM 0.30 returns no output for an aborted request. What it computed so far is in its output state.
+        # vLLM 0.30 returns no output for an aborted request, so read its output state.
         state = self.engine.output_processor.request_states[internal_id]
         completion = self._complete(request_id, "abort")
         for part in self._parts:
@@ -76,9 +76,9 @@ class LeaderRequests:
         return completion
 
     def finish_started_steps(self) -> list[Any]:
-        """Return the outputs of steps started ahead by asynchronous scheduling. Starts no other step."""
+        """Return the outputs of steps started ahead by asynchronous scheduling, without starting another."""
         outputs: list[Any] = []
-        # A paused scheduler schedules nothing, so each call of step() only reads one step from the queue.
+        # A paused scheduler schedules nothing, so each step() only reads one finished step from the queue.
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
             outputs += self.engine.step()
@@ -92,7 +92,7 @@ class LeaderRequests:
         """
         if self.engine.has_unfinished_requests():
             raise RuntimeError("prompt_logprobs: the engine has unfinished requests; wait for them or abort them first")
-        # vLLM samples at least one token per request; this one is discarded.
+        # vLLM samples at least one token per request. It is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         internal_id = self.engine.add_request(
             "prompt_logprobs", **self._arguments(token_ids, parameters, weight_version)
@@ -104,7 +104,7 @@ class LeaderRequests:
         del self._scheduler.sampled[internal_id]
         self.engine.reset_prefix_cache()
         [output] = outputs
-        # vLLM has no log-probs for the first token.
+        # vLLM returns no log-probs for the first token.
         _, *candidates = output.prompt_logprobs
         pairs = zip(candidates, token_ids[1:].tolist(), strict=True)
         return np.array([0.0, *(by_token[token].logprob for by_token, token in pairs)], np.float32)
@@ -131,11 +131,11 @@ class LeaderRequests:
     def _continue_text(self, internal_id: str, token_ids: list[int]) -> None:
         """Make vLLM search for stop strings in the whole text of a resumed completion.
 
-        `token_ids` are the completion's tokens so far, the end of the prompt, which vLLM does not search.
+        `token_ids` are the completion's tokens so far. They are now the end of the prompt, which vLLM does not search.
         """
         text = self.engine.get_tokenizer().decode(token_ids, skip_special_tokens=True)
         state: Any = self.engine.output_processor.request_states[internal_id]
-        # An incomplete character at the end decodes to U+FFFD. Drop it, because vLLM appends the complete one later.
+        # An incomplete character at the end decodes to U+FFFD. Drop it: vLLM appends the complete character later.
         state.detokenizer.output_text = text.rstrip("\ufffd")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Seconds that an engine spent without computing a token. `stall_seconds` is their limit."""
+    """Measures how long an engine computes no token. `stall_seconds` is the limit."""
 
     def __init__(self, stall_seconds: float) -> None:
         self.stall_seconds = stall_seconds

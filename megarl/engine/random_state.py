@@ -16,7 +16,7 @@ from megarl.platform import device
 def preserved_random_state() -> Iterator[None]:
     """Context that restores the random generators of Python, NumPy, torch and this rank's GPU at its end.
 
-    vLLM reseeds them and draws from them.
+    Inside it, vLLM may reseed them and draw from them.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     current = device.current()

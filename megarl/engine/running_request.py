@@ -1,4 +1,4 @@
-"""An unfinished request in a vLLM engine, which becomes a completion."""
+"""An unfinished request in a vLLM engine. It becomes a completion."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RunningRequest:
     sampled: SampledTokens
     """The tokens sampled so far, and their log-probs."""
     versions: list[tuple[int, int]]
-    """For each weight version that sampled tokens, in order: index of its first token, and the version."""
+    """(index of the first token, weight version) for each weight version that sampled tokens, in order."""
 
     def make_completion(self, request_id: str, finish_reason: str | None) -> Completion:
         token_ids = self.sampled.token_ids
-        # Each version overwrites the rest of the completion, from its first token on.
+        # Each later version overwrites the rest of the completion, from its first token on.
         weight_versions = np.empty(len(token_ids), np.int32)
         for start, version in self.versions:
             weight_versions[start:] = version

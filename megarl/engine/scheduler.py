@@ -1,9 +1,9 @@
-"""vLLM's schedulers with short paths for decode steps, and a record of every sampled token and its log-prob.
+"""vLLM's schedulers with short paths for decode steps, and a record of each sampled token and its log-prob.
 
-In most steps all requests decode one token, and none starts, ends or is preempted. vLLM 0.30 handles each request of
-such a step by the code for every case, and builds an output object per token. megarl needs a completion only at its
-end. So these schedulers append token and log-prob to a record per request, and notify vLLM's output processor of a
-request's first and last token only. All other steps and requests use vLLM's own code, with the same results.
+In most steps, all requests decode one token, and none starts, ends or is preempted. vLLM 0.30 runs such a step through
+code for every case, and builds an output object per token. megarl needs a completion only at its end. So these
+schedulers append token and log-prob to a record per request. They notify vLLM's output processor of a request's first
+and last token only. All other steps and requests use vLLM's own code. The results are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 HAS_SHORT_PATHS = vllm_version.startswith("0.30.")
-"""Whether the installed vLLM is 0.30, whose code the short paths repeat. Other versions use their own code."""
+"""Whether vLLM 0.30 is installed. The short paths repeat its code. Other versions use their own code."""
 
 
 class SampledTokens:
@@ -47,21 +47,23 @@ class SampledTokens:
         """
         self.ends = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
-        """Number of sampled tokens at which the request ends."""
+        """Number of sampled tokens at which the request must end."""
         self.is_plain = (
             sampling.num_logprobs == 0
             and sampling.prompt_logprobs is None
-            # vLLM's output processor needs each token to find stop strings.
+            # To find stop strings, vLLM's output processor needs each token.
             and not sampling.stop
             and sampling.repetition_detection is None
             and not request.use_structured_output
             and not request.has_encoder_inputs
         )
-        """Whether only stop tokens and limits end this request, so that the short path can decide that it continues."""
+        """Whether only stop tokens and limits can end this request. Then the short path can decide that it
+        continues.
+        """
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler with a record of sampled tokens, `sampled`, for each request by its id inside vLLM.
+    """A scheduler that records sampled tokens in `sampled`, by the request's id inside vLLM.
 
     The engine removes a request's entry after reading it.
     """
@@ -79,7 +81,8 @@ class RecordingScheduler(Scheduler):
         )
         cache = self.kv_cache_manager
         self._block_size = cache.block_pool.hash_block_size
-        # A decode step of such a cache changes blocks at their borders only. Other attention frees blocks in between.
+        # With full attention, a decode step changes blocks only at their borders. Other attention also frees blocks
+        # between.
         self._is_full_attention = all(
             type(manager) is FullAttentionManager and manager.block_size == self._block_size
             for manager in cache.coordinator.single_type_managers
@@ -90,7 +93,7 @@ class RecordingScheduler(Scheduler):
         super().add_request(request)
         if request.sampling_params is not None:
             self.sampled[request.request_id] = SampledTokens(request, self.max_model_len)
-            # vLLM 0.30 searches this list for every sampled token.
+            # vLLM 0.30 searches this list once per sampled token, so make it a set.
             cast(Any, request.sampling_params).stop_token_ids = _as_set(
                 tuple(request.sampling_params.stop_token_ids or ())
             )
@@ -103,7 +106,7 @@ class RecordingScheduler(Scheduler):
         num_scheduled = self._continue_requests(scheduler_output, model_runner_output)
         records = {name: self.sampled[name] for name in num_scheduled if name in self.sampled}
         num_before = {name: len(sampled.token_ids) for name, sampled in records.items()}
-        # vLLM handles the remaining requests. It must not collect the log-probs that are recorded below.
+        # vLLM handles the remaining requests, but must not collect log-probs: they are recorded below.
         plan, output = copy.copy(scheduler_output), copy.copy(model_runner_output)
         plan.num_scheduled_tokens, output.logprobs = num_scheduled, None
         core_outputs = super().update_from_output(plan, output)
@@ -113,19 +116,20 @@ class RecordingScheduler(Scheduler):
                 num_top = cast(Any, sampled.request.sampling_params).num_logprobs
                 if num_new and num_top is not None:
                     rows = logprobs.slice_request(model_runner_output.req_id_to_index[name], num_new)
-                    # vLLM's first column is the sampled token.
+                    # vLLM puts the sampled token into the first column.
                     sampled.logprobs += rows.logprobs[:, 0].tolist()
                     if num_top:
-                        # Other requests of the step may ask for more. A view would keep the step's whole arrays.
+                        # Other requests of the step may ask for more columns. Copy, because a view would keep the whole
+                        # arrays in memory.
                         columns = rows.logprob_token_ids, rows.logprobs
                         ids, values = (np.array(column[:, 1 : num_top + 1]) for column in columns)
                         sampled.top_tokens += zip(ids.astype(np.int32), values.astype(np.float32), strict=True)
         return core_outputs
 
     def _decoding_requests(self) -> list[Request]:
-        """Return the running requests if each decodes one token in this step; otherwise an empty list.
+        """Return the running requests if each decodes one token in this step, else an empty list.
 
-        It changes nothing, so vLLM's `schedule` can take over.
+        Changes nothing, so vLLM's `schedule` can still be called.
         """
         has_free_slot = len(self.running) + self.num_waiting_for_streaming_input < self.max_num_running_reqs
         budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
@@ -140,7 +144,7 @@ class RecordingScheduler(Scheduler):
         for request in self.running:
             num_ahead, num_computed = request.num_output_placeholders, request.num_computed_tokens
             if num_ahead > 0 and num_computed + 2 - num_ahead >= request.num_prompt_tokens + request.max_tokens:
-                # The steps started ahead reach the limit of the request.
+                # The steps already started reach the request's limit.
                 continue
             if (
                 len(request._all_token_ids) + num_ahead - num_computed != 1
@@ -165,7 +169,7 @@ class RecordingScheduler(Scheduler):
         num_computed_tokens = [request.num_computed_tokens for request in decoding]
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(decoding)
         for index, num_computed in enumerate(num_computed_tokens):
-            # A block is needed for the first token in it, and complete with the last one.
+            # The first token in a block needs the block. The last one completes it.
             if num_computed % block_size == 0 or (num_computed + 1) % block_size == 0:
                 blocks = cache.allocate_slots(decoding[index], 1, num_lookahead_tokens=self.num_lookahead_tokens)
                 assert blocks is not None, "the free blocks were counted"
@@ -225,7 +229,7 @@ class RecordingScheduler(Scheduler):
         scheduled, logprobs = scheduler_output.num_scheduled_tokens, model_runner_output.logprobs
         if (
             not self._has_short_updates
-            # Sampling masks and routed experts of each token go through vLLM's output processor.
+            # Sampling masks and routed experts need vLLM's output processor for each token.
             or self.return_sampling_mask
             or self.enable_return_routed_experts
             or logprobs is None
@@ -251,7 +255,7 @@ class RecordingScheduler(Scheduler):
                 len(new_token_ids) != 1
                 or new_token_ids[0] in sampled.ends
                 or len(sampled.token_ids) + 1 >= sampled.limit
-                # Its first token reports the prefix cache's hits.
+                # The first token reports the hits of the prefix cache.
                 or request.prefill_stats is not None
                 or request.num_stale_output_tokens
                 or request.status is not running

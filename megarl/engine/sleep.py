@@ -1,4 +1,4 @@
-"""The sleep of a vLLM engine, in which the trainer uses its GPU memory."""
+"""Sleep of a vLLM engine: the trainer uses its GPU memory meanwhile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from megarl.engine.parts.engine_part import EnginePart
 
 _MOST_NAMED = 5
-"""Maximum number of tensor names listed in a notice. Every layer has tensors of the same names."""
+"""Maximum number of tensor names in a notice. Each layer has tensors of the same names."""
 
 
 class EngineSleep:
     """Puts a rank's part of an engine to sleep, and wakes it. `can_sleep` is False on a CPU.
 
-    Level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but nothing
-    restores other tensors. Level 1 copies all of them to the host.
+    Level 2 drops all weights. A reshard rewrites the parameters, and vLLM restores the buffers, but other tensors are
+    lost. Level 1 copies everything to the host.
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module, parts: Sequence[EnginePart], *, can_sleep: bool) -> None:
@@ -44,10 +44,9 @@ class EngineSleep:
 
 
 def unrestored_tensors(model: torch.nn.Module) -> list[str]:
-    """Return the names of tensors in a model that are neither parameters nor buffers. Sleep level 2 loses their
-    contents.
+    """Return the names of a model's tensors lost by sleep level 2: neither parameters nor buffers.
 
-    The KV cache is left out, because it may be lost, and so are scalars on the host, because sleep releases no host
+    The KV cache is left out, because it may be lost. Scalars on the host are left out, because sleep releases no host
     memory.
     """
     return [
@@ -67,8 +66,8 @@ def sleep_copies_notice(
 ) -> str:
     """Return the notice that a model's weights are copied to host memory during sleep.
 
-    The cause are the unrestored tensors, or `reasons` of the engine's parts. `further` are tensors [any shape] of the
-    parts, which are copied too.
+    The cause is `unrestored` tensors, or the `reasons` of the engine's parts. `further` are tensors [any shape] of
+    these parts. They are copied too.
     """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *further))
     more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""

@@ -1,4 +1,4 @@
-"""vLLM's arguments and configuration for a recipe. Errors of vLLM become errors naming recipe fields."""
+"""vLLM's arguments and configuration for a recipe. Errors of vLLM become errors about recipe fields."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refusals_named(
 
 def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart]) -> str:
     """Return the recipe field meant by a vLLM error with this text, with its value, and a remedy if known."""
-    # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
+    # vLLM 0.30 raises ValueErrors without a code, so recognise the field by words of the message.
     for part in parts:
         if (field := part.refused_field(text)) is not None:
             return field
@@ -74,7 +74,7 @@ def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: 
         )
     if config.async_scheduling and re.search(r"[Aa]sync(hronous)? scheduling", text):
         return "rollout.async_scheduling = True: leave it out; it is then on wherever vLLM supports it"
-    # Name the keys that the message mentions, or all of `rollout.vllm` if it mentions none.
+    # Name the keys in the message, or all of `rollout.vllm` if there are none.
     keys = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
     return ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in keys) or "rollout"
 
@@ -99,8 +99,8 @@ def engine_arguments(
         if key not in field_names and key not in refusals_by_field():
             hint = f"did you mean {near}?" if (near := nearest(key, field_names)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
-        # The check before a start refuses a field that another recipe field decides; an engine can take it. Values are
-        # left out of the message, because a token may be one of them.
+        # A field decided by another recipe field is refused by the check before a start. An engine can take it. Leave
+        # values out of the message, because they may contain a token.
         if key not in reserved_settings("vllm") and (fault := engine_field_fault(key)) is not None:
             raise ConfigError(f"rollout.vllm.{key}: {fault}")
     arguments: dict[str, Any] = {
@@ -112,13 +112,14 @@ def engine_arguments(
         "max_num_seqs": config.max_concurrent_requests,
         **_cache_size(config),
         "distributed_executor_backend": LeaderExecutor,
-        # Weights come from the trainer by a reshard, not from files.
+        # A reshard brings the weights from the trainer.
         "load_format": "dummy",
-        # Log-probs of the distribution sampled from: temperature, top-p, top-k and min-p included.
+        # Log-probs after temperature, top-p, top-k and min-p: those of the distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        # Only this one of vLLM 0.30's CUDA backends leaves the experts' weights in the layout in which they are loaded.
+        # Of vLLM 0.30's CUDA backends, only this one leaves the experts' weights in the layout in which they are
+        # loaded.
         "moe_backend": "triton",
         "async_scheduling": config.async_scheduling,
         "disable_log_stats": True,
@@ -160,14 +161,14 @@ def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
 
 
 def _state_arguments(shape: ModelShape) -> dict[str, Any]:
-    """Return the arguments for models with linear attention (a state per sequence); an empty dict for other models."""
+    """Return the arguments for models with linear attention, which has a state per sequence; empty for other models."""
     if shape.linear_attention is None:
         return {}
     return {
-        # vLLM 0.30 caches states in its mode `align`, at the ends of prefill chunks. Without chunks, as on a CPU, its
-        # config check fails. On GPUs the mode is not proved with reshards; `preflight.memory.resources` reports it.
+        # vLLM 0.30 caches states at the ends of prefill chunks (mode `align`). Without chunks, as on a CPU, its config
+        # check fails. On GPUs, the mode is not tested with reshards. `preflight.memory.resources` reports this.
         "enable_prefix_caching": False,
-        # The trainer's states are float32. In bfloat16 they would be rounded at every token.
+        # float32 as in the trainer. bfloat16 would round the states at each token.
         "mamba_ssm_cache_dtype": "float32",
     }
 
@@ -192,7 +193,7 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:
     """Return the argument for the size of the KV cache: a fraction of the GPU, or bytes."""
-    # With a fraction, vLLM measures the free memory at its start. The trainer does not exist yet then.
+    # With a fraction, vLLM measures the free memory at its start, before the trainer exists.
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}
     return {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
@@ -202,7 +203,7 @@ def sampling_params(request: Request) -> SamplingParams:
     """Return vLLM's sampling parameters of a request, with log-probs of each sampled token and of `num_top_tokens`
     others.
     """
-    # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
+    # With a seed per request, all ranks of a tensor-parallel group draw the same tokens.
     sampling = request.sampling
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
@@ -215,7 +216,7 @@ def sampling_params(request: Request) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         seed=request.seed,
         ignore_eos=sampling.ignore_eos,
-        # 0 alternatives: only the sampled token's log-prob. Flat: one array, not a dictionary per token.
+        # 0: only the sampled token's log-prob. Flat: one array, not one dictionary per token.
         logprobs=sampling.num_top_tokens,
         flat_logprobs=True,
         # Text is needed only to find stop strings.

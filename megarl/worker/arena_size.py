@@ -1,4 +1,4 @@
-"""Size of a rank's host memory for tensors that leave the device, computed before any model is built."""
+"""Size of a rank's host memory for tensors moved off the device, computed before any model is built."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl.training.host_arena import ALIGNMENT, HostArena
 def start_arena(
     recipe: Recipe, parallel: ParallelConfig, rank: int, frozen_parallel: ParallelConfig | None = None
 ) -> HostArena:
-    """Return the host memory of a trainer's rank, with the size that the memory plan computes for its host copies.
+    """Return the host memory of a trainer's rank, as large as the memory plan predicts for its host copies.
 
-    It is page-locked in the background from now on. Raises ConfigError if the machine has too little memory.
+    From now on it is page-locked in the background. Raises ConfigError if the machine has too little memory.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     models = read_models(recipe, shape, parallel, frozen_parallel)
@@ -27,5 +27,5 @@ def start_arena(
     memory = RankMemory(recipe, models, platform, rank)
     if not (num_bytes := memory.host_copies):
         return HostArena(0)
-    # Each copy starts at a cache line.
+    # Each copy begins at a cache line.
     return HostArena(num_bytes + memory.max_host_copies * ALIGNMENT)

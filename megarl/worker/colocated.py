@@ -20,7 +20,7 @@ from megarl.worker.trainer_worker import TrainerWorker
 
 
 class Worker(TrainerWorker):
-    """Worker of a training rank that also has a shard of a vLLM engine, if the recipe samples."""
+    """Worker of a training rank with a shard of a vLLM engine, if the recipe samples."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class Worker(TrainerWorker):
     ) -> None:
         """Build the engine and the models.
 
-        `parallel` has the parallel sizes of the trainer, `frozen_parallel` those of frozen models that may have others.
+        `parallel` has the trainer's parallel sizes, `frozen_parallel` those of frozen models with other sizes.
         `topology` has the nodes and switches of all ranks.
         """
         self._join_world(rank, world_size, recipe, parallel, topology, frozen_parallel)
-        # The engine is built first, because vLLM needs free memory. Then it sleeps, because building the models needs
-        # this memory.
+        # Build the engine first, because vLLM needs free memory. It then sleeps, to free the memory for building the
+        # models.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
             self.engine = self._build_engine()
@@ -75,8 +75,7 @@ class Worker(TrainerWorker):
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
-        `leave_after` completions.
+        `work` is (new requests, ids of requests to abort). Returns after `budget_seconds` or `leave_after` completions.
         """
         assert self.engine is not None
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
@@ -99,10 +98,10 @@ class Worker(TrainerWorker):
         changes = None
         if self.engine:
             assert self.rank_reshard is not None
-            # Compared before the sleep, which frees the weights.
+            # Compare before the sleep, because the sleep frees the weights.
             changes = self.rank_reshard.compare_weights()
             self.engine.sleep()
-        # After the engine's sleep: the device has no room for both.
+        # Load the policy after the engine sleeps: the device has no room for both.
         self.policy.onload()
         return changes
 

@@ -17,17 +17,16 @@ def build_engine(
 ) -> RolloutEngine:
     """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
 
-    `trainer_parts` are the parts of the trainer on this rank. Its `ReplayedExperts` store the routed experts (MoE) of
-    completions. With `num_slots` above 0, the engine samples from this many copies of the LoRA adapter.
+    `trainer_parts` are the trainer's parts on this rank. The part `ReplayedExperts` stores the routed experts (MoE) of
+    completions. With `num_slots` above 0, the engine has this many copies of the LoRA adapter.
     """
     rollout = recipe.rollout
     samplings = [source.recipe.rollout.sampling for source in recipe.sources]
-    # One engine serves all sources. If any source truncates its distribution (top-p, top-k, min-p), the engine must be
-    # built to record the candidate sets.
+    # One engine serves all sources. If any of them uses top-p, top-k or min-p, the engine must record retained tokens.
     if truncated := next((sampling for sampling in samplings if sampling.is_truncated), None):
         rollout = rollout.model_copy(update={"sampling": truncated})
     if recipe.trainer.router_replay:
-        # Router replay trains with the experts chosen at sampling; vLLM 0.30 returns them only with this option.
+        # Router replay trains with the experts chosen while sampling. vLLM 0.30 returns them only with this option.
         rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
     replayed_experts = [part for part in trainer_parts.values() if isinstance(part, ReplayedExperts)]
     return RolloutEngine(

@@ -48,8 +48,7 @@ class EngineWorker:
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
-        `leave_after` completions.
+        `work` is (new requests, ids of requests to abort). Returns after `budget_seconds` or `leave_after` completions.
         """
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
@@ -68,7 +67,7 @@ class EngineWorker:
 
     def close(self) -> None:
         """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
-        # The group with the trainers is left first: they then fail at once instead of waiting for this rank.
+        # Leave the group with the trainers first. They then fail at once, and do not wait for this rank.
         self._cross_world_reshard.leave()
         self._engine.close()
         world.leave()

@@ -22,9 +22,9 @@ Model = TypeVar("Model", bound=ModelShard)
 
 
 class ModelBuilder:
-    """Builds models with the parallel sizes of the trainer, on all its ranks together.
+    """Builds models with the trainer's parallel sizes, on all its ranks together.
 
-    `replica` has the ranks of this rank's data-parallel replica, `arena` is host memory for tensors that leave the
+    `replica` has the ranks of this rank's data-parallel replica. `arena` is host memory for tensors moved off the
     device.
     """
 
@@ -56,7 +56,7 @@ class ModelBuilder:
         layouts = self.layouts(shape, parallel)
 
         def load_weights(tensors: Mapping[str, Tensor]) -> None:
-            # The computed layout must agree with Megatron-Core 0.16.1's real parameters before any byte is copied.
+            # Before any byte is copied, compare the computed layout with Megatron-Core 0.16.1's real parameters.
             check_against(parameter_shapes(layouts, parallel.coordinates(self.rank)), tensors)
             override = self.recipe.override_of(folder)
             safetensors.load(

@@ -19,13 +19,13 @@ from megarl.worker.model_builder import ModelBuilder
 def export_model(
     builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, texts_by_file: Mapping[str, str]
 ) -> None:
-    """Export a trained model to a Hugging Face folder. LoRA adapters or a drafter go to a folder next to it.
+    """Export a trained model to a Hugging Face folder, and its LoRA adapters or drafter to a folder beside it.
 
-    `source` is the model's original folder. `texts_by_file` has the texts of further files, which rank 0 writes. Raises
+    `source` is the model's original folder. `texts_by_file` has the texts of further files. Rank 0 writes them. Raises
     DiskFullError.
     """
     recipe = builder.recipe
-    # Exports move weights in buckets of the same size as reshards.
+    # Buckets of the same size as in reshards.
     bucket_bytes = recipe.weights.bucket_mib << 20
     with trained.in_memory():
         layouts = builder.layouts(trained.shape)

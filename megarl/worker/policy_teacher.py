@@ -15,9 +15,9 @@ from megarl.training.training_engine import TrainingEngine
 
 
 class PolicyTeacher:
-    """The policy as its own teacher: with its present weights, or `at_start` with those of the start of training.
+    """The policy as its own teacher, with its current weights, or with the initial ones if `at_start`.
 
-    It computes without gradient. Its rows have other prompts than the rows of the update.
+    It computes without gradients. Its rows have other prompts than the update's rows.
     """
 
     def __init__(self, policy: TrainingEngine, stored: StoredTargets, *, at_start: bool) -> None:

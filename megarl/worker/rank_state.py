@@ -1,4 +1,4 @@
-"""The training state of one rank: its trained models, the other contents of a checkpoint, and the weights' version."""
+"""The training state of one rank: its trained models, other contents of a checkpoint, and the weights' version."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class RankState:
-    """The training state of a rank. `parallel` are the trainer's sizes, `topology` has the nodes and switches of its
-    ranks.
+    """The training state of a rank. The worker sets `policy`, `critic` and `parts` while it is built.
 
-    The worker sets `policy`, `critic` and `parts` while it is built.
+    `parallel` are the trainer's parallel sizes. `topology` has the nodes and switches of its ranks.
     """
 
     policy: TrainingEngine
@@ -34,31 +33,30 @@ class RankState:
         """Function called with the version of a loaded state."""
 
     def version_to_save(self, is_resharded: bool) -> int:
-        """Return the version of the engines' weights for a saved state; 0 without engines.
+        """Return the version of the engines' weights to save; 0 without engines.
 
-        `is_resharded` says that the engines already have these weights. The saved version is then one less, because a
-        resumed run copies the weights once more.
+        `is_resharded`: the engines already have these weights. The saved version is then one less, because a resumed
+        run copies the weights once more.
         """
         # `is_resharded` counts as 0 or 1.
         return self.weight_version - is_resharded if self.recipe.has_engine else 0
 
     def set_version(self, version: int) -> None:
-        """Set the version of the engines' weights after loading a state. The next reshard adds 1 to it."""
+        """Set the version of the engines' weights after loading a state. The next reshard adds 1."""
         self.weight_version = version
         self.report_version(version)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint that was checked for harmful pickles. Afterwards the engines need the weights again."""
+        """Load a checkpoint already checked for harmful pickles. Afterwards the engines need the weights again."""
         with self.saved_models() as models:
             driver = checkpoint.restore(folder, models, str(self.parallel))
         self.set_version(driver["weight_version"])
 
     @contextmanager
     def saved_models(self) -> Iterator[dict[str, checkpoint.Model]]:
-        """Yield the models that a checkpoint contains, in device memory.
+        """Context with the models of a checkpoint in device memory, by the beginning of their tensor names.
 
-        The keys are the beginnings of the models' tensor names, empty for the policy, whose tensors have Megatron's own
-        names.
+        It is empty for the policy, whose tensors have Megatron's own names.
         """
         models: dict[str, checkpoint.Model] = {"": self.policy}
         with ExitStack() as stack:

@@ -27,9 +27,9 @@ class ReplayedExperts(TrainerPart):
         self.stored.save(folder)
 
     def retain(self, handles: Sequence[ExpertsHandle]) -> int:
-        """Delete all stored experts except those with these handles. Returns the bytes stored before."""
+        """Delete all stored experts except these handles'. Returns the bytes stored before."""
         return self.stored.retain(handles)
 
     def load(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Load the recorded choices of experts for the trajectories that wait in a checkpoint for training."""
+        """Load the recorded experts of trajectories waiting in a checkpoint."""
         self.stored.load(folder, handles)

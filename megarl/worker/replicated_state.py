@@ -32,7 +32,7 @@ class ReplicatedState(TrainerPart):
             return self._copier.begin(step, models, str(state.parallel), weight_version=version)
 
     def finish(self, wait: bool) -> Mapping[str, FileFields] | None:
-        """Return the files of the copies begun by `begin`, by name; None if they are not complete.
+        """Return the files of the copies begun by `begin`, by name; None: they are not complete.
 
         `wait` blocks until they are.
         """

@@ -9,7 +9,7 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class Rollbacks(TrainerPart):
-    """Part that loads weights and optimizer of a checkpoint while the run's versions and learning rates go on."""
+    """Part that loads a checkpoint's weights and optimizer, while versions and learning rates continue."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
@@ -25,5 +25,5 @@ class Rollbacks(TrainerPart):
         state.load(folder)
         state.set_version(version)
         for model, update_count in zip(trained, update_counts, strict=True):
-            # The schedule counts all updates of the run, also those whose effect is gone.
+            # The schedule counts all updates of the run, including those rolled back.
             model.schedule.step(increment=update_count - model.schedule.num_steps)

@@ -39,7 +39,7 @@ class ScoringModels(TrainerPart):
     def extend_policy(self, policy: TrainingEngine) -> None:
         # If the reference is a teacher, the part `Teachers` has it.
         if self._recipe.has_reference and self._recipe.lora.rank and not self._recipe.teacher_models:
-            # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
+            # With LoRA, the reference is the policy without its adapters. It has no weights of its own.
             self.models["reference"] = StartingPolicy(policy)
 
     def built_models(self) -> Mapping[str, Any]:

@@ -35,8 +35,8 @@ class Teachers(TrainerPart):
         self.targets = targets
         """Targets that this rank stores for the next update."""
         self._separate_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
-        """Process groups of teachers that cannot use the policy's. Keys: parallel sizes, and whether the teacher has
-        experts.
+        """Process groups of teachers that cannot use the policy's, by (parallel sizes, whether the teacher has
+        experts).
         """
 
     @property
@@ -51,7 +51,7 @@ class Teachers(TrainerPart):
     def extend_policy(self, policy: TrainingEngine) -> None:
         recipe = self._recipe
         if "reference" in recipe.teacher_models and recipe.lora.rank:
-            # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
+            # With LoRA, the reference is the policy without its adapters. It has no weights of its own.
             self.models["reference"] = PolicyTeacher(policy, self.targets, at_start=True)
         if "live_teacher" in recipe.teacher_models:
             self.models["live_teacher"] = PolicyTeacher(policy, self.targets, at_start=False)
@@ -66,7 +66,7 @@ class Teachers(TrainerPart):
             replica.close()
 
     def _build_teacher(self, folder: str) -> FrozenModel | ModelInOwnGroups:
-        """Build the teacher model in a folder. It gets process groups of its own if the policy's do not fit."""
+        """Build the teacher model in a folder, with process groups of its own if the policy's do not fit."""
         kind = teacher_kind(self._builder, folder, self.targets)
         has_experts = [bool(self._builder.shape_of(model).num_experts) for model in (folder, self._recipe.model.folder)]
         if self._parallel == self._builder.parallel and has_experts[0] == has_experts[1]:
@@ -93,7 +93,7 @@ class Teachers(TrainerPart):
             shape, dtype = self._builder.shape_of(folder), policy.dtype
             widths.append(target_bytes(recipe.distillation, shape.hidden_size, dtype))
             rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
-            # The last tensor-parallel ranks may hold padding rows only: then the range is empty.
+            # The last tensor-parallel ranks may hold only padding rows. Their range is then empty.
             rows = rows[: max(0, num_common_tokens(self._builder, folder) - rows.start)]
             num_local_tokens.append(len(rows))
             has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
@@ -106,7 +106,7 @@ class Teachers(TrainerPart):
         if (folder := recipe.teachers.get(name)) is not None:
             head = safetensors.head_rows(folder, rows, override=recipe.override_of(folder)).to(policy.dtype)
             return lambda: head
-        # A reference with weights of its own may have moved. LoRA adapts no head, so the policy's is the reference's.
+        # A reference with its own weights may have moved. LoRA adapts no head, so otherwise use the policy's.
         scoring_models = self._state.parts["scoring_models"].built_models()
         model = scoring_models["reference"] if name == "reference" and not recipe.lora.rank else policy
         last = model.chunks[-1]
@@ -123,5 +123,5 @@ def teacher_kind(builder: ModelBuilder, folder: str, targets: StoredTargets) -> 
 
 
 def num_common_tokens(builder: ModelBuilder, teacher: str) -> int:
-    """Return the number of tokens in both vocabularies, of policy and teacher. Further rows are padding."""
+    """Return the number of tokens in both vocabularies, policy's and teacher's. Further rows are padding."""
     return min(builder.shape_of(folder).vocab_size for folder in (teacher, builder.recipe.model.folder))

@@ -11,9 +11,9 @@ from megarl.training.training_engine import TrainingEngine
 
 
 class TrainerPart:
-    """An optional feature of a training rank. Methods that a subclass does not override do nothing.
+    """An optional feature of a training rank. By default each method does nothing.
 
-    The driver calls further methods of a part by its name in `trainer_parts`, such as `rollbacks.roll_back`.
+    The driver calls further methods by the part's name in `trainer_parts`, for example `rollbacks.roll_back`.
     """
 
     def build_models(self) -> None:

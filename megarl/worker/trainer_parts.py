@@ -21,8 +21,7 @@ def build_trainer_parts(
 ) -> dict[str, TrainerPart]:
     """Return the parts of a training rank, by the name under which the driver calls their methods.
 
-    The order is that in which they build their models. `frozen_parallel` are the parallel sizes of teachers with other
-    weights than the policy's.
+    They build their models in this order. `frozen_parallel` are the parallel sizes of teachers with their own weights.
     """
     targets = StoredTargets()
     return {

@@ -33,9 +33,10 @@ Part = TypeVar("Part", bound=TrainerPart)
 
 
 class TrainerWorker:
-    """Worker of a training rank. The driver calls its methods, or those of a model or part, such as `policy.update`.
+    """Worker of a training rank. The driver calls its methods, or those of a model or part, for example
+    `policy.update`.
 
-    The models are the recipe's, such as `policy`, `critic` and `reference`. `trainer_parts` names the parts.
+    The recipe determines the models, such as `policy`, `critic` and `reference`. `trainer_parts` names the parts.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class TrainerWorker:
     ) -> None:
         """Create the torch world and build the models.
 
-        `parallel` has the parallel sizes of the trainer, `frozen_parallel` those of frozen models that may have others;
-        None: the same. `topology` has the nodes and switches of the trainer's ranks; None: they share a node.
+        `parallel` has the trainer's parallel sizes, `frozen_parallel` those of frozen models; None: the same.
+        `topology` has the nodes and switches of the trainer's ranks; None: they share a node.
         """
         self._join_world(rank, world_size, recipe, parallel, topology or [("node",)] * world_size, frozen_parallel)
         self._build_models()
@@ -68,7 +69,7 @@ class TrainerWorker:
         self.recipe, self.parallel, self.rank = recipe, parallel, rank
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(parallel)
-        # Started before the engine is built, so that the memory is page-locked meanwhile.
+        # Start before the engine is built, so that the memory is page-locked meanwhile.
         self.arena = start_arena(recipe, parallel, rank, frozen_parallel)
         """Host memory for this rank's offloaded states, and for models that only score."""
         self.builder = ModelBuilder(recipe, parallel, rank, replica=self.replica, arena=self.arena)
@@ -81,7 +82,7 @@ class TrainerWorker:
 
     def _build_models(self) -> None:
         recipe, parts = self.recipe, self.state.parts.values()
-        # A colocated engine is complete by now, with its CUDA graphs and the buffers of its all-reduce.
+        # Only now: a colocated engine is complete, with its CUDA graphs and its all-reduce buffers.
         use_expandable_segments()
         for part in parts:
             part.build_models()
@@ -98,13 +99,13 @@ class TrainerWorker:
             self.parallel,
             self.rank,
             policy=self.policy,
-            # With overlap the policy may change while its weights are sent, so a copy is the source.
+            # With overlap, the policy may change while its weights are sent, so send a copy.
             snapshot=Snapshot(self.policy) if recipe.weights.overlap else None,
             transformer_engine=uses_transformer_engine(),
         )
 
     def _build_critic(self) -> TrainingEngine:
-        # The critic takes as much memory as the policy while it is built, so the policy leaves the device first.
+        # While it is built, the critic needs as much memory as the policy, so offload the policy first.
         self.policy.offload()
         kind = partial(TrainingEngine, role="critic", memory_owner=self.policy)
         critic = self.builder.build(kind, self._critic_source, has_value_head=True)
@@ -165,15 +166,15 @@ class TrainerWorker:
         trained = self.policy if model == "policy" else self.critic
         assert trained is not None
         source = recipe.model.folder if model == "policy" else self._critic_source
-        # Rank 0 writes these files. The critic's folder keeps its own.
+        # Rank 0 writes these files for the policy. The critic's folder keeps its own.
         files = own_files(recipe.model) if self.rank == 0 and model == "policy" else {}
         export_model(self.builder, trained, folder=folder, source=source, texts_by_file=files)
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
-        """Save the trainer's state into an empty folder. With `asynchronous` only start saving.
+        """Save the trainer's state into an empty folder. With `asynchronous`, only start saving.
 
-        `is_resharded` says that the engines already have these weights. The saved version is then one less, because a
-        resumed run copies the weights once more.
+        `is_resharded`: the engines already have these weights. The saved version is then one less, because a resumed
+        run copies the weights once more.
         """
         version = self.state.version_to_save(is_resharded)
         with self.state.saved_models() as models, checkpoint.changed_models_loaded(models):
@@ -197,7 +198,7 @@ class TrainerWorker:
     def close(self) -> None:
         """Leave the process group with separate engines, and destroy the torch world."""
         self.cross_world_reshard.leave()
-        # Process groups cannot be destroyed after the world.
+        # Before the world, because process groups cannot be destroyed after it.
         self.replica.close()
         for part in self.state.parts.values():
             part.close()

@@ -1,4 +1,4 @@
-"""The policy's folder as a model of transformers, to compare with at a run's start."""
+"""The policy's folder as a transformers model, for a comparison at a run's start."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class WeightChecks(TrainerPart):
         policy, rank = self._state.policy, self._state.rank
         layout = self._builder.layouts(policy.shape)[rank]
         if (part := policy.find_part(DrafterPart)) is not None:
-            # Both models have tensors of the same names, such as lm_head.weight.
+            # Both models have tensors of the same names, such as lm_head.weight, so prefix the drafter's.
             layout += with_prefix(drafter_layouts(part.shape, self._builder.parallel)[rank], box=DRAFTER)
         return Ledger(f"trainer rank {rank}", layout, policy.weights)
 

@@ -1,4 +1,4 @@
-"""Choice of the optional features of a vLLM engine: no other place names them."""
+"""The only place that names and chooses the optional features of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class EngineFeatures:
     """Features of an engine outside of the recipe's section `rollout`."""
 
     keep_experts: KeepExperts | None = None
-    """Function that stores the routed experts of each completion; None: they are not stored."""
+    """Function that stores a completion's routed experts; None: they are not stored."""
     adapter: LoraConfig | None = None
-    """The trained LoRA adapter: all requests use it."""
+    """The trained LoRA adapter, used by all requests."""
     num_slots: int = 0
-    """Above 0, the engine has this many slots for copies of the adapter, and each request names its copy."""
+    """Number of slots for copies of the adapter. Above 0, each request names its copy."""
     trains_drafter: bool = False
     """Whether reshards write the EAGLE-3 drafter of `rollout.vllm.speculative_config`."""
     exact_blocks: int = 0
-    """Above 0, the engine rounds as `models.exact` does, with this many blocks of a product over all ranks."""
+    """Number of blocks of a product over all ranks. Above 0, the engine rounds as `models.exact` does."""
 
 
 def build_parts(

@@ -31,9 +31,9 @@ METRICS = (
 
 
 class Drafts(EnginePart):
-    """Part that counts drafts, and loads weights into the draft model, if there is one.
+    """Part that counts drafts, and loads the weights of a draft model, if there is one.
 
-    `is_drafters` says of a checkpoint's tensor, by name, whether the draft model loads it.
+    `is_drafters` returns, for the name of a checkpoint's tensor, whether the draft model loads it.
     """
 
     def __init__(self, is_drafters: Callable[[str], bool]) -> None:
@@ -42,7 +42,7 @@ class Drafts(EnginePart):
         self._model: ModelWithDrafter | None = None
 
     def start(self, scheduler: Any) -> None:
-        # vLLM calls this for every verification of drafts, and would count only with its own statistics on.
+        # vLLM calls this at each verification of drafts. Its own code counts only with its statistics enabled.
         scheduler.make_spec_decoding_stats = self._counts.count
 
     def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
@@ -60,7 +60,7 @@ class Drafts(EnginePart):
 
 
 class FrozenDrafts(Drafts):
-    """Drafts of a published drafter (EAGLE-3). vLLM reads its weights from its own files, and no reshard writes them.
+    """Drafts of a published drafter (EAGLE-3). vLLM loads its weights from its own files. Reshards do not write them.
 
     `config` is vLLM's `speculative_config`.
     """
@@ -73,12 +73,12 @@ class FrozenDrafts(Drafts):
         self._drafter: nn.Module | None = None
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
-        # In an engine with dummy weights, vLLM 0.30 would share embedding and head of any drafter with the policy.
+        # In an engine with dummy weights, vLLM 0.30 would let any drafter use the policy's embedding and head.
         own = {"model": find_folder(self._config["model"]), "draft_load_config": {"load_format": "safetensors"}}
         return {"speculative_config": {**self._config, **own}}
 
     def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
-        # The drafter is not part of the returned model, so that a reshard cannot write its head or embedding.
+        # Leave the drafter out of the returned model, so that no reshard writes its head or embedding.
         self._drafter = worker.model_runner.drafter.model
         return model
 
@@ -87,10 +87,10 @@ class FrozenDrafts(Drafts):
 
 
 class TrainedDrafts(FrozenDrafts):
-    """Drafts of an EAGLE-3 drafter that is trained. vLLM reads its first weights and vocabulary maps from its own
-    files.
+    """Drafts of an EAGLE-3 drafter trained with the policy.
 
-    Each reshard then writes `written`.
+    vLLM loads its first weights and the vocabulary maps from the drafter's own files. Each reshard then writes
+    `written`.
     """
 
     sleep_reason = "no reshard writes the maps of the drafter's vocabulary"
@@ -108,7 +108,7 @@ class TrainedDrafts(FrozenDrafts):
 
 
 class OwnParameters(nn.Module):
-    """The parameters of vLLM's EAGLE-3 drafter without the policy's embedding and the map of its vocabulary."""
+    """The parameters of vLLM's EAGLE-3 drafter, without the policy's embedding and the vocabulary map."""
 
     def __init__(self, drafter: Any) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class OwnParameters(nn.Module):
         self.lm_head = drafter.lm_head
         self.model = nn.Module()
         for name, child in drafter.model.named_children():
-            # vLLM 0.30 shares the policy's embedding with a drafter without one. No update may write it here.
+            # vLLM 0.30 lends the policy's embedding to a drafter without one. Do not write it as the drafter's.
             if name != "embed_tokens":
                 self.model.add_module(name, child)
 
@@ -126,10 +126,10 @@ class OwnParameters(nn.Module):
 
 
 class ModelWithDrafter(nn.Module):
-    """The parts of a vLLM model under their own names, and its draft model as `DRAFTER`.
+    """A vLLM model with its draft model: the model's parts under their own names, the draft model as `DRAFTER`.
 
-    vLLM 0.30 shares embedding and head between the two, so each is one parameter. `is_drafters` says of a checkpoint's
-    tensor, by name, whether the draft model loads it.
+    vLLM 0.30 shares embedding and head between both, so each of them is one parameter. `is_drafters` returns, for the
+    name of a checkpoint's tensor, whether the draft model loads it.
     """
 
     def __init__(self, model: nn.Module, drafter: nn.Module, is_drafters: Callable[[str], bool]) -> None:
@@ -148,7 +148,9 @@ class ModelWithDrafter(nn.Module):
         return model.load_weights(tensors) | {DRAFTER + name for name in drafter.load_weights(drafts)}
 
     def passing_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield checkpoint tensors [any shape] for the policy's loader. After the last one, load the draft model's."""
+        """Yield checkpoint tensors [any shape] for the policy's loader. After the last tensor, load the draft
+        model's.
+        """
         drafts = []
         for name, tensor in weights:
             if self._is_drafters(name):

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class EnginePart:
-    """An optional feature of a `RolloutEngine`. Methods that a subclass does not override do nothing.
+    """An optional feature of a `RolloutEngine`. By default each method does nothing.
 
-    The methods are in the order in which an engine calls them, on all ranks of a replica or on the leader, its first
-    rank, only.
+    The methods are in the order in which an engine calls them. It calls them on all ranks of a replica, unless they say
+    "on the leader", the replica's first rank.
     """
 
     sleep_reason: str = ""
-    """Why a sleeping engine must keep its weights, as the end of a notice. Empty without a reason."""
+    """Reason for keeping the weights of a sleeping engine, as the end of a notice; empty: no reason."""
     keeps_cache: bool = False
-    """Whether running requests continue with keys and values computed by earlier weights."""
+    """Whether running requests keep their KV cache after a weight update."""
 
     def prepare(self) -> None:
         """Change vLLM's code before the engine is built."""
@@ -34,11 +34,11 @@ class EnginePart:
         return {}
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
-        """Return arguments to change after vLLM has completed its configuration for the first time."""
+        """Return arguments to change once vLLM has completed its configuration."""
         return {}
 
     def refused_field(self, text: str) -> str | None:
-        """Return "FIELD = VALUE: remedy" if vLLM's error with this text is about this feature, else None."""
+        """Return "FIELD = VALUE: remedy" if a vLLM error with this text concerns this feature, else None."""
         return None
 
     def build(self, worker: Any, *, is_leader: bool) -> None:
@@ -55,11 +55,11 @@ class EnginePart:
         return model
 
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the full checkpoint tensors [any shape], by name, for vLLM's loader of the model."""
+        """Return the full checkpoint tensors [any shape], by name, to pass to vLLM's loader."""
         return tensors
 
     def further_tensors(self) -> Iterable[torch.Tensor]:
-        """Return device tensors [any shape] of this feature outside of the engine's model."""
+        """Return this feature's device tensors [any shape] outside of the engine's model."""
         return ()
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:

@@ -9,7 +9,9 @@ from megarl.platform.exact import engine as exact_engine
 
 
 class ExactRounding(EnginePart):
-    """Part that makes an engine round as `models.exact` does. A product has `num_blocks` blocks over all ranks."""
+    """Part that makes an engine round as `models.exact` does. Each product is split into `num_blocks` blocks over all
+    ranks.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

@@ -9,8 +9,9 @@ from typing import Any
 from megarl.engine.parts.engine_part import EnginePart
 
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
-"""Values of vLLM's setting `quantization`, by the value of `rollout.quantization`. vLLM quantises the weights when it
-loads them, with one scale per block of 128 x 128 or per row."""
+"""vLLM's setting `quantization` by `rollout.quantization`. vLLM quantises weights while loading them, with one scale
+per block of 128 x 128 or per row.
+"""
 ROUTERS = "*.mlp.gate"
 """Pattern of the names of MoE routers, which vLLM must not quantise."""
 
@@ -22,12 +23,12 @@ class QuantisedWeights(EnginePart):
         self._scheme = scheme
 
     def arguments(self) -> Mapping[str, Any]:
-        # vLLM would quantise the routers of some families, and they would then choose other experts than the trainer.
+        # vLLM would also quantise the routers of some families. They would then choose other experts than the trainer.
         return {"quantization": VLLM_QUANTIZATION[self._scheme], "quantization_config": {"ignore": [ROUTERS]}}
 
 
 class QuantisedCache(EnginePart):
-    """Keys and values of another dtype than the model's. `dtype` is a value of `rollout.kv_cache_dtype` except auto."""
+    """KV cache of another dtype than the model's. `dtype` is a value of `rollout.kv_cache_dtype` except auto."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
@@ -36,7 +37,7 @@ class QuantisedCache(EnginePart):
         return {"kv_cache_dtype": self._dtype}
 
     def refused_field(self, text: str) -> str | None:
-        # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
+        # vLLM 0.30 raises ValueErrors without a code, so recognise the field by words of the message.
         if re.search(r"(?i)fp8 kv[- ]cache|kv[-_]cache[-_]dtype", text):
             return f"rollout.kv_cache_dtype = {self._dtype}: choose auto"
         return None

@@ -11,7 +11,7 @@ from megarl.types import Request
 
 
 class RetainedKV(EnginePart):
-    """Requests with computed tokens continue with their old keys and values. Later requests do not reuse these."""
+    """Part with which running requests keep their KV cache after a weight update. Later requests do not reuse it."""
 
     keeps_cache = True
 
@@ -26,7 +26,7 @@ class RetainedKV(EnginePart):
             arguments["prompt"]["cache_salt"] = _cache_salt(weight_version)
 
     def update_weights(self, running: Collection[RunningRequest], weight_version: int) -> None:
-        # Later requests use another cache salt, so they do not reuse blocks computed with old weights.
+        # The salt of later requests differs, so they do not reuse blocks computed with old weights.
         for request in running:
             if self._keeps_computed_tokens(request, weight_version):
                 request.versions.append((len(request.sampled.token_ids), weight_version))
@@ -34,12 +34,14 @@ class RetainedKV(EnginePart):
                 request.versions[:] = [(0, weight_version)]
 
     def _keeps_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
-        """Return whether keys and values of a request were computed. Others switch to the new weights' prefix cache."""
+        """Return whether a request has a computed KV cache. A request without one switches to the new weights' prefix
+        cache.
+        """
         request = self._scheduler.requests[running.internal_id]
         if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
             return True
         request.cache_salt = _cache_salt(weight_version)
-        # Block hashes include the salt, and vLLM computed them when the request was added.
+        # vLLM computed the block hashes, including the salt, when the request was added. Make it compute them again.
         request.block_hashes.clear()
         request.update_block_hashes()
         return False

@@ -1,6 +1,6 @@
-"""Retained tokens: the sets of tokens that sampling could choose from after top-p, top-k and min-p.
+"""Retained tokens: the tokens left to sample from after top-p, top-k and min-p.
 
-vLLM's V2 model runner records them itself. `RetainedTokenRecorder` records them for the V1 runner.
+vLLM's V2 model runner records them itself. For the V1 runner, `RetainedTokenRecorder` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RetainedTokens(EnginePart):
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
         if vllm_config.use_v2_model_runner:
-            # vLLM's V2 model runner records retained sets by itself; the V1 runner does not know this setting.
+            # The V2 model runner records retained sets itself. The V1 runner does not know this setting.
             return {"return_sampling_mask": True}
         if vllm_config.scheduler_config.async_scheduling and self._async_scheduling is None:
             # With `RetainedTokenRecorder`, steps started ahead save no time (see its `complete`).
@@ -48,7 +48,7 @@ class RetainedTokens(EnginePart):
 
     def start(self, scheduler: Any) -> None:
         if self._recorder is not None:
-            # Set after the engine is built, because vLLM's check of its configuration would refuse it.
+            # Set it after the engine is built: vLLM's check of its configuration would reject it.
             scheduler.return_sampling_mask = True
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
@@ -76,8 +76,7 @@ class RetainedTokenRecorder:
     vocabulary has empty masks.
     """
 
-    # Log-probs are read in the sampler, on the device. Requesting them from vLLM would create a Python number for each
-    # token of the vocabulary.
+    # Read log-probs on the device, in the sampler. vLLM would make a Python number of each token in the vocabulary.
 
     def __init__(self, sampler: Any) -> None:
         """Attach the recorder to the runner's `sampler`. Its mode must be processed_logprobs."""
@@ -88,7 +87,7 @@ class RetainedTokenRecorder:
 
     def _sample(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         sampled, logprobs = self._forward(logits, generators, k, p)
-        # min-p has set its removed tokens to minus infinity before this call, so one check covers all three.
+        # min-p has already set the tokens it removed to minus infinity, so one check covers all three.
         is_finite = logprobs.isfinite()
         self._is_retained = is_finite & ~is_finite.all(1, keepdim=True)
         return sampled, logprobs
@@ -96,8 +95,8 @@ class RetainedTokenRecorder:
     def complete(self, output: Any) -> Any:
         """Add the sampling masks to the output of the newest step, and return it.
 
-        An asynchronous output gets its masks when it is read. Counting them then queues on the device behind the next
-        step. So starting steps ahead saves no time with this recorder.
+        An asynchronous output gets its masks when it is read. Counting them then waits on the device for the next step,
+        so starting steps ahead saves no time.
         """
         is_retained, self._is_retained = self._is_retained, None
         if isinstance(output, AsyncModelRunnerOutput):
@@ -133,7 +132,7 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
     """Return equivalent sampling parameters with temperature and top_k above 0, as vLLM's V2 runner needs to record
     masks.
     """
-    # Greedy sampling equals top_k 1. A top_k of the whole vocabulary cuts nothing off.
+    # Greedy sampling equals top_k 1. A top_k of the whole vocabulary excludes nothing.
     recorded = copy.copy(parameters)
     if recorded.temperature == 0:
         recorded.temperature, recorded.top_k, recorded.top_p = 1.0, 1, 1.0
@@ -143,10 +142,10 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
-    """Return the set of tokens that each token of a completion was sampled from; None if it always was the vocabulary.
+    """Return the retained tokens of each token of a completion; None: all of them were the whole vocabulary.
 
-    Shapes: token_ids [new_tokens], masks one array [retained_tokens] per token. Raises RuntimeError if masks and tokens
-    do not match.
+    Shapes: token_ids [new_tokens], masks one array [retained_tokens] per token. Raises RuntimeError if the numbers of
+    masks and tokens differ.
     """
     if not masks:
         return None
@@ -154,7 +153,7 @@ def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size
         raise RuntimeError(
             f"vLLM returned {len(masks)} sampling masks for {len(token_ids)} sampled tokens; one per token is needed"
         )
-    # A mask of the whole vocabulary cuts nothing off. An empty mask stands for it everywhere else.
+    # A mask of the whole vocabulary excludes nothing. Replace it by an empty mask, which means the same.
     parts = [np.asarray(mask if len(mask) < vocab_size else (), np.int32) for mask in masks]
     counts = np.array([len(part) for part in parts], np.int32)
     if not counts.any():

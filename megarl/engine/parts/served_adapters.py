@@ -15,10 +15,10 @@ BASE = "base"
 
 
 class ServedAdapters(TrainedAdapter):
-    """Adapters in `num_slots` slots. A reshard writes one more slot, whose adapter `install` then copies.
+    """LoRA adapters in `num_slots` slots. A reshard writes one further slot. `install` copies it to the others.
 
-    A slot may be written between two steps, while requests use the others. A name always means the same adapter, so its
-    cached keys and values stay valid, and a reshard drops none.
+    A slot may be written between two steps, while requests use other slots. A name always means the same adapter. So
+    its KV cache stays valid, and a reshard drops none.
     """
 
     keeps_cache = True
@@ -36,7 +36,7 @@ class ServedAdapters(TrainedAdapter):
         self.slots = AdapterSlots(worker.get_model(), self._lora.rank, num_further=self._num_slots)
 
     def install(self, name: str | None, index: int) -> None:
-        """Copy the adapter of the last reshard into slot `index`. No request may use the slot's earlier adapter."""
+        """Copy the adapter of the last reshard into slot `index`. No request may still use the slot."""
         assert self.slots is not None
         self._indices = {
             other_name: slot_index for other_name, slot_index in self._indices.items() if slot_index != index
@@ -47,10 +47,10 @@ class ServedAdapters(TrainedAdapter):
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
         assert self.slots is not None
         if request is None:
-            # A prompt to score is computed with the adapter of the last reshard.
+            # A prompt to score uses the adapter of the last reshard.
             super().extend_request(arguments, request, weight_version)
             return
         name = request.adapter or BASE
         arguments["lora_request"] = self.slots.further_request(self._indices[request.adapter], name)
-        # vLLM 0.30 keys its cache by the adapter's name alone, unless a salt makes it certain.
+        # vLLM 0.30 tells cached blocks apart by the adapter's name alone. The salt makes this certain.
         arguments["prompt"]["cache_salt"] = name

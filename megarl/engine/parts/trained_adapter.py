@@ -15,9 +15,9 @@ from megarl.types import Request
 
 
 class TrainedAdapter(EnginePart):
-    """The trained adapter, used by all requests. A reshard writes its slots instead of the weights."""
+    """The trained adapter, used by all requests. A reshard writes the adapter's slots, not the weights."""
 
-    # Base weights next to an adapter are sent once, so a sleep must not drop them.
+    # With an adapter, the base weights are sent only once. A sleep must not drop them.
     sleep_reason = "lora.sync = adapter sends the base weights only once"
 
     def __init__(self, lora: LoraConfig) -> None:
@@ -30,16 +30,16 @@ class TrainedAdapter(EnginePart):
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": slot_rank(self._lora.rank),
-            # Without this list, vLLM makes slots for embeddings, head and routers too.
+            # Without this list, vLLM also makes slots for embeddings, head and routers.
             "lora_target_modules": sorted(set(self._lora.targets)),
         }
 
     def build(self, worker: Any, *, is_leader: bool) -> None:
-        # vLLM captures CUDA graphs after this call. They contain the addresses of the slots.
+        # vLLM captures CUDA graphs after this call, with the addresses of the slots.
         self.slots = AdapterSlots(worker.get_model(), self._lora.rank)
 
     def activate(self, worker: Any) -> None:
-        # At the end of its warm-up vLLM removes all adapters, so this call comes after it.
+        # After the warm-up, because vLLM removes all adapters at its end.
         assert self.slots is not None
         self.slots.activate(worker)
 

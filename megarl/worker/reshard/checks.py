@@ -36,9 +36,10 @@ class ReshardChecks:
         """Checksums of this rank's engine; None without an engine or without `weights.check_every`."""
 
     def compare_with_folder(self) -> None:
-        """Compare rows of the engine with the model folder, whose weights the trainers still have. A collective.
+        """Compare rows of the engine with the model folder, while the trainers still have the folder's weights. A
+        collective.
 
-        Probed engines were filled by vLLM's own loader, by name, so this does nothing for them.
+        Does nothing for probed engines, because vLLM's own loader filled them by name.
         """
         if self.is_probed:
             return
@@ -79,14 +80,15 @@ class ReshardChecks:
         """
         if not self.is_probed:
             return
-        # Synchronise first. Otherwise, after an engine left, some trainers would wait for others that noticed it.
+        # Synchronise first. Otherwise, if an engine is lost, some trainers would wait for trainers that have noticed
+        # it.
         gather_values(None, self._ends.group)
         policy = self._ends.policy
         if policy is None:
             return
         prompt = self._probe_prompt()
         row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
-        # A forward pass needs a multiple of this many rows; repeat the prompt to fill them.
+        # A forward pass needs a multiple of this many rows, so repeat the prompt.
         logprobs = policy.forward([row] * self._ends.parallel.rows_multiple)
         # Only the ranks reporting results have log-probs.
         self._trainer_logprobs = logprobs[0] if logprobs else None
@@ -112,7 +114,7 @@ class ReshardChecks:
 
     def _probe_prompt(self) -> NDArray[np.int64]:
         """Return the token ids of the probe prompt: int64 [prompt]."""
-        # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
+        # One token less, because vLLM samples one token even if only the prompt's log-probs are needed.
         return probe_prompt(self._plan.engine_shape.vocab_size, self._ends.recipe.trained_tokens - 1)
 
     def _make_ledger(self) -> Ledger | None:
@@ -123,7 +125,7 @@ class ReshardChecks:
         holder = f"engine rank {first_rank + dist.get_rank()}"
         drafts = engine.find_part(TrainedDrafts)
         drafter = {} if drafts is None or drafts.written is None else live_parameters(drafts.written)
-        # Both models have tensors and parameters of the same names, such as lm_head.weight.
+        # Both models have parameters of the same names, such as lm_head.weight, so prefix the drafter's.
         live = live_parameters(engine.model) | {DRAFTER + name: parameter for name, parameter in drafter.items()}
         if not self._plan.live_reshard.converts:
             recorded_drafter = with_prefix(self._plan.recorded_drafter, box=DRAFTER, storage=DRAFTER)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class CrossWorldReshard:
     """One rank's part in reshards between the torch worlds of trainers and engines.
 
-    A rank has either the `policy` or an `engine`. A `snapshot` of the policy is sent instead of it, so that the policy
-    can be trained meanwhile. `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on
-    ranks with an engine. `replica` is the engine's number.
+    A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, and the policy
+    can be trained meanwhile. `transformer_engine`: the trainer uses Transformer Engine's layers; None on ranks with an
+    engine. `replica` is the engine's number.
 
-    A lost peer is reported and not raised, because this rank can join the next process group. Errors of this rank are
+    A lost peer is reported, not raised, because this rank can join the next process group. This rank's own errors are
     raised.
     """
 
@@ -65,7 +65,7 @@ class CrossWorldReshard:
         """Object that executes this rank's share of the copies; None without a process group."""
         self._sending: Future[ReshardReport] | None = None
         self._unreported: RankChanges | None = None
-        """Changes of the engine's weights, detected before a reshard that failed for a lost peer."""
+        """Changes of the engine's weights, detected before a reshard that failed because of a lost peer."""
 
     @property
     def notices(self) -> list[str]:
@@ -103,7 +103,7 @@ class CrossWorldReshard:
     def start(self, verify: bool, version: int) -> None:
         """Copy the policy's weights into the snapshot, and start sending the snapshot in the background.
 
-        The rank can execute other calls meanwhile. Calls that use the process group must wait for `finish`.
+        The rank can execute other calls meanwhile, but calls using the process group must wait for `finish`.
         """
         assert self.rank_reshard is not None and self._snapshot is not None and self._sending is None
         self._snapshot.take(version)
@@ -113,8 +113,8 @@ class CrossWorldReshard:
             try:
                 return self.rank_reshard.run(verify=verify, version=version)
             except BaseException as error:
-                # Leave the group, so that peers waiting for this rank fail too. The traceback's frames refer to the
-                # group and would keep it open, so clear them first.
+                # Leave the group, so that peers waiting for this rank fail too. First clear the traceback's frames:
+                # they refer to the group, and would keep it open.
                 traceback.clear_frames(error.__traceback__)
                 self.leave()
                 raise
@@ -139,7 +139,7 @@ class CrossWorldReshard:
     def _note_changes(self) -> None:
         """Note which of the engine's weights changed since the last update, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
-        # The first changes are reported, because they show when the fault began.
+        # Report the first changes, because they show when the fault began.
         if changes is not None and not (self._unreported and self._unreported.boxes):
             self._unreported = changes
 
@@ -152,7 +152,7 @@ class CrossWorldReshard:
         self.rank_reshard = self._group = None
 
     def _report_loss(self, error: Exception) -> LostPeer:
-        """Leave the process group after a peer left it, so that peers waiting for this rank fail too. Returns the
+        """Leave the process group after losing a peer, so that peers waiting for this rank fail too. Return the
         report.
         """
         report = report_loss(error)

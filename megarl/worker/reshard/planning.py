@@ -1,4 +1,4 @@
-"""Plans of one rank's copies from trainers to engines, and the refusal of recipes that the engine cannot serve."""
+"""Plans of one rank's copies from trainers to engines, and errors for recipes that the engine cannot serve."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardEnds:
-    """Parts of one rank in a reshard: a trainer (`policy` or its `snapshot`), an `engine`, or both.
+    """One rank's role in a reshard: trainer (`policy` or its `snapshot`), `engine`, or both.
 
-    `topology` lists all participating ranks, trainers first. Without `group` these are all ranks of the world.
-    `replica` is the number of the engine. `transformer_engine` says whether the trainer uses Transformer Engine's
-    layers; None on ranks without a trainer.
+    `topology` lists all participating ranks, trainers first. Without `group`, all ranks of the world participate.
+    `replica` is the engine's number. `transformer_engine`: the trainer uses Transformer Engine's layers; None without a
+    trainer.
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ class ReshardPlan(NamedTuple):
     """The copies of one rank. `engine_shape` is the shape of the engines' model.
 
     `recorded` is the layout of this rank's engine, recorded from vLLM's loader; empty if it cannot be written in place.
-    `recorded_drafter` is that of a trained drafter with files of its own. `notices` are texts for the user.
+    `recorded_drafter` is the layout of a trained drafter with its own files. `notices` are texts for the user.
     """
 
     live_reshard: LiveReshard
@@ -87,12 +87,12 @@ class ReshardPlan(NamedTuple):
 
 
 def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
-    """Plan copies into the engines in place, or full tensors passed to `load` if in-place writes are impossible.
+    """Plan copies into the engines in place. If in-place writes are impossible, plan full tensors for `load`.
 
-    `load` is the engine's own loader; None without an engine. A collective. Raises ConfigError for a recipe that needs
-    an engine written in place.
+    `load` is the engine's own loader; None without an engine. A collective. Raises ConfigError if the recipe needs an
+    engine written in place.
     """
-    # Only ranks with a trainer know whether it uses Transformer Engine, so the first answer of all ranks counts.
+    # Only ranks with a trainer know whether it uses Transformer Engine, so take the first answer of all ranks.
     answers = gather_values(ends.transformer_engine, ends.group)
     transformer_engine = next(answer for answer in answers if answer is not None)
     planner = _Planner(ends, transformer_engine=transformer_engine)
@@ -167,7 +167,7 @@ class _Planner:
             )
             for part in (None, lora)
         )
-        # The projections of a fused layer share one A, so the adapter has fewer matrices in the slots than in a folder.
+        # The projections of a fused layer share one matrix A, so the slots have fewer matrices than a folder.
         shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
         matrices = {tensor.name: shapes[tensor.name] for tensor in adapter.destinations.tensors}
         slot_layout, slot_refusal = record_slots(slots, matrices, self._dtype, ends.group)
@@ -239,7 +239,7 @@ class _Planner:
 
 
 def refuse_full_tensors(recipe: Recipe, refusal: str, *, is_separate: bool) -> None:
-    """Raise ConfigError for a recipe that needs an engine written in place. `refusal` is why this one cannot be."""
+    """Raise ConfigError if the recipe needs an engine written in place. `refusal` says why that is impossible."""
     if recipe.rollout.drafts_with_model_layers:
         raise ConfigError(
             "rollout.vllm.speculative_config: the engine's weights, with those of its draft layers, cannot be "

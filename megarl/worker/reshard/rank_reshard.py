@@ -24,17 +24,16 @@ FIRST_VERSION = 1
 
 
 class RankReshard:
-    """Executes one rank's part of the reshards between its `ends` and those of the other ranks.
+    """Executes one rank's part of the reshards between its `ends` and those of other ranks.
 
-    `version` is the version of the current weights; None: one more than the engine's. The constructor is a collective
-    of all ranks. It plans the copies, copies all weights once and verifies them. Raises MegarlError naming the first
-    wrong parameter.
+    `version` is the version of the current weights; None: one more than the engine's. The constructor plans the copies,
+    copies all weights once and verifies them. It is a collective. Raises MegarlError naming the first wrong parameter.
     """
 
     def __init__(self, ends: ReshardEnds, *, version: int | None = None) -> None:
         self._ends = ends
         with self._in_memory(version):
-            # Planning and self-test need the live weights of both sides in memory.
+            # Planning and verifying need the live weights of both sides in memory.
             plan = plan_reshard(ends, None if ends.engine is None else self._load)
             self.live_reshard = plan.live_reshard
             self.notices = list(plan.notices)
@@ -46,7 +45,7 @@ class RankReshard:
             ledger = self.checks.take_ledger(version or FIRST_VERSION)
             self.checks.start_probe()
         started = time.perf_counter()
-        # The engine needs its KV cache to compute log-probs, and the context has freed the memory for it.
+        # The engine needs its KV cache to compute log-probs. The context above freed memory for it.
         probe_gap = self.checks.finish_probe()
         verify_seconds = copies.seconds.get("verify", 0.0) + time.perf_counter() - started
         self.first_report = ReshardReport(
@@ -97,8 +96,8 @@ class RankReshard:
     def _wait_for_ranks(self) -> dict[str, float]:
         """Wait on the host until all ranks of the group are ready. Returns the seconds of stage `meet`.
 
-        A trainer that sends in the background arrives before the engines have paused. If it started to send, NCCL
-        kernels would wait on its GPU, occupying 16 to 32 multiprocessors during training.
+        A trainer that sends in the background arrives before the engines pause. If it began to send, NCCL kernels would
+        wait on its GPU, and occupy 16 to 32 multiprocessors during training.
         """
         if self._ends.group is None:
             return {}
@@ -111,15 +110,15 @@ class RankReshard:
     def _in_memory(self, version: int | None) -> Iterator[None]:
         """Context with only the weights of trainer and engine in device memory. Afterwards the engine can sample.
 
-        A trainer without an engine on its device keeps everything else there too.
+        A trainer without an engine on its device leaves everything in place.
         """
         policy, engine = self._ends.policy, self._ends.engine
         with ExitStack() as stack:
             if policy is not None:
                 if engine is not None:
-                    # Gradients and optimizer state leave the device to make room for the engine's weights.
+                    # Move gradients and optimizer state off the device, to make room for the engine's weights.
                     policy.offload(exceptions=("parameters",))
-                    # The device had the update's memory so far, which belongs to the update's peak.
+                    # Up to here the device held the update's memory. It belongs to the update's peak.
                     peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
@@ -131,10 +130,10 @@ class RankReshard:
         if engine is not None:
             if policy is not None:
                 policy.offload()
-            # The peak of the reshard ends here: the KV cache belongs to the rollout's memory.
+            # End the reshard's peak here: the KV cache belongs to the rollout.
             peak_memory.fix_peak()
             with engine_collectives_marked(self._ends.group):
-                # The KV cache comes last: it fits only after the trainer has left the device.
+                # Allocate the KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
 
@@ -155,6 +154,6 @@ class RankReshard:
                 self._ends.engine.load_tensors(incoming())
         except ReplicaCollectiveError:
             if copy_errors:
-                # The engine failed only because its input did: raise the cause, which may name a lost rank.
+                # The engine failed because its input did. Raise the cause, because it may name a lost rank.
                 raise copy_errors[0] from None
             raise
