@@ -1,6 +1,6 @@
-"""The platform: CUDA, or a CPU with replacements for what Megatron-Core and vLLM need of CUDA.
+"""The platform: CUDA, or a CPU with replacements for the parts of CUDA that Megatron-Core and vLLM need.
 
-`libraries` prepares both libraries for the device of this process. `cpu` has the replacements, `exact` the arithmetic
-of `trainer.exact`. The same trainer, engine and reshard therefore run on a laptop. Code outside this package
-distinguishes CPU and CUDA only through `device.current()`.
+`libraries` prepares both libraries for this process's device. `cpu` has the replacements, `exact` the arithmetic of
+`trainer.exact`. So the same trainer, engine and reshard also run on a laptop. Code outside of this package
+distinguishes CPU and CUDA only by `device.current()`.
 """

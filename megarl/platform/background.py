@@ -1,7 +1,7 @@
-"""Background work of a rank, in a thread. On a GPU the thread has a CUDA stream of its own.
+"""Background work of a rank, in a thread. On a GPU the thread has its own CUDA stream.
 
-Main thread and background thread must not share a process group: torch matches a group's collectives by the order of
-their calls on each rank, and two threads have no common order.
+Main thread and background thread must not share a process group. torch matches a group's collectives by their order on
+each rank, but two threads have no common order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.platform import device
 Value = TypeVar("Value")
 
 _POLL_SECONDS = 1e-3
-"""Seconds between two checks whether the background work has ended."""
+"""Seconds between two checks for the end of the background work."""
 
 
 def begin(work: Callable[[], Value]) -> Future[Value]:
@@ -38,14 +38,14 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
             with torch.cuda.stream(stream):
                 value = work()
                 if stream is not None:
-                    # A done future promises finished kernels, not only queued ones.
+                    # A done future must mean that the kernels have finished, not only that they are queued.
                     stream.synchronize()
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(value)
 
-    # A daemon thread: a rank that exits must not wait for unfinished background work.
+    # A daemon thread, so that a rank can exit without waiting for it.
     threading.Thread(target=run, name="background", daemon=True).start()
     return future
 

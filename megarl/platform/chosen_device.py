@@ -1,6 +1,6 @@
 """The device that the recipe chooses for its ranks (`cluster.device`), and checks whether the machine has it.
 
-This module does not import torch, because the checks before a start use it. `platform.device` also asks torch.
+Does not import torch, because the checks before a start use this module. `platform.device` also asks torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def has_cuda_build() -> bool:
 def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
     """Return why this machine cannot provide the device `choice` (auto, cpu, cuda); None if it can.
 
-    `can_use_cuda` is torch's answer, or None without torch. Then only problems that are certain without torch are
-    reported.
+    `can_use_cuda` is torch's answer. Without it (None), only problems that are certain without torch are reported.
     """
     if choice == "cpu" or can_use_cuda:
         return None
@@ -67,8 +66,8 @@ def gpu_fault() -> str | None:
 def driver_fault(driver: str | None, cuda: int, supported: int | None) -> str | None:
     """Return why the driver version `driver` is too old for CUDA `cuda`; None if it is new enough or unknown.
 
-    `cuda` is a major version, and `supported` that of the loaded driver library. `supported` decides if it is known,
-    because NVIDIA's compatibility package provides a newer library for an older kernel driver.
+    `cuda` is a major version. `supported` is the major version supported by the loaded driver library. If known, it
+    decides, because NVIDIA's compatibility package has a newer library for an older kernel driver.
     """
     least = LEAST_DRIVERS.get(cuda)
     if driver is None or least is None:

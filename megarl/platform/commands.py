@@ -1,4 +1,4 @@
-"""Run other programs and wait for their end; let stopped processes go on."""
+"""Runs other programs and waits for their end. Also resumes stopped processes."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def run_command(
 
 
 def resume_process(pid: int) -> None:
-    """Let a stopped process go on. No effect on one that runs, has ended, or belongs to another user."""
+    """Resume a stopped process. No effect if it runs, has ended, or belongs to another user."""
     with suppress(OSError):
         os.kill(pid, signal.SIGCONT)
 
 
 _NUM_ERROR_LINES = 200
-"""Number of last lines of error output that are returned. A run of days may write many warnings before its error."""
+"""Number of last error lines to return. A run of days may write many warnings before its error."""
 
 
 def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[int, str, str]:
-    """Run a program to its end, and pass its error output on to sys.stderr as it comes.
+    """Run a program to its end, and copy its error output to sys.stderr as it comes.
 
     Its standard output goes to sys.stdout, unless `captures_output`. Returns the exit code, the captured standard
-    output ("" otherwise) and the last lines of the error output. On Ctrl-C, a terminal sends the program the same
-    signal: its end is awaited, then KeyboardInterrupt is raised.
+    output ("" otherwise) and the last lines of the error output. On Ctrl-C the terminal sends the program the same
+    signal. This function waits for its end, then raises KeyboardInterrupt.
     """
     sys.stdout.flush()
-    # A notebook replaces sys.stdout: its cells do not show what a child writes to the inherited file.
+    # A notebook replaces sys.stdout. Its cells do not show a child's output to the inherited file.
     is_inherited = not captures_output and sys.stdout is sys.__stdout__
     output = None if is_inherited else subprocess.PIPE
     captured: deque[str] = deque(maxlen=None if captures_output else 0)
@@ -83,17 +83,17 @@ def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[in
 
 
 def run_in_foreground(command: Sequence[str]) -> int:
-    """Run a program to its end with this process's terminal, and return its exit code.
+    """Run a program to its end in this process's terminal, and return its exit code.
 
-    SIGTERM and SIGHUP to this process are passed on, and SIGINT is left to the program, which a terminal sends it too.
-    A program that a signal ended has the code 128 + the signal's number, as in a shell. Call it from the main thread.
+    SIGTERM and SIGHUP are passed on to the program. SIGINT is not, because the terminal sends it to the program anyway.
+    If a signal ended the program, the code is 128 + the signal's number, as in a shell. Call this in the main thread.
     """
     with subprocess.Popen(command) as process:
 
         def pass_on(number: int, _: object) -> None:
             process.send_signal(number)
 
-        # Set after the start, because the program would inherit an ignored signal.
+        # Set after the start: the program would inherit an ignored signal.
         handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
         earlier_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -105,7 +105,7 @@ def run_in_foreground(command: Sequence[str]) -> int:
 
 
 class _StreamReader(threading.Thread):
-    """Thread that reads a child's stream to its end. It appends the lines to `lines`, and writes them to `shown_on`."""
+    """Thread that reads a child's stream to its end, appends its lines to `lines`, and copies them to `shown_on`."""
 
     def __init__(self, stream: IO[str], lines: deque[str], shown_on: IO[str] | None) -> None:
         super().__init__(daemon=True)
@@ -119,6 +119,6 @@ class _StreamReader(threading.Thread):
                     self._shown_on.write(line)
                     self._shown_on.flush()
                 except (OSError, ValueError):
-                    # A closed pipe, a full disk or a character that the stream lacks. Reading must go on: the child
-                    # would wait for ever at a full pipe.
+                    # The copy fails: a closed pipe, a full disk, or a character that the stream lacks. Continue
+                    # reading, because the child would wait for ever at a full pipe.
                     self._shown_on = None

@@ -17,14 +17,13 @@ _SECONDS = 120.0
 _EXTENSION = "#include <Python.h>\n"
 _KERNEL = "#include <cub/cub.cuh>\n"
 _CCCL = ("cub", "libcudacxx/include", "thrust")
-"""Folders with C++ headers in FlashInfer's copy of the CUDA library CCCL, in the order of FlashInfer's own builds
-(jit/env.py of 0.6.18)."""
+"""Folders of C++ headers in FlashInfer's copy of the CUDA library CCCL, in the order of FlashInfer's builds (jit/env.py
+of 0.6.18).
+"""
 
 
 def extension_fault() -> str | None:
-    """Return why Triton cannot build a Python extension on this machine, with the package to install; None if it
-    can.
-    """
+    """Return why Triton cannot build a Python extension here, with the package to install; None if it can."""
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     compiler = c_compiler()
     if compiler is None:
@@ -43,8 +42,8 @@ def extension_fault() -> str | None:
 
 
 def c_compiler() -> str | None:
-    """Return the C compiler that Triton uses (runtime/build.py of 3.7): $CC, else gcc, else clang; None: there is
-    none.
+    """Return the C compiler used by Triton (runtime/build.py of 3.7): $CC, else gcc, else clang; None: there
+    is none.
     """
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
@@ -52,15 +51,15 @@ def c_compiler() -> str | None:
 def toolkit_fault(toolkit: Path) -> str | None:
     """Return why a CUDA toolkit cannot compile FlashInfer's kernels; None if it can, or without FlashInfer.
 
-    FlashInfer's headers require equal CUDA versions of compiler and runtime headers. An engine compiles the kernels at
-    its start, minutes into a run. The preprocessor finds a mismatch in seconds and needs no GPU.
+    FlashInfer's headers require the same CUDA version of compiler and runtime headers. An engine compiles the kernels
+    at its start, minutes into a run. The preprocessor finds a mismatch in seconds, without a GPU.
     """
     spec = find_spec("flashinfer")
     if spec is None or spec.origin is None:
         return None
     headers = Path(spec.origin).parent / "data/cccl"
     includes = [f"-I{headers / folder}" for folder in _CCCL]
-    # -E stops after the preprocessor, enough for the version check in the headers.
+    # Stop after the preprocessor (-E): it already checks the versions in the headers.
     command = [str(toolkit / "bin/nvcc"), "-std=c++17", "-arch=sm_90a", *includes, "-E", "-o"]
     error = _compile_error(_KERNEL, "kernel.cu", command, os.devnull)
     return error and f"{toolkit} cannot compile FlashInfer's kernels ({error})"

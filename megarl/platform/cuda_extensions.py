@@ -1,4 +1,4 @@
-"""Checks of compiled CUDA libraries, which are usually loaded long after a start: a child process imports them first.
+"""Checks of compiled CUDA libraries in a child process. Without them an import fails long after the start.
 
 If an extension cannot be imported, vLLM 0.30 only warns and takes another path, or fails in its first step.
 """
@@ -63,10 +63,10 @@ def runs_on_cpu() -> bool:
 
 
 def import_faults() -> dict[str, str]:
-    """Return why installed CUDA libraries cannot be imported, by module. An empty dict means no problem.
+    """Return why installed CUDA libraries cannot be imported, by module; empty: no problem.
 
-    Transformer Engine is always checked. vLLM and FlashInfer are checked only with a driver and vLLM's build for GPUs,
-    because otherwise nothing loads their extensions.
+    Transformer Engine is always checked. vLLM and FlashInfer are checked only with a driver and vLLM's build for GPUs.
+    Otherwise nothing loads their extensions.
     """
     fault = transformer_engine.import_fault()
     faults = {"transformer_engine.pytorch": fault} if fault else {}
@@ -96,7 +96,7 @@ def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
     except TimeoutError:
         return {modules[0]: f"the import did not end within {_SECONDS:.0f} s"}
     faults = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-    # A module may crash the process. The first module without a line is the cause; later modules were not tried.
+    # A module may crash the process. Then the first module without a line is the cause, and later ones were not tried.
     ended = next((name for name in modules if name not in faults), None)
     if ended is not None:
         faults[ended] = f"its process ended with {done.returncode}"

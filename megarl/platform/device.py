@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megarl.platform import chosen_device, numa
 from megarl.types import ConfigError
 
-# Functions import torch themselves. A start asks for the environment of ranks before it has loaded torch.
+# Functions import torch themselves, because a start needs the ranks' environment before torch is loaded.
 if TYPE_CHECKING:
     import torch
 
@@ -27,7 +27,7 @@ def current() -> torch.device:
 
 
 def fault(choice: str | None = None) -> str | None:
-    """Return why this machine cannot provide the device that a recipe chooses; None if it can.
+    """Return why this machine cannot provide the device chosen by a recipe; None if it can.
 
     `choice` is auto, cpu or cuda; None: this rank's choice. Without this check, a GPU with too old a driver would
     silently be replaced by the CPU.
@@ -38,9 +38,7 @@ def fault(choice: str | None = None) -> str | None:
 
 
 def require(choice: str | None = None) -> None:
-    """Raise ConfigError if this machine cannot provide the device `choice` (auto, cpu, cuda; None: this rank's
-    choice).
-    """
+    """Raise ConfigError if this machine cannot provide the device `choice` (auto, cpu, cuda; None: this rank's)."""
     if (reason := fault(choice)) is not None:
         raise ConfigError(reason)
 
@@ -50,7 +48,7 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
     "L40": 181.0, "L4": 121.0, "A40": 150.0, "A10": 125.0, "RTX 6000 Ada": 364.0, "RTX 4090": 165.0,
 }  # fmt: skip
-"""Dense peak performance in bfloat16 and float16, in TFLOP/s, by a part of the GPU's name. Source: NVIDIA's data
+"""Dense peak performance in bfloat16 and float16, in TFLOP/s, by a part of the GPU's name. From NVIDIA's data
 sheets.
 """
 
@@ -66,7 +64,7 @@ def peak_tflops(dtype: str) -> float | None:
 
 def peak_of(device_name: str) -> float | None:
     """Return a GPU's peak performance in TFLOP/s by its name; None if unknown. The longest matching entry decides."""
-    # Whole words only: "L4" must not match "L40S", nor "A10" match "A100".
+    # Match whole words: "L4" must not match "L40S", nor "A10" "A100".
     matches = [part for part in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![0-9])", device_name)]
     return PEAK_TFLOPS[max(matches, key=len)] if matches else None
 
@@ -77,9 +75,9 @@ def rank_environment(
     """Return the environment variables for the start of a rank: device, cores, CUDA connections, cache folders.
 
     `choice` is `cluster.device`. With `binds`, ranks on GPUs are bound to NUMA nodes. With `orders_kernels`, a GPU
-    starts the kernels of all streams in the order in which they are launched. Ranks on the CPU see no GPU. On a GPU,
-    CUDA_HOME is `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU `cpu.vllm_patches`
-    keeps them offline.)
+    starts the kernels of all streams in the order of their launch. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
+    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU, `cpu.vllm_patches` keeps them
+    offline.)
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads)}
@@ -89,9 +87,9 @@ def rank_environment(
     if choice == "cuda" or (choice == "auto" and not _uses_cpu()):
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         defaults = {
-            # The default is a temporary folder, and a rank's temporary folder ends with it.
+            # The default is a temporary folder, and a rank's temporary folder is removed with the rank.
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "megarl", "torchinductor"),
-            # At a rank's start models are local folders. Nodes must not look up or report anything online.
+            # When a rank starts, models are local folders. Nodes must look up and report nothing online.
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
@@ -103,8 +101,8 @@ def rank_environment(
         if (toolkit := cuda_toolkit()) is not None:
             environment["CUDA_HOME"] = str(toolkit)
     else:
-        # Copy blocks above 512 KiB past the CPU caches, which doubles the speed of these copies. In a virtual machine
-        # the C library mistakes the host's last-level cache for its own, and never does so by itself.
+        # Copy blocks above 512 KiB past the CPU caches: these copies take half the time. In a virtual machine, the C
+        # library takes the host's last-level cache for its own, and never does so by itself.
         environment["GLIBC_TUNABLES"] = os.environ.get(
             "GLIBC_TUNABLES", f"glibc.cpu.x86_non_temporal_threshold={1 << 19}"
         )
@@ -114,9 +112,8 @@ def rank_environment(
 def cuda_toolkit() -> Path | None:
     """Return the CUDA toolkit with which FlashInfer and vLLM compile kernels at run time; None without one.
 
-    Candidates in this order: CUDA_HOME or CUDA_PATH, the folder that launch/setup.sh makes from torch's wheels, the
-    folder of the nvcc on the PATH, /usr/local/cuda. Folders without the files that FlashInfer needs are skipped
-    (`toolkit_notice`).
+    Candidates, in order: CUDA_HOME or CUDA_PATH, the folder made by launch/setup.sh from torch's wheels, the folder of
+    the nvcc on the PATH, /usr/local/cuda. Folders lacking files for FlashInfer are skipped (`toolkit_notice`).
     """
     return next((folder for folder in _toolkit_folders() if not _missing_files(folder)), None)
 
@@ -145,23 +142,23 @@ def _toolkit_folders() -> Iterator[Path]:
 
 
 def _named_toolkit() -> tuple[str, Path] | None:
-    """Return the variable naming a CUDA toolkit, and the toolkit's folder. None if CUDA_HOME and CUDA_PATH are unset or
-    empty.
+    """Return the variable that names a CUDA toolkit, with the toolkit's folder; None: CUDA_HOME and CUDA_PATH are not
+    set.
     """
     return next(((name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
 
 
-# Headers included by the sources of FlashInfer 0.6.18. Toolkits of Linux distributions often have the compiler only.
+# Headers included by FlashInfer 0.6.18. Toolkits of Linux distributions often have only the compiler.
 _INCLUDED_HEADERS = ("cuda_runtime.h", "cublas_v2.h", "cublasLt.h", "curand.h", "curand_kernel.h", "nvrtc.h")
 
 
 def _missing_files(toolkit: Path) -> list[str]:
-    # An nvcc on the PATH may be a wrapper script, and the real toolkit lies elsewhere.
+    # The nvcc on the PATH may be a wrapper script for a toolkit elsewhere.
     missing = [] if os.access(toolkit / "bin/nvcc", os.X_OK) else ["bin/nvcc"]
     return missing + [f"include/{name}" for name in _INCLUDED_HEADERS if not (toolkit / "include" / name).is_file()]
 
 
-# vLLM 0.30 imports these modules only with a model. It imports Ray to see whether it runs within a task of Ray.
+# vLLM 0.30 imports these modules only with a model. It imports Ray to find out whether a task of Ray runs it.
 _IMPORTED_WITH_MODELS = ("vllm.model_executor.layers.quantization.online.base", "ray")
 
 
@@ -170,10 +167,10 @@ def forkable_imports(*modules: str) -> tuple[str, ...]:
 
     CUDA cannot be used after a fork. On a CPU, modules that vLLM imports only with a model are added.
     """
-    # With a GPU, imports may initialise state that does not survive a fork, above all CUDA.
+    # With a GPU, an import may initialise state that does not survive a fork, above all CUDA.
     return (*modules, *_IMPORTED_WITH_MODELS) if _uses_cpu() else ()
 
 
 def _uses_cpu() -> bool:
-    """Return whether this process uses the CPU. If torch is a build for CPUs, the answer does not import it."""
+    """Return whether this process uses the CPU. Does not import torch if it is a build for CPUs."""
     return not chosen_device.has_cuda_build() or current().type == "cpu"

@@ -1,6 +1,6 @@
 """Requirements of a recipe's number formats: GPU compute capability, versions of Transformer Engine and CUDA.
 
-Without this check the libraries fail only in the first step, or silently choose another kernel. Sources: Transformer
+Without this check, the libraries fail only in the first step, or silently choose another kernel. Sources: Transformer
 Engine 2.11 (pytorch/quantization.py), Megatron-Core 0.16.1 (fp8_utils.py, fp4_utils.py) and vLLM 0.30
 (platforms/cuda.py, attention backends).
 """
@@ -22,7 +22,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Capability, Gpu
 
 if TYPE_CHECKING:
-    # The ranks import this module, and the recipe's models take 0.1 s.
+    # The ranks import this module, and importing the recipe's models takes 0.1 s.
     from megarl.config import Recipe
 
 NAMED_GPUS: dict[str, Capability] = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
@@ -36,14 +36,14 @@ GENERATIONS: dict[Capability, str] = {
     (9, 0): "Hopper",
     (10, 0): "Blackwell",
 }
-"""NVIDIA's generation names by their first compute capability. Each reaches up to the next entry."""
+"""NVIDIA's generation names by first compute capability. Each is valid up to the next entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Requirement of a feature: GPUs with compute capability in [`least`, `below`), and minimum versions of libraries.
+    """Requirement of a feature: a GPU's compute capability in [`least`, `below`), and minimum versions of libraries.
 
-    `remedy` is advice for machines that do not meet it.
+    `remedy` is advice for machines without it.
     """
 
     least: Capability
@@ -91,7 +91,8 @@ def field_needs() -> dict[str, Need]:
     has_flashinfer = not runs_on_cpu() and find_spec("flashinfer") is not None
     return {
         "trainer.fp8": replace(_MEGATRON_FP8["blockwise"], remedy="set trainer.fp8=none"),
-        # Older GPUs have no FP8 matrix products. vLLM then chooses kernels with a weight layout no reshard can write.
+        # Older GPUs lack FP8 matrix products. vLLM then chooses kernels with a weight layout that reshards cannot
+        # write.
         "rollout.quantization": Need((8, 9), remedy="set rollout.quantization=none"),
         "rollout.kv_cache_dtype": Need((8, 0) if has_flashinfer else (8, 9), remedy="set rollout.kv_cache_dtype=auto"),
     }
@@ -142,16 +143,12 @@ def unmet_needs(
 
 
 def library_versions() -> dict[str, str]:
-    """Return the installed versions of Transformer Engine and of torch's CUDA. Imports neither library.
-
-    Keys are "Transformer Engine" and "CUDA". A missing library has no key.
-    """
     versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         versions["Transformer Engine"] = version("transformer-engine")
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
-        # Read the file instead of importing torch, which takes seconds on a login node.
+        # Read the file: importing torch takes seconds on a login node.
         written = Path(torch.origin).with_name("version.py")
         stated = re.search(r"^cuda\b.*= *'([0-9.]+)'$", written.read_text(encoding="utf-8"), re.MULTILINE)
         versions |= {"CUDA": stated[1]} if stated else {}

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def disable_collector() -> Iterator[None]:
-    """Context for imports: disable the cyclic garbage collector, then exempt all present objects from it.
+    """Context for imports: disable the cyclic garbage collector, then exempt all existing objects from it.
 
-    Otherwise it scans the objects of torch, vLLM and Megatron again and again, also later and at exit. It frees next to
-    nothing and takes a quarter of a rank's start time.
+    Otherwise it scans the objects of torch, vLLM and Megatron again and again, even at exit. It frees almost nothing,
+    and takes a quarter of a rank's start time.
     """
     gc.disable()
     try:
@@ -27,7 +27,7 @@ def disable_collector() -> Iterator[None]:
 def without(library: str) -> Iterator[None]:
     """Context in which `import library` fails as if it were not installed. No effect if it is imported already.
 
-    Other libraries import it only for functions that ranks do not use. That takes tenths of a second at each start.
+    Other libraries import it for functions unused by ranks, and the import takes tenths of a second at each start.
     """
     if library in sys.modules:
         yield
@@ -43,7 +43,7 @@ def without(library: str) -> Iterator[None]:
 @contextmanager
 def unfreeze_disabled() -> Iterator[None]:
     """Context in which `gc.unfreeze` does nothing. vLLM 0.30 calls it when an engine shuts down."""
-    # After an unfreeze each collection would scan the objects of all libraries again.
+    # After an unfreeze, each collection would scan the objects of all libraries.
     unfreeze = gc.unfreeze
     gc.unfreeze = lambda: None
     try:

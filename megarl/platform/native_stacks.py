@@ -1,4 +1,4 @@
-"""Where the threads of a process on this machine are: in the kernel, and in C and C++ functions."""
+"""Stacks of a process's threads on this machine: in the kernel, and in C and C++ functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.files.pid_space import stat_fields
 from megarl.platform.commands import resume_process, run_command
 
 _DEBUGGERS = {
-    # Reads Python frames too, and faster than gdb.
+    # Also reads Python frames, and faster than gdb.
     "py-spy": ("py-spy", "dump", "--native", "--pid", "PID"),
     "gdb": ("gdb", "-nx", "-batch", "-p", "PID", "-ex", "thread apply all backtrace 40"),
 }
@@ -18,9 +18,9 @@ _DEBUGGERS = {
 
 
 def thread_states(pid: int) -> str:
-    """Return a line for each thread of a process: name, state, and the kernel function that it waits in.
+    """Return a line per thread of a process: name, state, and the kernel function it waits in.
 
-    Empty if the process does not exist. State T is a stopped process, D one that waits for a disk.
+    Empty if the process does not exist. State T: stopped. State D: waiting for a disk.
     """
     lines = []
     for folder in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name)):
@@ -39,7 +39,7 @@ def is_stopped(pid: int) -> bool:
 def native_stacks(pid: int, seconds: float) -> str:
     """Return the native stacks of a process's threads, from py-spy or gdb, or why there are none.
 
-    The process pauses for the duration, `seconds` at most, and then goes on. An already stopped process stays stopped.
+    The process pauses meanwhile, for at most `seconds`. A process already stopped stays stopped.
     """
     name = next((name for name in _DEBUGGERS if shutil.which(name)), None)
     if name is None:
@@ -53,7 +53,7 @@ def native_stacks(pid: int, seconds: float) -> str:
         fault = f"{name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
     except OSError as error:
         fault = str(error)
-    # gdb attaches by SIGSTOP. If it is killed, at its time limit for example, the process stays stopped.
+    # gdb attaches by SIGSTOP. If gdb is killed, for example at its time limit, the process stays stopped.
     if not was_stopped:
         resume_process(pid)
     return f"no native stacks: {fault}"

@@ -2,10 +2,10 @@
 
 Memory follows the cores, because Linux allocates a page on the NUMA node of the core that first writes to it. All
 threads of a rank are bound before it allocates its buffers. A memory policy (set_mempolicy) would add nothing, and
-Docker's default seccomp profile denies that system call.
+Docker's default seccomp profile denies it.
 
-NCCL chooses the network adapter nearest to each GPU. Its choice must be the same on all ranks of a machine (NVIDIA/nccl
-issue 1478), and a rank may see only its own GPUs. So NCCL's variables are left alone.
+NCCL chooses the network adapter nearest to each GPU. All ranks of a machine must choose alike (NVIDIA/nccl issue 1478),
+but a rank may see only its own GPU. So NCCL's variables are not set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE = "MEGARL_RANKS_TO_BIND"
 """Environment variable giving ranks the number of ranks on their node, or `BY_GPU`. A rank without it is not bound."""
 
 BY_GPU = "by GPU"
-"""Value of the variable that divides cores by all GPUs of the machine, since other groups may use some of them."""
+"""Value of the variable that divides the cores by all GPUs of the machine, because other worker groups may use some."""
 
 UNKNOWN = (
     "/sys does not name the NUMA nodes of their GPUs (numa_node is -1 or missing); cluster.bind_to_numa=false ends "
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     """Place of a GPU in its machine, and the cores for the GPU's rank.
 
     `gpu` is a PCI address, for example 0000:0f:00.0. `cores` are numbers of logical CPUs. `adapters` are the InfiniBand
-    and RoCE adapters on the GPU's NUMA node. `fault` is the reason why the rank is not bound; it then has no cores.
+    and RoCE adapters on the GPU's NUMA node. `fault` is the reason for not binding the rank; there are no cores then.
     """
 
     gpu: str
@@ -102,7 +102,7 @@ def adapter_nodes(nodes: Mapping[int, Collection[int]], root: Path = SYS) -> dic
     `nodes` are the machine's NUMA nodes.
     """
     folders = (root / "class/infiniband").glob("*")
-    # By length first, so that mlx5_10 comes after mlx5_9.
+    # Sort by length first, so that mlx5_10 comes after mlx5_9.
     ordered = sorted(folders, key=lambda folder: (len(folder.name), folder.name))
     return {folder.name: _node_of(folder / "device", nodes) for folder in ordered}
 
@@ -115,7 +115,7 @@ def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
         number = -1
     if number >= 0:
         return number
-    # The firmware of machines with one node often leaves it out.
+    # On machines with one NUMA node, the firmware often gives none.
     with_cores = [node for node, cores in nodes.items() if cores]
     return with_cores[0] if len(with_cores) == 1 else None
 
@@ -178,10 +178,10 @@ def gpu_addresses() -> list[str]:
 
 
 def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[Place]:
-    """Return the places of this node's ranks, by local rank; none if the ranks are not to be bound.
+    """Return the places of this node's ranks, by local rank; empty if the ranks are not to be bound.
 
-    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses the GPU number r. With `BY_GPU`, each GPU of the
-    machine or container has its share of the cores, so that ranks of different groups have different ones.
+    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses GPU r. With `BY_GPU`, each GPU of the machine or
+    container gets its share of the cores, so that ranks of different worker groups get different cores.
     """
     setting = os.environ.get(VARIABLE, "0")
     if setting != BY_GPU:
@@ -192,21 +192,21 @@ def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPU
 
 
 def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
-    """Return the PCI addresses of all NVIDIA GPUs of this machine, also of those hidden by CUDA_VISIBLE_DEVICES.
+    """Return the PCI addresses of all NVIDIA GPUs of this machine, including those hidden by CUDA_VISIBLE_DEVICES.
 
-    GPUs that this container does not have are left out, if `driver` shows only the others.
+    If `driver` shows only this container's GPUs, other GPUs are left out.
     """
     # A container runtime may show the folder empty.
     if driver.is_dir() and any(driver.iterdir()):
-        # /sys shows a container all devices of the machine. NVIDIA's container runtime shows the container's
-        # own GPUs here. This was not tried in a container with some of the GPUs.
+        # /sys shows a container all devices of the machine. NVIDIA's container runtime shows the container's GPUs here.
+        # Not tested in a container with some of the GPUs.
         return [folder.name.lower() for folder in driver.iterdir()]
     addresses = []
     for folder in (root / "bus/pci/devices").glob("*"):
-        # Containers may hide files of devices that they do not use.
+        # A container may hide files of devices it does not use.
         with suppress(OSError):
             vendor, kind = ((folder / name).read_text().strip() for name in ("vendor", "class"))
-            # 0x10de is NVIDIA. Classes 0x03.... are display controllers, of which GPUs without a display are a part.
+            # 0x10de is NVIDIA. Classes 0x03.... are display controllers, including GPUs without a display.
             if vendor == "0x10de" and kind.startswith("0x03"):
                 addresses.append(folder.name)
     return addresses
@@ -216,13 +216,13 @@ class _Binding:
     """Result of `bind_rank` in this process."""
 
     fault: str | None = None
-    """Reason why the rank was not bound; None: it was, or it was not to be bound."""
+    """Reason for not binding the rank; None: it was bound, or was not to be bound."""
 
 
 def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SYS) -> None:
-    """Bind this rank to the cores of its place. Ranks with cluster.bind_to_numa=false stay as they are.
+    """Bind this rank to the cores of its place, unless cluster.bind_to_numa = false.
 
-    `gpus` returns the PCI addresses of the visible GPUs. A rank that cannot be bound goes on, with a notice: it is
+    `gpus` returns the PCI addresses of the visible GPUs. If binding fails, the rank continues with a notice: it is
     slower, but works.
     """
     if VARIABLE not in os.environ:
@@ -238,7 +238,7 @@ def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SY
         # A sandbox may deny the call.
         _Binding.fault = f"the system refuses to bind threads to cores ({error.strerror})"
     except (ValueError, AttributeError) as error:
-        # An unknown kernel's /sys, or a torch that does not name PCI addresses.
+        # /sys of an unknown kernel, or a torch without PCI addresses.
         _Binding.fault = f"the places of GPUs cannot be read ({error})"
 
 

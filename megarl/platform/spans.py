@@ -1,7 +1,7 @@
 """Time spans of this process, recorded while a step is profiled: name, start and end of a block of code.
 
-Times are in seconds of `time.monotonic`, a clock that all processes of a machine share. A recorded span costs about a
-microsecond, and a fraction of it without recording.
+Times are in seconds of `time.monotonic`, a clock shared by all processes of a machine. Recording a span costs about a
+microsecond. Without recording, it costs a fraction of that.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ def span(name: str) -> AbstractContextManager[None]:
     """Context whose duration is recorded under `name`, if recording is on. Ignored in all threads except the main
     one.
     """
-    # Spans of one thread always nest; spans of several threads would overlap in the profile.
+    # Spans of one thread always nest. Spans of several threads would overlap in the profile.
     is_on = _recorded is not None or _annotate is not None
     return _RecordedSpan(name) if is_on and threading.current_thread() is threading.main_thread() else _NOT_RECORDED
 
 
 def annotation(name: str) -> AbstractContextManager[None]:
-    """Context that is a named range in another profiler's trace, if one runs (`annotate_with`). It is not recorded."""
+    """Context that opens a named range in another profiler's trace, if one runs (`annotate_with`). It is not
+    recorded.
+    """
     return _NOT_RECORDED if _annotate is None else _annotate(name)
 
 
 def annotate_with(annotate: Callable[[str], AbstractContextManager[None]] | None) -> None:
-    """Open a range of another profiler for each span from now on: `annotate(name)`. None: open no more ranges."""
+    """From now on, open a range of another profiler for each span, by `annotate(name)`; None: stop this."""
     global _annotate
     _annotate = annotate
 

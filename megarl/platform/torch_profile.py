@@ -20,11 +20,11 @@ _MOST_ALLOCATIONS = 200_000
 
 
 class TorchProfile:
-    """Profile of one step in this process.
+    """torch's profile of one step in this process.
 
-    `torch`: torch.profiler's trace of operators, and on CUDA of kernels. `memory`: a snapshot of CUDA's allocator with
-    the allocations since `start`. The profile's spans (`spans.span`) are named ranges in the trace, and NVTX ranges on
-    CUDA. Profiling of operators makes a step slower.
+    Kind `torch`: torch.profiler's trace of operators, and on CUDA of kernels. Kind `memory`: a snapshot of CUDA's
+    allocator with all allocations since `start`. Spans (`spans.span`) become named ranges in the trace, and NVTX ranges
+    on CUDA. Profiling operators slows the step down.
     """
 
     def __init__(self, kinds: Collection[Kind]) -> None:
@@ -46,7 +46,7 @@ class TorchProfile:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._is_cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            # Neither shapes nor stacks: they make files several times larger and steps several times slower.
+            # No shapes or stacks: files would be several times larger, and steps several times slower.
             self._profile = torch.profiler.profile(activities=activities)
             self._profile.start()
             spans.annotate_with(self._range)

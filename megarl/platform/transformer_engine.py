@@ -1,7 +1,7 @@
-"""Checks of NVIDIA's Transformer Engine: is it installed, and can it be imported?
+"""Checks whether NVIDIA's Transformer Engine is installed and can be imported.
 
-An installed Transformer Engine with a failing import is an error. Megatron-Core 0.16.1 imports it too and fails with
-it. After an ImportError it silently trains with other layers instead.
+If it is installed but its import fails, this is an error. Megatron-Core 0.16.1 imports it too. After most errors it
+fails as well, but after an ImportError it silently trains with other layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
 
 _IMPORT_SECONDS = 120.0
 """Time limit in seconds for the import in a child process."""
-# Transformer Engine 2.11 looks for CUDA's libraries in these folders. An empty value makes it search the whole machine
+# Transformer Engine 2.11 looks for CUDA's libraries in these folders. If one is empty, it searches the whole machine
 # (`/**/lib*.so*`).
 _TOOLKITS = tuple(f"{name}_{end}" for name in ("CUDA", "CUDNN", "NVRTC", "CURAND") for end in ("HOME", "PATH"))
 
@@ -30,7 +30,7 @@ def is_installed() -> bool:
 
 
 def unset_empty_toolkits(environment: MutableMapping[str, str]) -> None:
-    """Remove variables naming CUDA folders that are empty, as set by `CUDA_HOME= megarl train`."""
+    """Remove empty variables for CUDA folders, as set by `CUDA_HOME= megarl train`."""
     for name in _TOOLKITS:
         if environment.get(name) == "":
             del environment[name]
@@ -64,6 +64,6 @@ def import_fault() -> str | None:
         return f"the import did not end within {_IMPORT_SECONDS:.0f} s"
     if done.returncode == 0:
         return None
-    # A positive code is Python's own: the traceback's last line names the error. A signal leaves no such line.
+    # A positive code is Python's: the traceback's last line names the error. A signal leaves no such line.
     lines = done.stderr.strip().splitlines()
     return lines[-1] if lines and done.returncode > 0 else f"its process ended with {done.returncode}"

@@ -52,7 +52,7 @@ def driver_version() -> str | None:
 
 def _run_nvidia_smi(query: list[str]) -> str:
     """Return the output of nvidia-smi. Raises OSError if it fails."""
-    # nvidia-smi hangs on some broken GPUs, hence the limit in seconds.
+    # With a time limit, because nvidia-smi hangs on some broken GPUs.
     done = run_command(query, seconds=20)
     if done.returncode:
         raise OSError(f"nvidia-smi ended with {done.returncode}")
@@ -68,5 +68,5 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def installed_gpu_gib() -> float | None:
-    """Return the memory, in GiB, of the machine's smallest usable GPU; None if there is none of known memory."""
+    """Return the memory, in GiB, of the machine's smallest usable GPU; None: there is no GPU of known memory."""
     return min((gpu.gib for gpu in installed_gpus() if gpu.gib is not None), default=None)

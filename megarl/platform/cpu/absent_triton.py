@@ -1,7 +1,7 @@
 """Import of Megatron-Core 0.18 and newer on a machine without Triton.
 
-One file of these versions imports Triton without a condition: the GPU kernels of the paged stash, a buffer for experts'
-activations. megarl never enables the paged stash. PyTorch's build for CPUs comes without Triton.
+One file of these versions always imports Triton: the GPU kernels of the paged stash, a buffer for experts' activations.
+megarl never enables the paged stash. PyTorch's build for CPUs has no Triton.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any
 
 PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
-"""The module of Megatron-Core that imports Triton without a condition. Megatron-Core 0.16 lacks it."""
+"""The module of Megatron-Core that always imports Triton. Megatron-Core 0.16 has no such module."""
 
 
 class _AbsentKernel:
-    """A Triton kernel that cannot run. Each launch raises ImportError."""
+    """Stand-in for a Triton kernel. Each launch raises ImportError."""
 
     def __init__(self, function: Any) -> None:
         self._name = function.__name__
@@ -44,9 +44,9 @@ def install() -> None:
     triton: Any = ModuleType("triton")
     language: Any = ModuleType("triton.language")
     triton.jit, triton.language = _AbsentKernel, language
-    # The type in the kernels' annotations.
+    # The kernels' annotations use this type.
     language.constexpr = object
-    # Visible to this one file. Megatron, torch and vLLM look Triton up elsewhere, and must not find it.
+    # Only while this file is imported. Megatron, torch and vLLM also look for Triton, and must not find it.
     sys.modules |= {"triton": triton, "triton.language": language}
     try:
         spec.loader.exec_module(module)

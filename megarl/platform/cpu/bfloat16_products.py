@@ -1,7 +1,7 @@
 """Products of bfloat16 matrices on CPUs without AVX-512, where torch's own are slow.
 
-There torch 2.11 has no oneDNN kernel for bfloat16. Its fallback is 20 times slower for two row-major matrices, as in
-the gradient of a linear layer's input, than if the first matrix is column-major.
+There torch 2.11 has no oneDNN kernel for bfloat16. Its fallback is fast if the first matrix is column-major. It is 20
+times slower for two row-major matrices, as in the gradient of a linear layer's input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 import torch
 
 _library: list[torch.library.Library] = []
-"""Replaced operators. They are in effect as long as the object exists."""
+"""Replacements of torch's operators. They are in effect as long as this object exists."""
 
 
 def install() -> None:
@@ -20,7 +20,7 @@ def install() -> None:
         return
     _library.append(torch.library.Library("aten", "IMPL"))
     with warnings.catch_warnings():
-        # The warning says that a kernel is replaced, which is the purpose.
+        # torch warns that a kernel is replaced, but that is intended.
         warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
         _library[0].impl("mm", product, "CPU", allow_override=True)
         _library[0].impl("bmm", batched_product, "CPU", allow_override=True)
@@ -28,7 +28,7 @@ def install() -> None:
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product [rows, columns] of two matrices, `a` [rows, inner] and `b` [inner, columns]."""
-    # The operator with `out` has a kernel of its own, which is not replaced.
+    # The variant with `out` has its own kernel. It is not replaced, so this call does not recurse.
     return torch.mm(_fast_layout(a, b), b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
@@ -38,7 +38,7 @@ def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _fast_layout(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the values of `a` in a layout with which the product is fast: column-major if `b` is row-major."""
+    """Return the values of `a` in the faster memory layout: column-major if `b` is row-major."""
     if a.dtype != torch.bfloat16 or b.stride(-1) != 1:
         return a
     return a.mT.contiguous().mT

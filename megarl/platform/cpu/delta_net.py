@@ -1,7 +1,7 @@
 """Gated delta-nets of vLLM 0.30 on a machine without CUDA, computed by torch from the layer's own parameters.
 
-vLLM's kernels for CPUs need bfloat16, head sizes of 64 or 128 and a repacked convolution weight. With a plain weight
-they return wrong numbers without an error on CPUs with AVX-512 BF16. The substitute computes in float32.
+vLLM's CPU kernels need bfloat16, head sizes of 64 or 128, and a repacked convolution weight. With a plain weight they
+return wrong numbers without an error on CPUs with AVX-512 BF16. This module computes in float32.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ _NORM_EPSILON = 1e-6
 
 
 class _Batch(NamedTuple):
-    """Sequences of one engine step: where their tokens are, and where the layer's cache has their states.
+    """Sequences of one engine step: the places of their tokens, and of their states in the layer's cache.
 
     A slot is a row of the cache with the state of one sequence. `slots` [sequences] hold the states before the step.
     `lengths` [sequences] counts new tokens. `places` [tokens] indexes the tokens in [sequences, longest], flattened.
-    `has_state` [sequences]: whether earlier tokens of the sequence are in its state.
+    `has_state` [sequences]: the state contains earlier tokens of the sequence.
 
-    A step that verifies drafted tokens begins at the state after the last accepted one. It keeps the state after each
-    of its tokens, because the next step may begin at any of them. Then `inputs` [sequences] are the slots of the
-    convolution's inputs, `skipped` [sequences] the number of inputs before those of the last accepted token, and
-    `token_slots` [sequences, longest] the slots of the states after each token. Other steps have None there.
+    A step that verifies drafted tokens starts from the state after the last accepted token. It stores the state after
+    each of its tokens, because the next step may start from any of them. Three fields serve such steps, and are None
+    otherwise. `inputs` [sequences] are the slots of the convolution's inputs. `skipped` [sequences] is the number of
+    inputs before those of the last accepted token. `token_slots` [sequences, longest] are the slots of the states after
+    each token.
     """
 
     slots: Tensor
@@ -47,7 +48,7 @@ class _Batch(NamedTuple):
     def states(self, cached: Tensor) -> Tensor:
         """Return the sequences' states [sequences, ...] in float32, zero for new sequences."""
         cached = cached.float()
-        # A slot holds the state of its last sequence, which may not be finite: replace, do not multiply.
+        # A slot still holds the state of an earlier sequence. It may be NaN, so replace it; do not multiply by 0.
         return torch.where(self.has_state.view(-1, *[1] * (cached.dim() - 1)), cached, 0.0)
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 
     name = _resolve_layer_name(layer_name)
     context: Any = get_forward_context()
-    # vLLM's profiling runs have no metadata.
+    # vLLM's profiling runs pass no metadata.
     if context.attn_metadata is None:
         return
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
@@ -75,7 +76,9 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 
 
 def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
-    """Yield the sequences without drafted tokens, then those with some: the indices of their tokens, and the batch."""
+    """Yield a batch of the sequences without drafted tokens, then one of the rest, each with the indices of its
+    tokens.
+    """
     all_tokens = torch.arange(metadata.num_actual_tokens)
     if metadata.spec_sequence_masks is None:
         if len(all_tokens):
@@ -84,14 +87,14 @@ def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
     has_others = metadata.num_decodes + metadata.num_prefills > 0
     if has_others:
         yield metadata.non_spec_token_indx.long(), _batch(metadata)
-    # vLLM 0.30 lists the tokens only if there are others too.
+    # vLLM 0.30 lists the tokens only if there are both kinds of sequences.
     yield metadata.spec_token_indx.long() if has_others else all_tokens, _drafted_batch(metadata)
 
 
 def _batch(metadata: Any) -> _Batch:
     count = metadata.num_decodes + metadata.num_prefills
     lengths, longest, places = _lengths(metadata.non_spec_query_start_loc, count)
-    # Sequences that decode always have a state.
+    # A decoding sequence always has a state.
     has_state = torch.ones(count, dtype=torch.bool)
     if metadata.num_prefills:
         has_state[metadata.num_decodes :] = metadata.has_initial_state[metadata.num_decodes : count]
@@ -118,9 +121,9 @@ def _lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
 
 
 def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
-    """Return the convolved and activated inputs, float32 [tokens, channels]; keep each sequence's last inputs.
+    """Return the convolved and activated inputs, float32 [tokens, channels]. Store each sequence's last inputs.
 
-    `x` is [tokens, channels]. The cache of an engine that drafts has further rows, for the drafted tokens.
+    `x` is [tokens, channels]. If the engine drafts, the cache has further rows for the drafted tokens.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -140,7 +143,7 @@ def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
     out = sum(
         (all_inputs[:, tap : tap + batch.longest] * weight[:, tap] for tap in range(width)), start=torch.zeros(())
     )
-    # The inputs before the next token; of drafted tokens, those before every token that may come next.
+    # Store the inputs before the next token. With drafts, store those before each token that may come next.
     last = rows(all_inputs, batch.lengths, width - 1) if batch.token_slots is None else all_inputs[:, 1:]
     cache[batch.inputs, : last.size(1)] = last.to(cache.dtype)
     return F.silu(batch.tokens(out))
@@ -161,7 +164,7 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
         batch.pad(k),
         batch.pad(v.unflatten(-1, (heads, -1))),
     )
-    # Padding follows a sequence's tokens. Its log-decay and rate of zero leave the state unchanged.
+    # Padding follows a sequence's tokens. With log-decay 0 and rate 0 it leaves the state unchanged.
     decays, rates = batch.pad(decay).exp()[..., None, None], batch.pad(b.float().sigmoid()).unsqueeze(-1)
     cache = layer.kv_cache[1]
     state = batch.states(cache[batch.slots])

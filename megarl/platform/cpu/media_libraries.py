@@ -1,8 +1,8 @@
-"""torchvision, torchaudio and torchcodec on a machine without CUDA: broken ones are hidden, a missing one is replaced.
+"""torchvision, torchaudio and torchcodec on a machine without CUDA: hides broken ones, replaces a missing torchvision.
 
-PyPI's builds of these libraries do not work with torch's build for CPUs. transformers imports those that it finds, with
-any model. vLLM 0.30's module of Qwen3.5 imports transformers' image code even if only text is processed, and this code
-needs torchvision. Processing text calls no function of torchvision. A call of one raises ImportError.
+PyPI's builds of these libraries do not work with torch's build for CPUs. transformers imports those it finds, with any
+model. vLLM 0.30's module of Qwen3.5 imports transformers' image code even for text, and this code needs torchvision.
+Processing text calls no function of torchvision. A call raises ImportError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _Absent(ModuleType):
 
 
 def hide_broken() -> None:
-    """Hide torchvision, torchaudio and torchcodec if they fail to import. Other libraries then take them for absent.
+    """Hide torchvision, torchaudio and torchcodec if they cannot be imported. Other libraries then treat them as
+    missing.
 
     Call it before the first import of vLLM.
     """
@@ -47,7 +48,7 @@ def hide_broken() -> None:
         except Exception as error:  # torch raises RuntimeError or OSError for a library built for another torch.
             for name in [name for name in sys.modules if name.partition(".")[0] == library]:
                 del sys.modules[name]
-            # Python then takes the module for one that does not exist.
+            # Python treats a module recorded as None as not existing.
             sys.modules[library] = None  # pyright: ignore[reportArgumentType]  (a documented value)
             logging.getLogger(__name__).warning("%s fails to import with this torch and is hidden: %s", library, error)
 

@@ -1,7 +1,7 @@
 """Patches of torch that let the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
 
-Megatron names the device "cuda", CUDA's random state, and tensor types `torch.cuda.*`. On a machine without CUDA, the
-patches substitute the CPU's. They edit no file of Megatron.
+Megatron uses the device "cuda", CUDA's random state, and tensor types `torch.cuda.*`. Without CUDA, the patches replace
+them by those of the CPU. No file of Megatron is edited.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def install() -> None:
     """Install the patches once, before Megatron is imported."""
     if hasattr(torch.Tensor.cuda, _MARK):
         return
-    # The CPU, unless a tool replaced `device.current`.
+    # Normally the CPU, unless a tool replaced `device.current`.
     rank_device = device.current()
-    # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for every tiny function.
+    # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for each tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
-    # `with torch.device(...)` recognises factories by identity. This call caches the originals before the patches.
-    # The patches still call them.
+    # `with torch.device(...)` recognises factories by identity. Cache the originals now, before they are patched: the
+    # patches still call them.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_device(getattr(torch, name), rank_device))
@@ -66,11 +66,11 @@ def install() -> None:
     absent_triton.install()
     bfloat16_products.install()
 
-    # Megatron imports wandb for its own inference engine. The driver logs, no rank does.
+    # Megatron imports wandb for its own inference engine. No rank logs to it.
     with without("wandb"):
         import megatron.core.tensor_parallel.random as megatron_random
 
-    # Megatron warns if its GPU random context changes the CPU's random state. Here both are the same state.
+    # Megatron warns if its GPU random context changes the CPU's random state. Here they are the same.
     megatron_random.logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -81,17 +81,15 @@ def install() -> None:
 
 
 def _adapt_experts(rank_device: torch.device) -> None:
-    """Patch Megatron's mixture of experts for the CPU: CUDA streams, Transformer Engine, collectives of unequal
-    sizes.
-    """
+    """Patch Megatron's mixture of experts for a CPU: CUDA streams, Transformer Engine, collectives of unequal sizes."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # vLLM 0.30, imported later, puts its own stream class into torch.cuda, with events of None. Set the stream before.
+    # vLLM 0.30, imported later, replaces torch.cuda's stream class by one without events. So create the stream now.
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = _NoStream()
-    # Without Transformer Engine the module lacks this name, but looks it up.
+    # Without Transformer Engine, the module lacks this name but still looks it up.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -105,7 +103,7 @@ def _adapt_experts(rank_device: torch.device) -> None:
     if rank_device.type != "cpu":
         return
 
-    # gloo gathers and scatters only blocks of equal size, so pad each part to the largest one.
+    # gloo gathers and scatters only equal blocks, so pad each part to the largest size.
     def gather_unlike(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
@@ -143,10 +141,10 @@ def adapt_hybrid_optimizer() -> None:
 
 
 def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
-    """Replacement of the method by which Megatron's `HybridDeviceOptimizer` splits its parameters, for a CPU.
+    """Replaces `HybridDeviceOptimizer`'s method that splits parameters, on a CPU.
 
-    Returns, like the original: host groups, device groups, host copies by parameter, parameters by host copy, and
-    float32 copies by parameter. `offload_fraction` is the fraction of elements to be offloaded.
+    Returns what the original does: host groups, device groups, host copies by parameter, parameters by host copy, and
+    float32 copies by parameter. `offload_fraction` is the fraction of elements to offload.
     """
     threshold = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     numel = 0
@@ -179,7 +177,7 @@ def _on_device(factory: Any, rank_device: torch.device) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = rank_device
-        # Without CUDA torch has no pinned memory, on any device.
+        # Without CUDA, torch cannot pin memory.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -193,7 +191,7 @@ def _replace_tensor_methods(rank_device: torch.device) -> None:
         return self.to(rank_device)
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizer and gradient clipping recognise parameters by the string `torch.cuda.FloatTensor`.
+        # Megatron's optimizer and gradient clipping compare the type with the string `torch.cuda.FloatTensor`.
         if args or kwargs:
             return type_of(self, *args, **kwargs)
         return "torch.cuda." + type_of(self).rpartition(".")[2]

@@ -1,13 +1,12 @@
 """Verification of drafted tokens (speculative decoding) by vLLM 0.30 on a machine without Triton.
 
-vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. It has C++ kernels for CPUs, but installs
-them under names that nothing calls. Its C++ kernel for temperatures would also round them to integers. The functions
-here have the inputs of the Triton kernels and compute the same in torch. So does the kernel between two tokens drafted
-by a model.
+vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. Its C++ kernels for CPUs are installed
+under names that nothing calls, and one would round temperatures to integers. The functions here take the inputs of the
+Triton kernels, and compute the same in torch. `_advance` replaces the kernel between two tokens drafted by a model.
 
-The algorithm is speculative sampling (Leviathan et al., arXiv 2211.17192): the tokens have the distribution of the
-policy, whatever was drafted. A request's drafts are `draft_token_ids[start:end]`, where `end` is the request's entry of
-`cu_num_draft_tokens`, and `start` the entry before it.
+The algorithm is speculative sampling (Leviathan et al., arXiv 2211.17192): the tokens have the policy's distribution,
+whatever was drafted. A request's drafts are `draft_token_ids[start:end]`: `end` is the request's entry of
+`cu_num_draft_tokens`, `start` the entry before.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def install() -> None:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import utils
 
-    # Drafting has C++ kernels for all dispatchers except this one, needed from the second drafted token on.
+    # For drafting, vLLM has C++ kernels for all dispatchers except this one. It is called from the second draft on.
     utils._eagle_step_slot_mapping_metadata.kernel = _Kernel(_advance)  # pyright: ignore[reportAttributeAccessIssue]
     for dispatcher, function in {
         "_rejection_greedy_sample": _accept_greedy,
@@ -36,9 +35,9 @@ def install() -> None:
 
 
 class _Kernel:
-    """A function in place of a Triton kernel, called as `kernel[grid](**arguments)`.
+    """Wraps a function to be called like a Triton kernel: `kernel[grid](**arguments)`.
 
-    `func` is the function. vLLM reads its parameters and passes inputs of the same names.
+    vLLM reads the parameters of `func`, and passes inputs of the same names.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -65,8 +64,9 @@ def _advance(
 ) -> None:
     """Move each request to its next position: write position, place in the KV cache and length.
 
-    A request beyond `max_model_len` tokens writes nowhere: position 0, place `PAD_ID`, length 1. Shapes: positions,
-    seq_lens and out_clamped_positions [requests], block_table [requests, blocks], out_slot_mapping [requests or more].
+    A request beyond `max_model_len` tokens gets position 0, place `PAD_ID` and length 1, so it writes nowhere. Shapes:
+    positions, seq_lens and out_clamped_positions [requests], block_table [requests, blocks], out_slot_mapping [requests
+    or more].
     """
     new = positions[:batch_size] + 1
     is_beyond = new >= max_model_len
@@ -77,7 +77,7 @@ def _advance(
     out_slot_mapping[batch_size:] = PAD_ID
     length = (seq_lens[:batch_size] + 1).masked_fill(is_beyond, 1).clamp(max=max_model_len)
     seq_lens[:batch_size] = length
-    # Last, because it may be the memory of `positions`.
+    # Write this last: it may be the same memory as `positions`.
     out_clamped_positions[:batch_size] = new
 
 
@@ -119,7 +119,7 @@ def _accept_random(
     A draft is accepted with probability min(1, target / draft). Shapes as in `_accept_greedy`; draft_probs (None: one)
     and target_probs [drafts, vocabulary], recovered_token_ids and uniform_probs [drafts].
     """
-    # A padded draft is -1. It has no probability, so it is never accepted.
+    # A padded draft is -1. It has probability 0, so it is never accepted.
     columns = draft_token_ids.long().clamp(min=0)[:, None]
     target = target_probs.gather(1, columns)[:, 0]
     draft = torch.ones_like(target) if draft_probs is None else draft_probs.gather(1, columns)[:, 0]
@@ -156,11 +156,11 @@ def _recover(
     inv_q: Tensor,
     **_: Any,
 ) -> None:
-    """Draw a token in place of each draft, from the positive part of target - draft.
+    """Draw a replacement for each draft, from the positive part of target - draft.
 
-    The draw takes the largest probability divided by exponential noise. Shapes: output_token_ids and draft_token_ids
-    [drafts], draft_probs (None: the draft has probability one) and target_probs [drafts, vocabulary], inv_q [requests,
-    vocabulary], the inverse of the noise.
+    Takes the token with the largest probability divided by exponential noise. Shapes: output_token_ids and
+    draft_token_ids [drafts], draft_probs (None: the draft has probability one) and target_probs [drafts, vocabulary],
+    inv_q [requests, vocabulary], the inverse of the noise.
     """
     if draft_probs is None:
         residual = target_probs.scatter(1, draft_token_ids.long().clamp(min=0)[:, None], 0.0)

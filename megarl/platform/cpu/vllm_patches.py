@@ -1,10 +1,9 @@
 """Patches for vLLM 0.30 on a machine without CUDA: unpacked weights, gloo between ranks, unchanged process settings.
 
-Without the patches, vLLM copies weights into another format for its CPU kernels. New weights written into a parameter
-would then have no effect, without an error. With the patches, linear layers and experts compute from the parameters
-themselves. As a side effect, float32 log-probs equal the log-probs of transformers. vLLM supports FP8 weights on few
-CPUs only. The patches convert them to the dtype of the activations, multiplied by their scales, as vLLM's own CPU
-kernels do.
+Without patches, vLLM copies weights into another format for its CPU kernels. Writing new weights into a parameter would
+then have no effect, without an error. With the patches, linear layers and experts compute from the parameters. As a
+side effect, float32 log-probs equal those of transformers. vLLM supports FP8 weights on few CPUs only. The patches
+multiply them by their scales, in the dtype of the activations, as vLLM's own CPU kernels do.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables set before vLLM is imported, unless the user has set them: offline, no compilation, few log
+"""Environment variables set before vLLM's import, unless the user has set them: offline, no compilation, few
 messages.
 """
 
 
 BLOCK_TOKENS = 32
-"""Tokens in a block of the engine's KV cache. vLLM's default block on a CPU is longer than a short prompt, whose prefix
-would then never be reused."""
+"""Tokens per block of the engine's KV cache. vLLM's default on a CPU is longer than a short prompt. The prompt's prefix
+would then never be reused.
+"""
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def engine_arguments(max_model_len: int) -> dict[str, Any]:
         "enforce_eager": True,
         "enable_sleep_mode": False,
         "moe_backend": "auto",
-        # Prefill in one piece. After a partial prefill, seeded sampling rewinds its generator; CPU generators cannot.
+        # Prefill in one piece. After a partial prefill, seeded sampling rewinds its generator, but CPU generators
+        # cannot.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
         "block_size": BLOCK_TOKENS,
@@ -54,7 +55,7 @@ def engine_arguments(max_model_len: int) -> dict[str, Any]:
 @functools.cache
 def install() -> None:
     """Install the patches once, before the first import of vLLM."""
-    # torch and vLLM read these variables during their import, so they come first.
+    # First of all: torch and vLLM read these variables while they are imported.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -79,31 +80,31 @@ def install() -> None:
     from vllm.utils.torch_utils import LayerNameType
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    # vLLM imports Ray for its own executor. megarl starts the ranks, on Ray too.
+    # vLLM imports Ray for its own executor. megarl starts the ranks itself.
     with without("ray"):
         import vllm.v1.executor.ray_utils  # noqa: F401
 
-    # If torch was imported before the variables were set, it has missed TORCH_COMPILE_DISABLE.
+    # If torch was imported earlier, it has missed TORCH_COMPILE_DISABLE.
     torch._dynamo.config.disable = True
-    # The first delta-net layer registers its function as an operator of torch, by the types of its parameters. The type
-    # of this one is only known to vLLM.
+    # The first delta-net layer registers its function as a torch operator, by its parameter types. Only vLLM has this
+    # type.
     delta_net.attend.__annotations__["layer_name"] = LayerNameType
     replacements: list[tuple[Any, str, Any]] = [
-        # It would pack each linear layer's weight and replace the parameter by an empty tensor.
+        # The original packs each linear layer's weight, and replaces the parameter by an empty tensor.
         (linear_layers, "dispatch_cpu_unquantized_gemm", _keep_plain_weight),
-        # It would reorder the experts' weights in place, and its kernel ignores the expert map of expert parallelism.
+        # The original reorders the experts' weights in place. Its kernel ignores the expert map of expert parallelism.
         (CPUUnquantizedExperts, "_supports_grouped_gemm", classmethod(lambda cls, moe_config: (True, None))),
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_plain_experts),
-        # With LoRA it would choose Triton's kernels, which do not exist on a CPU.
+        # With LoRA, the original chooses Triton's kernels. There are none on a CPU.
         (
             plain_experts,
             "select_unquantized_moe_backend",
             _without_lora_kernels(plain_experts.select_unquantized_moe_backend),  # pyright: ignore[reportPrivateImportUsage]
         ),
-        # Its kernels expect a packed convolution weight, as well as bfloat16 and head sizes of 64 or 128.
+        # The original kernels need a packed convolution weight, bfloat16, and head sizes of 64 or 128.
         (gdn_attention, "cpu_gdn_attention_core", delta_net.attend),
-        # vLLM supports FP8 on few CPUs; the substitutes below run on all.
+        # vLLM supports FP8 on few CPUs. The replacements below run on all.
         (CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, compute_capability=None: (True, None))),
         (
             CPUFp8BlockScaledMMKernel,
@@ -119,13 +120,13 @@ def install() -> None:
             "cpu_attention_with_kv_cache",
             _with_sinks_of_any_type(_custom_ops.cpu_attention_with_kv_cache),
         ),
-        # Its functions copy an adapter's matrices once per token, and give tokens without an adapter the last one.
+        # The originals copy an adapter's matrices once per token, and apply the last adapter to tokens without one.
         (PunicaWrapperCPU, "add_lora_linear", _add_adapters),
-        # It would import the model's class in a process without these patches.
+        # The original imports the model's class in a process without these patches.
         (registry, "_run_in_subprocess", lambda function: function()),
-        # Use gloo: vLLM's shared-memory communicator busy-waits, and its segments remain after a crash.
+        # Use gloo. vLLM's shared-memory communicator waits busily, and its segments remain after a crash.
         (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
-        # It would bind all memory of the process, including the trainer's, to one NUMA node.
+        # The original binds all memory of the process, including the trainer's, to one NUMA node.
         (torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
         (CPUWorker, "init_device", _keep_thread_control(CPUWorker.init_device)),
         (RotaryEmbedding, "forward_cpu", _rotate_all_heads(RotaryEmbedding.forward_cpu)),
@@ -134,7 +135,7 @@ def install() -> None:
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
     speculative_decoding.install()
-    # Only now: transformers, imported by vLLM above, asks for torchvision once and must not find it.
+    # Not earlier: transformers, imported above, looks for torchvision once, and must not find it.
     media_libraries.provide_torchvision()
 
 
@@ -143,9 +144,9 @@ def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
 
 
 def _without_lora_kernels(select_backend):
-    """Wrap vLLM's choice of the kernels for experts. The choice ignores LoRA, because experts get no adapters here.
+    """Wrap vLLM's choice of expert kernels so that it ignores LoRA. Experts get no adapters here.
 
-    vLLM 0.30 chooses kernels for adapters of experts whenever LoRA is enabled, for adapters of attention alone too.
+    With LoRA enabled, vLLM 0.30 chooses kernels for adapters of experts, even if only attention has adapters.
     """
 
     @functools.wraps(select_backend)
@@ -160,8 +161,8 @@ def _without_lora_kernels(select_backend):
 def _with_sinks_of_any_type(kernel):
     """Wrap vLLM's attention on a CPU. Its kernel (0.30) reads attention sinks as bfloat16 only.
 
-    Sinks of another dtype are rounded to bfloat16 for the kernel. Then the output is rescaled, as if the sinks had not
-    been rounded. The rescaling needs the output without sinks, from a second call of the kernel.
+    Other sinks are rounded to bfloat16 for the kernel. The output is then rescaled as if they had not been rounded.
+    This needs the output without sinks, from a second call of the kernel.
     """
 
     @functools.wraps(kernel)
@@ -173,7 +174,7 @@ def _with_sinks_of_any_type(kernel):
         kernel(query=query, output=output, s_aux=rounded, **kwargs)
         kernel(query=query, output=plain, s_aux=None, **kwargs)
         with_sinks, without = output.view(query.shape).float(), plain.view(query.shape).float()
-        # Without sinks the weights of all keys sum to one, with them to this share.
+        # Without sinks the weights of all keys sum to one. With sinks they sum to this share.
         share = (with_sinks * without).sum(-1) / without.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
         to_sink = (1 / share - 1) * (s_aux.float() - rounded.float()).exp()
         output.copy_((without / (1 + to_sink[..., None])).to(output.dtype).view(output.shape))
@@ -184,7 +185,7 @@ def _with_sinks_of_any_type(kernel):
 def _rotate_all_heads(forward_cpu):
     """Wrap `RotaryEmbedding.forward_cpu`. Its kernel rotates only the first head of queries [tokens, heads, head_dim].
 
-    vLLM's latent attention has such queries; other attention joins the last two dimensions.
+    vLLM's latent attention has queries of this shape. Other attention joins the last two dimensions.
     """
 
     @functools.wraps(forward_cpu)
@@ -198,9 +199,9 @@ def _rotate_all_heads(forward_cpu):
 def _adapt_check(check_and_update_config):
     """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention, and keep LD_PRELOAD.
 
-    vLLM's default on processors with AMX packs the weight of `kv_b_proj` and replaces the parameter by an empty tensor.
-    vLLM 0.30 adds its allocator and torch's OpenMP to LD_PRELOAD, for worker processes that it would start. Here only
-    other programs would load them, and report an error if the path has a blank.
+    On processors with AMX, vLLM's default packs the weight of `kv_b_proj` and replaces the parameter by an empty
+    tensor. vLLM 0.30 adds its allocator and torch's OpenMP to LD_PRELOAD for worker processes. megarl has none, so only
+    other programs would load them. They report an error if the path has a blank.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -219,9 +220,7 @@ def _adapt_check(check_and_update_config):
 
 
 def _keep_thread_control(init_device):
-    """Wrap `CPUWorker.init_device`, which replaces `torch.set_num_threads`, so that the original is restored
-    afterwards.
-    """
+    """Wrap `CPUWorker.init_device`, which replaces `torch.set_num_threads`. Restore the original afterwards."""
 
     @functools.wraps(init_device)
     def initialise(worker) -> None:
@@ -244,12 +243,12 @@ def _add_adapters(
     output_slices: tuple[int, ...],
     **kwargs: Any,
 ) -> None:
-    """Add to `y` [tokens, out] the outputs of the tokens' adapters for `x` [tokens, in].
+    """Add the outputs of the tokens' adapters for `x` [tokens, in] to `y` [tokens, out].
 
-    There is one slot A [adapters, 1, rank, in] and one slot B [adapters, 1, part of out, rank] per output slice.
+    Each output slice has a slot A [adapters, 1, rank, in] and a slot B [adapters, 1, part of out, rank].
     """
     adapters = punica.token_lora_indices
-    # Tokens without an adapter have the number -1.
+    # -1 means no adapter.
     for adapter in adapters.unique().tolist():
         if adapter < 0:
             continue
@@ -338,7 +337,7 @@ def _apply_plain_experts(
     biases2 = no_biases if experts.w2_bias is None else experts.w2_bias
     output.zero_()
     for expert in range(global_num_experts):
-        # The map holds -1 for experts of other ranks.
+        # The map has -1 for experts on other ranks.
         local = expert if expert_map is None else int(expert_map[expert])
         tokens, slots = torch.where(topk_ids == expert)
         if local < 0 or len(tokens) == 0:

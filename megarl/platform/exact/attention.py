@@ -1,4 +1,4 @@
-"""vLLM's attention kernel for CPUs on sequences without a KV cache of their own, for `trainer.exact`."""
+"""vLLM's attention kernel for CPUs, called on sequences without a KV cache (`trainer.exact`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def attend(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Return causal attention within packed sequences, bit-equal to an engine's with these keys in its cache.
+    """Return causal attention within packed sequences, bit-equal to an engine's with the same keys in its cache.
 
-    Shapes: q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim]. Sequences lie end to end along the
-    first dimension; `num_queries` and `num_keys` [sequences] are their lengths. A sequence's last query and last key
-    have the same position. A query attends to the last `window` keys up to its own position, or to all of these if
+    Shapes: q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim]. Sequences lie end to end in the
+    first dimension. `num_queries` and `num_keys` [sequences] are their lengths. A sequence's last query and last key
+    have the same position. A query attends to the keys up to its own position: the last `window` of them, or all if
     `window` is 0. Returns [queries, heads, head_dim].
     """
     libraries.prepare_vllm()
@@ -36,7 +36,7 @@ def attend(
     block, (_, groups, width) = BLOCK_TOKENS, k.shape
     blocks = -(-num_keys // block)
     first_blocks = blocks.cumsum() - blocks
-    # Each sequence begins a block of its own, as in the engine's cache. Unused entries of the table are never read.
+    # Each sequence starts a new block, as in the engine's cache. Unused entries of the table are never read.
     table = torch.from_numpy(first_blocks[:, None] + np.arange(blocks.max())).to(torch.int32)
     starts = num_keys.cumsum() - num_keys
     slots = torch.from_numpy(np.arange(len(k)) + np.repeat(first_blocks * block - starts, num_keys))
@@ -60,7 +60,7 @@ def attend(
         causal=True,
         sliding_window_size=limit,
         isa=kernel,
-        # Split keys are summed in an order that depends on the number of threads and requests.
+        # The sum over split keys would depend on the numbers of threads and requests.
         enable_kv_split=False,
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

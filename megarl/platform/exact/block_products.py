@@ -1,10 +1,10 @@
 """Matrix products whose results depend neither on the number of rows nor on the number of ranks (`trainer.exact`).
 
-The rows of an input are padded to a multiple of EXACT_ROWS. At such sizes the other rows do not change a row's result.
-A product split over tensor-parallel ranks has a fixed total number of equal blocks of the inner dimension. Each block's
+An input's rows are padded to a multiple of EXACT_ROWS. At such sizes, other rows do not change a row's result. If
+tensor-parallel ranks split a product, its inner dimension has a fixed total number of equal blocks. Each block's
 product is rounded to the input's dtype. The rounded products are added in float32, pairwise along a fixed binary tree,
-first within a rank and then over the ranks. Trainer and engine have the same total number of blocks, so both make the
-same additions, also if one of them has more blocks on a rank.
+first within a rank, then over the ranks. Trainer and engine have the same total number of blocks. So both make the same
+additions, even with different numbers of blocks per rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum [*shape] of the parts [*shape]: neighbours are added in pairs, then these sums, and so on."""
+    """Return the sum [*shape] of the parts [*shape]. Neighbours are added in pairs, then their sums, and so on."""
     level = list(parts)
     while len(level) > 1:
         pairs = [first + second for first, second in zip(level[::2], level[1::2], strict=False)]

@@ -13,8 +13,8 @@ from megarl.platform.exact.experts import round_experts
 
 
 def fix_attention_order() -> None:
-    """Let the engine of this process sum a query's attention in one order. Call it before the engine is built."""
-    # By default vLLM 0.30 splits the keys of few queries over the threads, and adds the parts.
+    """Make the engine of this process sum a query's attention in a fixed order. Call it before the engine is built."""
+    # By default, vLLM 0.30 splits the keys over the threads if there are few queries, then adds the parts.
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
 
 

@@ -40,12 +40,12 @@ def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
     for layer in modules:
         if not hasattr(layer, "w13_weight"):
             continue
-        # vLLM 0.30 has plain objects, not modules, between a layer's weights and the code using them.
+        # In vLLM 0.30, plain objects, not modules, lie between a layer's weights and the code using them.
         kernel = layer.quant_method.moe_kernel
         experts = kernel.fused_experts
         assert isinstance(experts, CPUUnquantizedExperts), type(experts).__name__
         assert experts.w1_bias is None and experts.w2_bias is None
-        # Whole experts (expert parallelism) have all blocks on their rank.
+        # With expert parallelism, a rank has whole experts, so all blocks are its own.
         own_blocks = num_blocks // experts.moe_config.tp_size
         experts.apply = functools.partial(_compute_experts, own_blocks, get_tp_group().device_group)
         kernel.output_is_reduced = lambda: True

@@ -11,17 +11,17 @@ from megarl.platform import libraries
 
 @cache
 def truncates() -> bool:
-    """Return whether vLLM's rotary embedding truncates float32 results to bfloat16 on this CPU, instead of rounding.
+    """Return whether vLLM's rotary embedding truncates float32 to bfloat16 on this CPU, instead of rounding.
 
-    vLLM 0.30 converts with an instruction that rounds on processors with AVX-512 BF16, and drops the lower 16 bits on
-    others. The kernel is called once to find out.
+    vLLM 0.30 converts with an instruction that rounds only on processors with AVX-512 BF16. On others, it drops the
+    lower 16 bits. This function calls the kernel once to find out.
     """
     libraries.prepare_vllm()
     from vllm import _custom_ops
 
     head_size = 32
-    # 1.5 * 1.0078125 = 1.51171875 lies between two bfloat16 numbers: 1.5078125 below and 1.515625 above. The tie goes
-    # to the even one, above.
+    # 1.5 * 1.0078125 = 1.51171875 lies midway between the bfloat16 numbers 1.5078125 and 1.515625. Rounding gives the
+    # even one, 1.515625.
     query = torch.full((1, head_size), 1.5, dtype=torch.bfloat16)
     cosines, sines = torch.full((head_size // 2,), 1.0078125), torch.zeros(head_size // 2)
     table = torch.cat([cosines, sines]).to(torch.bfloat16)[None]

@@ -11,17 +11,17 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def use_expandable_segments() -> bool:
-    """Let segments that torch's allocator takes from now on grow and shrink (expandable_segments). Returns whether they
-    do.
+    """Let torch's allocator grow and shrink new segments (expandable_segments). Returns whether it does.
 
-    Rows of varying lengths then leave little memory unused. Call it after an engine was built: vLLM's custom all-reduce
-    shares memory of the ordinary allocator with other processes, and its memory pool for sleeping needs that too. On a
-    CPU, and where the environment sets expandable_segments, nothing changes.
+    Rows of varying lengths then leave little memory unused. Call it after an engine is built. vLLM's custom all-reduce
+    shares memory of the ordinary allocator with other processes, and its memory pool for sleeping needs that allocator
+    too. Nothing changes on a CPU, or if the environment sets expandable_segments.
     """
     if device.current().type != "cuda" or any("expandable_segments" in os.environ.get(name, "") for name in _VARIABLES):
         return False
     import torch
 
-    # torch 2.13 has no public function for it. torch.cuda.memory._set_allocator_settings is deprecated and calls this.
+    # torch 2.13 has no public function for this. The deprecated torch.cuda.memory._set_allocator_settings calls this
+    # one.
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True

@@ -1,7 +1,7 @@
 """vLLM's memory pools of a sleeping engine. A process frees them before it builds another engine.
 
-vLLM 0.30 keeps one object with the pools per process, and refuses to build an engine while they have memory. On a CPU
-there are no pools, and the functions have no effect.
+vLLM 0.30 has one object with the pools per process, and builds no engine while they hold memory. On a CPU there are no
+pools, and these functions have no effect.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 def allow_free_while_asleep() -> None:
     """Allow memory of the pools to be freed while the engine sleeps. Call it before an engine is built.
 
-    vLLM 0.30 would unmap such memory a second time. That fails, and with it all later allocations from the pools.
+    vLLM 0.30 would unmap this memory a second time. That fails, and all later allocations from the pools fail too.
     """
     if (allocator := _allocator()) is not None:
-        # vLLM passes this attribute on with each pool that it makes.
+        # vLLM passes this attribute to each pool it creates.
         allocator.python_free_callback = partial(_free, allocator)
 
 
 def move_constants() -> None:
     """Move the tensors of Python modules out of the pools. Call it after an engine's model was built.
 
-    A module imported during that time makes its constants in the pool. They would lose their values in the engine's
-    first sleep, and outlive the engine.
+    A module imported while the model is built creates its constants in the pool. They would lose their values in the
+    first sleep, and keep the pool's memory after the engine's end.
     """
     if (allocator := _allocator()) is not None:
         modules = list(sys.modules.values())
@@ -47,7 +47,7 @@ def _allocator() -> Any:
 
 
 def _free(allocator: Any, address: int) -> Any:
-    """Free one allocation of a sleeping pool. It is mapped first, because vLLM unmaps what it frees."""
+    """Free one allocation of a sleeping pool. Map it first, because vLLM unmaps what it frees."""
     from vllm.device_allocator.cumem import create_and_map
 
     allocation = allocator.pointer_to_data[address]
@@ -66,7 +66,7 @@ def _move_out(allocator: Any, objects: Iterable[object]) -> None:
     addresses = [address for address, _ in allocations]
     storages: dict[int, torch.UntypedStorage] = {}
     for value in objects:
-        # isinstance would call properties of foreign objects, which may import modules.
+        # Not isinstance: it would call properties of foreign objects, and these may import modules.
         if not issubclass(type(value), torch.Tensor):
             continue
         tensor = cast(torch.Tensor, value)

@@ -1,7 +1,7 @@
-"""Host memory in files without a name, which other processes of this user on this machine can open.
+"""Host memory in files without a name. Other processes of this user on this machine can open them.
 
-Copies of the training state lie in such files, so they outlive the rank that made them. The kernel frees a file when
-the last process that has it open ends. So no kill leaves anything behind.
+Copies of the training state are in such files, so they outlive the rank that made them. The kernel frees a file when
+the last process with the file open ends. So a kill leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MemoryFile:
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         """Map an open file of this size. The object owns the descriptor."""
         self.descriptor, self.num_bytes, self._is_locked = descriptor, num_bytes, False
-        # mmap refuses an empty file.
+        # mmap rejects an empty file.
         self._mapped = mmap.mmap(descriptor, num_bytes) if num_bytes else None
         self.tensor: Tensor = (
             torch.empty(0, dtype=torch.uint8)
@@ -33,7 +33,7 @@ class MemoryFile:
 
     @classmethod
     def create(cls, num_bytes: int) -> MemoryFile:
-        """Return a new file. Its pages are locked on a GPU, because copies from a GPU are fast then."""
+        """Return a new file. With a GPU its pages are locked, for fast copies."""
         descriptor = os.memfd_create("megarl copy")
         os.truncate(descriptor, num_bytes)
         file = cls(descriptor, num_bytes)
@@ -56,5 +56,5 @@ class MemoryFile:
     def __del__(self) -> None:
         if self._is_locked:
             unlock(self.tensor)
-        # The mapping stays until the tensor is freed.
+        # The mapping remains until the tensor is freed.
         os.close(self.descriptor)

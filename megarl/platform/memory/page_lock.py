@@ -1,7 +1,7 @@
 """Page-locking of host memory, so a GPU can copy to and from it in the background. Ranks of a machine take turns.
 
-The kernel and the driver lock pages under locks of the whole machine. Ranks that lock at once do not finish sooner, and
-each of them finishes last.
+Kernel and driver hold machine-wide locks meanwhile. If ranks lock pages at the same time, none finishes sooner, and
+each finishes last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from megarl.platform import device
 from megarl.types import MegarlError
 
 _LONGEST_WAIT_SECONDS = 30.0
-"""A process that was suspended within its turn must not stop the others: after this time they go on without a turn."""
+"""Seconds to wait for a turn. A process suspended during its turn must not stop the others: they then go on without
+one.
+"""
 _POLL_SECONDS = 0.002
 
 

@@ -17,14 +17,14 @@ _fixed_peak: int | None = None
 
 
 def restart_peak() -> None:
-    """Forget the peak so far. Call it within a phase, after memory of the phase before was released."""
+    """Forget the peak so far. Call it within a phase, after memory of the previous phase was released."""
     _measure_and_reset_peak()
 
 
 def fix_peak() -> None:
-    """Fix the running call's peak: later use of memory does not change it, and counts for the next call.
+    """Fix the peak of the current call. Later memory counts for the next call.
 
-    Call it before the last part of a call, which prepares the next phase.
+    Call it before the last part of a call, if that part prepares the next phase.
     """
     global _fixed_peak
     _fixed_peak = _measure_and_reset_peak()
@@ -42,10 +42,10 @@ def take_peak_bytes() -> int | None:
 def _measure_and_reset_peak() -> int | None:
     """Return the peak memory in bytes since the last measurement, and start a new peak.
 
-    On a GPU: all memory in use now, by any library or process, plus memory that torch's allocator has returned since
-    its peak. On a CPU: the resident set of the process, including shared pages. If the system forbids the reset of the
-    peak, it is the peak since the process started. Returns None in a process without a model: torch was never imported,
-    or the machine's GPUs are unused here.
+    On a GPU: all memory in use now, by any library or process, plus memory returned by torch's allocator since its
+    peak. On a CPU: the process's resident set, including shared pages. If the system forbids resetting the peak, it is
+    the peak since the process started. Returns None in a process without a model: torch was never imported, or the
+    machine's GPUs are not used.
     """
     if "torch" not in sys.modules:
         return None
@@ -53,7 +53,7 @@ def _measure_and_reset_peak() -> int | None:
 
     if not torch.cuda.is_available():
         return _take_resident_peak()
-    # A query would initialise CUDA on torch's current device. Before a rank sets its own device, this is the first GPU.
+    # A query would initialise CUDA on torch's current device. Until a rank sets its own device, this is the first GPU.
     if not torch.cuda.is_initialized():
         return None
     from megarl.platform import device
@@ -66,7 +66,7 @@ def _measure_and_reset_peak() -> int | None:
 
 
 def _take_resident_peak() -> int:
-    # getrusage is one system call; /proc/self/status would be a page of text to parse. ru_maxrss is in KiB.
+    # getrusage is one system call, while /proc/self/status must be parsed. ru_maxrss is in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)

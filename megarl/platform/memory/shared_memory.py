@@ -1,4 +1,4 @@
-"""Check of shared memory. Without enough of it, libraries on the ranks wait for each other forever."""
+"""Check of shared memory. Without enough of it, libraries on the ranks wait for each other for ever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
     """Write 16 MiB of shared memory. Raises ConfigError if it cannot be written, DiskFullError if it is full."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Unlike a sparse file, this reserves the pages, so a lack of memory is an error here.
+            # This reserves the pages, unlike a sparse file, so it fails if memory is short.
             os.posix_fallocate(file.fileno(), 0, _LEAST_BYTES)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
