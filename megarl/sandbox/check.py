@@ -55,7 +55,7 @@ class Examination:
 
 def examine() -> Examination:
     """Start a sandbox with all available layers, and run a program in it."""
-    # require=() lets the sandbox start without missing layers, so that all of them can be reported.
+    # With require=(), the sandbox starts despite missing layers, so that all of them can be reported.
     sandbox = Sandbox(SandboxSettings(require=(), packages=()))
     version = None
     with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ from megarl.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_cap
 from megarl.sandbox.namespaces import DEVICES
 
 _FILE = "program.py"
-# Limits without a recipe field, far above the needs of a test program: file size, open files, tasks, stack.
+# Limits without a recipe field, far above a test program's needs: file size, open files, tasks, stack.
 _MAX_FILE_BYTES = 16 << 20
 _MAX_OPEN_FILES = 64
 _MAX_TASKS = 128
@@ -35,7 +35,7 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """Values from the spawner for every run: folders, address space, and how the kernel counts threads."""
+    """Values for every run, computed by the spawner: folders, address space, and how the kernel counts threads."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]
@@ -50,15 +50,13 @@ class Confinement:
 
 
 def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    """Drop all rights of this process that a sandboxed program does not need. Raises OSError if an available layer
-    fails.
-    """
+    """Drop all rights that a sandboxed program does not need. Raises OSError if an available layer fails."""
     layers = confinement.layers
     os.umask(0o077)
     if "namespaces" in layers:
         os.chdir("/tmp")
     _limit(confinement, limits)
-    # Without no_new_privs, the kernel lets neither Landlock nor seccomp filters be set by an unprivileged process.
+    # Landlock and seccomp require no_new_privs of an unprivileged process.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
     drop_capabilities()
@@ -69,17 +67,17 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
             usable=DEVICES,
             writable=("/tmp",) if "namespaces" in layers else (),
         )
-    # The filter comes last, because it forbids the system calls used above.
+    # Last, because the filter forbids the system calls used above.
     if "seccomp" in layers:
         seccomp.apply(is_alone="namespaces" in layers)
 
 
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    # rlimits have whole seconds, and the kernel samples CPU time. `sandbox` therefore compares the exact time.
+    # rlimits have whole seconds, and the kernel samples CPU time. So `sandbox` checks the exact time.
     cpu = math.floor(limits["cpu_seconds"]) + 1
     limits_by_resource = {
         resource.RLIMIT_CPU: cpu + 1,
-        # A limit on the address space includes the spawner's own, inherited by the fork.
+        # The limit includes the spawner's own address space, inherited by the fork.
         resource.RLIMIT_AS: confinement.used_bytes + limits["memory_bytes"],
         resource.RLIMIT_FSIZE: _MAX_FILE_BYTES,
         resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
@@ -91,10 +89,10 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     if confinement.counts_tasks:
         limits_by_resource[resource.RLIMIT_NPROC] = _MAX_TASKS
     for resource_name, number in limits_by_resource.items():
-        # Without rights a hard limit can only be lowered.
+        # Without rights, a process can only lower a hard limit.
         hard = resource.getrlimit(resource_name)[1]
         allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        # SIGXCPU (soft limit) comes a second before SIGKILL (hard limit). A program can ignore only the former.
+        # SIGXCPU (soft limit) comes a second before SIGKILL (hard limit). A program can ignore SIGXCPU only.
         soft = min(cpu, allowed) if resource_name == resource.RLIMIT_CPU else allowed
         resource.setrlimit(resource_name, (soft, allowed))
 
@@ -106,7 +104,7 @@ def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
         _reset_interpreter(search_path)
         code = _run(source)
     except BaseException:
-        # The program may have broken any state, even sys.stderr, so nothing can be reported.
+        # The program may have broken everything, even sys.stderr, so report nothing.
         pass
     finally:
         os._exit(code)
@@ -114,13 +112,13 @@ def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
 
 def _reset_interpreter(search_path: Sequence[str]) -> None:
     """Restore the state in which Python starts a program."""
-    # The spawner froze the garbage collector's objects and switched it off.
+    # The spawner froze all objects and switched the garbage collector off.
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path[:] = search_path
     sys.path_importer_cache.clear()
     sys.argv[:] = [_FILE]
-    # The module `site` adds these to every Python, but the spawner runs with -S, which leaves `site` out.
+    # `site` normally adds these, but the spawner runs without it (-S).
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
@@ -137,7 +135,7 @@ def _run(source: bytes) -> int:
     code = 0
     try:
         text = source.decode()
-        # Tracebacks read source lines from this cache, because the program is not in a file.
+        # The program is not in a file, so put its lines into the cache read by tracebacks.
         linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
         exec(compile(text, _FILE, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as ended:
@@ -146,7 +144,7 @@ def _run(source: bytes) -> int:
         _print_error(error)
         code = 1
     try:
-        # Python's own order at exit: wait for threads, run atexit functions, flush.
+        # Exit in Python's order: wait for threads, run atexit functions, flush.
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -8,7 +8,7 @@ import os
 import platform
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# PyDLL keeps the interpreter's lock: the child of a raw clone continues where its parent was, holding it.
+# PyDLL keeps the interpreter's lock. The child of a raw clone continues where its parent was, with the lock.
 _HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
 
 _NUMBERS = {
@@ -28,7 +28,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
-# SIGCHLD as termination signal makes `wait` work for a cloned child as for a forked one.
+# With SIGCHLD as termination signal, `wait` works for a cloned child as for a forked one.
 _SIGCHLD = 17
 _CAPABILITY_VERSION = 0x20080522
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -67,7 +67,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
 def clone(flags: int) -> int:
     """Fork into new namespaces; return 0 in the child.
 
-    Python's state in the child is not fully initialised after a raw clone: only `os.fork` does that.
+    A raw clone leaves Python's state in the child partly uninitialised. Only `os.fork` initialises it.
     """
     zero = ctypes.c_long(0)
     number = ctypes.c_long(_NUMBERS[machine()]["clone"])
@@ -96,9 +96,9 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def mount_mapped(source: str, target: str, users: int) -> None:
-    """Mount a folder at `target`. Owners are mapped as in the user namespace with the descriptor `users`.
+    """Mount a folder at `target`, with owners mapped as in the user namespace of the descriptor `users`.
 
-    Needs Linux 5.12 and a file system supporting mapped mounts. Raises KernelError.
+    Needs Linux 5.12 and a file system that supports mapped mounts. Raises KernelError.
     """
     tree = syscall("open_tree", _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | _O_CLOEXEC)
     try:
@@ -125,7 +125,7 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
             raise
         if recursive:
             raise KernelError(errno.ENOSYS, f"{target} cannot be made read-only: Linux 5.12 or newer can") from None
-        # A remount replaces all flags, so repeat the existing ones. statvfs and mount use different bits for relatime.
+        # A remount replaces all flags, so repeat the present ones. statvfs and mount have different bits for relatime.
         present_flags = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
         relatime = {1024: 1024, 2048: 2048, 4096: 1 << 21}
         present_flags = (present_flags & 15) | sum(flag for bit, flag in relatime.items() if present_flags & bit)
@@ -140,7 +140,7 @@ def pivot_root() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability of this process, including capabilities gained by running another program."""
+    """Drop all capabilities of this process, including those gained by running another program."""
     number = 0
     while True:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megarl.sandbox.kernel import KernelError, syscall
 
-# Access rights of linux/landlock.h. The first version has bits 0 to 12; later versions add the named ones.
+# Access rights of linux/landlock.h. The first version has bits 0 to 12. Later versions add the rights named here.
 _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _ALL_OF_FIRST = (1 << 13) - 1
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
@@ -39,11 +39,11 @@ def restrict(
     Needs no_new_privs. Raises KernelError.
     """
     abi_version = version()
-    # A ruleset with a right unknown to the kernel is rejected, so request only rights of its version.
+    # The kernel rejects rights it does not know, so request only those of its version.
     files = _ALL_OF_FIRST | (_REFER if abi_version >= 2 else 0) | (_TRUNCATE if abi_version >= 3 else 0)
     handled = files | (_IOCTL_DEV if abi_version >= 5 else 0)
     attributes = struct.pack("<QQQ", handled, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)
-    # The structure grew: file rights (8 bytes), network since version 4 (16), scopes since version 6 (24).
+    # Size by version: file rights (8 bytes), network since version 4 (16), scopes since version 6 (24).
     size = 24 if abi_version >= 6 else 16 if abi_version >= 4 else 8
     rules = syscall("landlock_create_ruleset", attributes, size, 0)
     try:
@@ -64,7 +64,7 @@ def _allow(rules: int, path: str, access: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
-        # A missing path needs no rule: everything without one is denied.
+        # A missing path needs no rule, because everything without a rule is denied.
         return
     except OSError as error:
         raise KernelError(error.errno or 0, f"{path}: {error.strerror}") from None

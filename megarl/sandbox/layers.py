@@ -1,4 +1,4 @@
-"""Protection layers of the sandbox: the purpose of each, and remedies for a machine without it."""
+"""Protection layers of the sandbox: the purpose of each, and remedies for a missing one."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Layers:
             )
 
     def require_minimum(self) -> None:
-        """Raise ConfigError if a layer is missing that every recipe needs: an unprivileged user, and namespaces or
+        """Raise ConfigError if a layer needed by every recipe is missing: an unprivileged user, and namespaces or
         seccomp.
 
-        Without namespaces and seccomp, processes started by a program would outlive the program and its limits.
+        Without namespaces and seccomp, processes started by a program would outlive it and its limits.
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))

@@ -34,12 +34,12 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 HOST_NAME = "sandbox"
 _TMP = "/tmp"
 _OUTSIDE_TMP = "/.tmp"
-"""Mount point of folders below the machine's /tmp. At their original place, each run's own /tmp would cover them. A
-symbolic link in the run's /tmp leads to them. If they were mounted in /tmp, Landlock would allow writing to them.
+"""Mount point of folders below the machine's /tmp. At their own path, each run's /tmp would cover them. A symbolic link
+in the run's /tmp leads here. If they were mounted in /tmp, Landlock would allow writing to them.
 """
 _BUILT_AT = "/sys"
 """Mount point of the new root while it is built. No Python is run from /sys, and only this process sees the mount."""
-# The spawner enters the first set once. Each run gets the second set anew.
+# The spawner enters the first set once. Each run gets a new second set.
 _SPAWNER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 _RUN_NAMESPACES = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
 # Files in a run's /tmp, and user ids: the first is far above ids in use, the second is `nobody`.
@@ -60,13 +60,13 @@ def become_unprivileged() -> None:
 
 
 def unprivileged_users() -> tuple[int, int]:
-    """Return ids of users without rights. `nobody` is the second choice, because services may run as that user."""
+    """Return ids of two users without rights. `nobody` is second, because services may run as that user."""
     return _FIRST_USER + os.getpid(), _NOBODY
 
 
 def become_user(user: int) -> None:
     """Change this root process irrevocably to the user. Raises OSError."""
-    # Groups first: after setresuid the process has no right to change them.
+    # Groups first, because after setresuid the process may not change them.
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -75,10 +75,10 @@ def become_user(user: int) -> None:
 def enter(trees: Sequence[str], prepare: bool) -> None:
     """Move this process into namespaces with a root of only `trees` (read-only), some devices and an empty /tmp.
 
-    With `prepare` the process must be root. It builds the root folder with root's rights, because perhaps only root can
-    read Python, and then drops them. Raises OSError with the failed step; then this process is useless.
+    With `prepare` the process must be root. It builds the root folder before it drops root's rights, because perhaps
+    only root can read Python. Raises OSError with the failed step. This process is then useless.
     """
-    # Opened first, because /proc is not in the new root.
+    # Open it first, because the new root has no /proc.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if prepare:
@@ -143,7 +143,7 @@ def _build_root(trees: Sequence[str]) -> None:
         mount(device, _BUILT_AT + device, "", MS_BIND)
     os.chdir(_BUILT_AT)
     pivot_root()
-    # Read-only comes last, since the folders above must still be created.
+    # Last, because the folders above must be created first.
     restrict_mount("/", MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
@@ -166,11 +166,11 @@ def _build_file(path: str) -> None:
 
 
 def _place(path: str) -> str:
-    """Return where a folder is mounted while the new root is built. A folder below /tmp also gets a link."""
+    """Return the mount point of a folder in the new root. A folder below /tmp also gets a link."""
     if not path.startswith(f"{_TMP}/"):
         return _BUILT_AT + path
     below = path.removeprefix(f"{_TMP}/")
-    # Link the top folder in /tmp, not the tree: libraries find each other by `..`, following the real folders.
+    # Link the top folder in /tmp, not the tree itself, because libraries find each other through `..`.
     name = below.partition("/")[0]
     if not os.path.lexists(f"{_BUILT_AT}{_TMP}/{name}"):
         os.symlink(f"{_OUTSIDE_TMP}/{name}", f"{_BUILT_AT}{_TMP}/{name}")

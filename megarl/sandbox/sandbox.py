@@ -28,7 +28,7 @@ from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
 from megarl.types import ConfigError
 
-# Seconds for the spawner or a program to start, for a killed process to end, and least extension of a deadline.
+# Seconds for the spawner or a program to start, for a killed process to end, and minimum extension of a deadline.
 _START_SECONDS = 60.0
 _KILL_SECONDS = 10.0
 _LEAST_EXTENSION_SECONDS = 0.05
@@ -36,7 +36,7 @@ _PART_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 16 << 10
 """Maximum bytes of standard error; further output is dropped."""
 _MAX_MESSAGE_BYTES = 64 << 10
-# Seals make a memory file constant: the program cannot change its own source or input.
+# Seals make a file in memory constant, so the program cannot change its source or input.
 _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _SPAWNER = """
 import sys
@@ -54,7 +54,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _TRIAL = "import colorsys, os\nprint(os.getuid(), sum(range(10)))"
-"""Program testing the sandbox. It imports a module that the spawner has not imported."""
+"""Program that tests the sandbox. It imports a module not yet imported by the spawner."""
 
 Outcome = Literal["ok", "error", "timeout", "output"]
 
@@ -76,11 +76,11 @@ class SandboxSettings:
     output_kib: int = 64
     packages: tuple[str, ...] = ("numpy",)
     longest_seconds: float | None = None
-    """Wall-clock limit in seconds of a run, whether idle or busy. None: three times `wall_seconds`."""
+    """Wall-clock limit in seconds of a run, idle or busy; None: three times `wall_seconds`."""
 
     @property
     def wall_seconds(self) -> float:
-        """Wall-clock limit, in seconds, of a run's idle time. Time computing or waiting for a CPU is not counted."""
+        """Wall-clock limit, in seconds, of a run's idle time. Computing or waiting for a CPU does not count."""
         return self.wall_timeout_seconds or max(10 * self.timeout_seconds, 30.0)
 
 
@@ -102,13 +102,13 @@ class Ran:
     retries: int = 0
     """Number of repeated requests to a sandbox server."""
     is_by_clock: bool = False
-    """Whether a `timeout` was due to wall-clock time, not to CPU time."""
+    """Whether wall-clock time, not CPU time, caused a `timeout`."""
 
 
 class Sandbox:
-    """Runs programs one after the other, each in a separate process. The first program starts the spawner.
+    """Runs programs one after the other, each in a process of its own. The first program starts the spawner.
 
-    Any thread may use it; close it at the end. `_without` disables layers, for tests of the other layers.
+    Any thread may use it. Close it at the end. `_without` disables layers, to test the others.
     """
 
     def __init__(self, settings: SandboxSettings, *, _without: Sequence[str] = ()) -> None:
@@ -158,7 +158,7 @@ class Sandbox:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # Wakes a thread waiting for it.
-        # A thread in `run` holds the lock and closes the descriptors it uses.
+        # A thread in `run` holds the lock, and closes its own descriptors.
         with self._lock:
             self._close()
 
@@ -167,7 +167,7 @@ class Sandbox:
         self._connection = self._process = None
         if connection is not None:
             connection.close()
-        # The spawner exits by itself when its connection closes.
+        # The spawner exits when its connection closes.
         if process is not None and process.exit_code(_KILL_SECONDS) is None:
             process.kill()
 
@@ -175,7 +175,7 @@ class Sandbox:
         if self._process is not None and self._process.exit_code() is None:
             return
         self._close()
-        # Failed namespaces leave a useless process behind, so start another spawner without them.
+        # If namespaces fail, the spawner is useless. Start another one without them.
         tried = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
         while True:
@@ -212,7 +212,7 @@ class Sandbox:
                 [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER, root, str(theirs.fileno()), json.dumps(start)],
                 folder="/",
                 environment=_ENVIRONMENT,
-                # stdout is discarded and only stderr is read: it carries the reason if the start fails.
+                # Discard stdout. Read only stderr, because it has the reason if the start fails.
                 stdout=DEVNULL,
                 stderr=PIPE,
                 descriptors=[theirs.fileno()],
@@ -264,7 +264,7 @@ class Sandbox:
                 sent_files.append(write)
             started = time.monotonic()
             socket.send_fds(self._connection, [json.dumps(limits).encode()], sent_files)
-            # Close this side's copies: a pipe reports its end only after all writers closed it.
+            # Close these copies, because a pipe ends only when all its writers are closed.
             while sent_files:
                 os.close(sent_files.pop())
             assert self._process is not None
@@ -285,7 +285,7 @@ class Sandbox:
 
 
 class _Run:
-    """A run in progress. Its output is read within limits until the run ends or must be killed."""
+    """A run in progress. Reads its output within limits until it ends or must be killed."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class _Run:
             poll.register(descriptor, select.POLLIN)
         num_open = len(self._content)
         is_killed = False
-        # Before the program begins, the machine's time to start it counts, not the program's limit.
+        # Until the program begins, the limit is that of the machine's start, not the program's.
         deadline = time.monotonic() + _START_SECONDS
         while num_open or not self._ended:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
@@ -334,7 +334,7 @@ class _Run:
             if self._began_at is None and self._content[self._status] == READY:
                 self._began_at = time.monotonic()
                 if not self._ended:
-                    # The first reading makes the program's process known. If it ends, its time since then still counts.
+                    # Read once, so that the process is known. If it ends later, its time since then still counts.
                     self._busy_time.read()
                     deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
@@ -350,10 +350,10 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extended_deadline(self) -> float:
-        """Return a run's next deadline, in seconds of `time.monotonic`, after it has reached the previous one.
+        """Return a run's next deadline, in seconds of `time.monotonic`, once it has reached the previous one.
 
-        Only idle time counts towards the wall-clock limit, so busy time (computing or waiting for a CPU) extends the
-        deadline. A deadline in the past means that the run must be killed.
+        Only idle time counts towards the wall-clock limit. So busy time (computing or waiting for a CPU) extends the
+        deadline. If the deadline is in the past, the run must be killed.
         """
         if self._began_at is None:
             reason = f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
@@ -362,7 +362,7 @@ class _Run:
                     f"a program has not begun in {_START_SECONDS:g} s: process {self._spawner}, its parent, is stopped"
                 )
             raise SandboxError(bytes(self._content[self._status]).decode(errors="replace") or reason)
-        # Extend only by a useful amount; otherwise return a time in the past, so that the run is killed.
+        # If the extension is too small to be useful, return a time in the past, so that the run is killed.
         least = time.monotonic() + _LEAST_EXTENSION_SECONDS
         until = self._began_at + min(self._wall_seconds + self._busy_time.read(), self._most_seconds)
         return until if until >= least else self._began_at
@@ -371,7 +371,7 @@ class _Run:
         """Read the available bytes of a pipe. Returns False at its end."""
         part = os.read(pipe, _PART_BYTES)
         free_bytes = self._free_bytes[pipe]
-        # Read everything even beyond the limit, so that the program does not block on a full pipe.
+        # Read beyond the limit too, so that the program does not block on a full pipe.
         self._content[pipe] += part[:free_bytes]
         self._free_bytes[pipe] = max(0, free_bytes - len(part))
         self._is_too_long = self._is_too_long or (pipe == self._stdout and len(part) > free_bytes)
@@ -384,7 +384,7 @@ class _Run:
         cpu_seconds = self._ended["cpu_seconds"]
         exit_code = int(self._ended["exit_code"])
         outcome: Outcome = "ok" if exit_code == 0 else "error"
-        # SIGXCPU comes from the CPU limit. SIGKILL follows if the program ignored it.
+        # The CPU limit sends SIGXCPU, then SIGKILL if the program ignored it.
         is_killed = exit_code == 128 + signal.SIGXCPU or (exit_code == 128 + signal.SIGKILL and cpu_seconds > 1)
         if self._is_late or cpu_seconds > cpu_limit or is_killed:
             outcome = "timeout"
@@ -416,8 +416,8 @@ def _make_sealed_file(content: bytes) -> int:
 
 @lru_cache(maxsize=1)
 def _python() -> tuple[str, list[str], list[str]]:
-    """Return the Python interpreter outside any virtual environment, the folders it reads, and its module search
-    path.
+    """Return the Python interpreter outside any virtual environment, the folders it reads, and its module
+    search path.
     """
     interpreter = getattr(sys, "_base_executable", None) or sys.executable
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
@@ -429,12 +429,10 @@ def _python() -> tuple[str, list[str], list[str]]:
 
 
 def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return two lists: the folders (or module files) of packages and their shared libraries, and the folders around
-    these.
-    """
+    """Return the folders (or module files) of packages with their shared libraries, and the folders around these."""
     folders: list[str] = []
     places: list[str] = []
-    # Only plain names: `find_spec` of a dotted name would import the parent package here.
+    # Only plain names, because `find_spec` of a dotted name would import the parent package here.
     for name in names:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not (spec.submodule_search_locations or spec.origin):
@@ -448,7 +446,7 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
                 places.append(str(file.parent))
             continue
         folder = Path(spec.submodule_search_locations[0])
-        # Wheels put shared libraries into a folder NAME.libs next to the package.
+        # Wheels put shared libraries into a folder NAME.libs beside the package.
         folders += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))
     return folders, sorted(set(places))

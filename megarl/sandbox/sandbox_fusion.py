@@ -52,9 +52,9 @@ def open_sandbox(settings: SandboxSettings) -> AnySandbox:
 class RemoteSandbox:
     """Runs programs on a SandboxFusion server.
 
-    A request without an answer, or with a server error (5xx, 429, SandboxError), is repeated with doubling pauses, up
-    to `MAX_TRIES` times. `Ran.retries` counts the repetitions. Time limits are in the server's wall-clock time. A user
-    and password in the address are sent as HTTP basic authorization.
+    A request is repeated if there is no answer, or a server error (5xx, 429, SandboxError). There are at most
+    `MAX_TRIES` tries, with doubling pauses. `Ran.retries` counts the repetitions. Time limits are in the server's
+    wall-clock time. A user and password in the address are sent as HTTP basic authorization.
     """
 
     def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -95,7 +95,7 @@ class RemoteSandbox:
     ) -> Ran:
         """Run a program on the server. Raises SandboxError if every try fails."""
         seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
-        # SandboxFusion compiles before running; both get the limit of the run.
+        # SandboxFusion compiles before running. Both get the run's limit.
         request = {
             "code": program,
             "language": "python",
@@ -130,7 +130,7 @@ class RemoteSandbox:
             text = response.read(_MAX_ANSWER_BYTES)
         finally:
             connection.close()
-        # An overloaded server may answer later, so the caller retries; other faults are permanent.
+        # An overloaded server may answer later, so the caller retries. Other errors are permanent.
         if response.status >= 500 or response.status in _BUSY:
             raise _BusyError(f"HTTP {response.status}")
         if response.status != 200:

@@ -1,6 +1,6 @@
-"""Filter of system calls for sandboxed programs: calls not on a list are refused (seccomp(2)).
+"""Filter of system calls for sandboxed programs. Calls not on a list are refused (seccomp(2)).
 
-A program may start threads, but no processes and no other programs. It has no socket to the outside.
+A program may start threads, but no processes or other programs. It has no socket to the outside.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _OF_ITS_OWN = """
 kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
 utimensat:280:88
 """
-"""System calls allowed only if a program sees just its own processes and files.
+"""System calls allowed only if a program sees no other processes and files than its own.
 
-Otherwise it could signal the user's processes. Landlock does not restrict changes of files' modes and times, nor of
-their sizes before its version 3.
+Otherwise it could signal the user's processes. Landlock restricts neither files' modes and times, nor before its
+version 3 their sizes.
 """
 # Calls allowed only with certain arguments, by processor.
 _AT_CONDITION = {
@@ -60,7 +60,9 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Allowed ioctl commands, which Python itself uses: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _FILE_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1033, 1034)
-"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel send signals."""
+"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None of them makes the kernel send
+signals.
+"""
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _AF_UNIX = 1
 
@@ -84,17 +86,17 @@ def program(name: str, *, is_alone: bool) -> bytes:
     listed = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
     numbers = [int(entry[column]) for entry in listed if entry[column] != "-"]
     at_condition = _AT_CONDITION[name]
-    # A foreign architecture (such as 32-bit calls) has other call numbers, so it ends the process.
+    # Another architecture (for example 32-bit calls) has other call numbers, so it ends the process.
     steps: list[_Instruction] = [
         (_LOAD, 0, 0, _MACHINE),
         (_EQUAL, 1, 0, _ARCHITECTURE[name]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    # A filter cannot read clone3's flags. With ENOSYS glibc falls back to clone, where it can.
+    # A filter cannot read clone3's flags. After ENOSYS, glibc falls back to clone, whose flags it can read.
     steps += _if_number(at_condition["clone3"], [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)])
     steps += _if_number(at_condition["clone"], _only_if([(_ANY_BIT, 0, CLONE_THREAD)]))
-    # prlimit64 of process 0, the caller itself.
+    # Allow prlimit64 only for process 0, the caller itself.
     steps += _if_number(at_condition["prlimit64"], _only_if([(_EQUAL, 0, 0)]))
     steps += _if_number(at_condition["socketpair"], _only_if([(_EQUAL, 0, _AF_UNIX)]))
     steps += _if_number(at_condition["ioctl"], _only_if([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
@@ -131,7 +133,7 @@ _FCNTL: list[_Instruction] = [
     *_only_if([(_EQUAL, 1, command) for command in _FILE_COMMANDS]),
 ]
 _SENDTO: list[_Instruction] = [
-    # Allowed without an address: to the other end of a socket pair. The address has two 32-bit halves.
+    # Allow sending without an address: to the other end of a socket pair. The address has two 32-bit halves.
     (_LOAD, 0, 0, _ARGUMENTS + 32),
     (_EQUAL, 0, 3, 0),
     (_LOAD, 0, 0, _ARGUMENTS + 36),

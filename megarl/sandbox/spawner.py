@@ -1,7 +1,7 @@
-"""Spawner of the sandbox: a small process forking a process for each run, and ending it.
+"""Spawner of the sandbox: a small process that forks a process for each run, and ends it.
 
-The spawner passes on a run's file descriptors, and never reads the program or its output. So a run's inherited memory
-holds nothing of other runs.
+It passes on a run's file descriptors, and never reads the program or its output. So the memory inherited by a run holds
+nothing of other runs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
-    # Until here an error had to reach the starting process through stderr.
+    # Until here, stderr had to carry errors to the starting process.
     os.dup2(0, 2)
-    # Frozen objects are not touched by the garbage collector, so forks share their memory pages.
+    # The garbage collector does not touch frozen objects, so forks share their memory pages.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -55,14 +55,14 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
             os._exit(0)
         if len(descriptors) == _DESCRIPTORS:
             connection.send(json.dumps(_serve(connection, confinement, limits_of(text), descriptors)).encode())
-        # Otherwise it is a kill request for a run that has ended meanwhile.
+        # An empty list of descriptors is a request to kill a run that has ended meanwhile.
 
 
 def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     """Enter all available layers. Returns the confinement of runs, and the reasons for missing layers by name."""
     for name in _PREIMPORTED:
         importlib.import_module(name)
-    # Opened now, because the new root has no /proc.
+    # Open it now, because the new root has no /proc.
     memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     faults: dict[str, str] = {}
     layers = {"limits"}
@@ -72,7 +72,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
             namespaces.enter(start["trees"], is_root)
             layers.add("namespaces")
         except OSError as error:
-            # This process is half-way in and useless. Another spawner starts without namespaces.
+            # This process is only partly inside, and useless. Another spawner starts without namespaces.
             faults["namespaces"] = str(error.strerror)
             return Confinement(frozenset(), (), (), (), 0, False), faults
     elif is_root:
@@ -91,7 +91,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
             else:
                 faults[layer] = fault
     _import_packages(start["packages"], start["listable"])
-    # Measured after all imports: it is the address space with which each run begins.
+    # Measure after all imports: each run starts with this address space.
     used_bytes = int(os.read(memory, 200).split()[0]) * resource.getpagesize()
     os.close(memory)
     trees, listable, search_path = (tuple(start[name]) for name in ("trees", "listable", "search_path"))
@@ -106,7 +106,7 @@ def _kernel() -> tuple[int, ...]:
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
     """Import packages once for all programs, with the program's rights.
 
-    If a package fails here, its import fails again in the program.
+    An import that fails here fails again in the program.
     """
     before = list(sys.path)
     sys.path += folders
@@ -125,7 +125,7 @@ def _probe_seccomp() -> None:
 
 
 def _fault_in_child(probe: Callable[[], None]) -> str | None:
-    """Return why an irreversible step fails, tried in a separate process; None: it works."""
+    """Return why an irreversible step fails, tried in a separate process; None: it succeeds."""
     reported, report = os.pipe()
 
     def try_probe() -> None:
@@ -157,7 +157,7 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    # A pidfd can be polled together with the connection, unlike `wait`.
+    # Unlike `wait`, a pidfd can be polled together with the connection.
     ended = os.pidfd_open(child)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -166,7 +166,7 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
         ready = {descriptor for descriptor, _ in poll.poll()}
         if ended in ready:
             break
-        # Any message here is a kill request; an empty one means that the other side has gone.
+        # Any message here is a kill request. An empty one means that the other side has closed.
         message = connection.recv(MAX_MESSAGE_BYTES)
         kill_tree(child)
         if not message:
@@ -187,12 +187,12 @@ def _exit_code(status: int) -> int:
 
 
 def _run_first_process(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
-    """Run as the first process of a run's namespaces. Its end ends all processes in them."""
+    """Run as the first process of a run's namespaces. When it ends, all their processes end."""
     status = descriptors[-1]
     try:
         namespaces.mount_private_tmp(_TMP_BYTES)
         program = fork_child(lambda: _run_program(confinement, limits, descriptors))
-        # An open pipe end here would delay the end of file seen by the reader.
+        # A pipe end left open here would delay the reader's end of file.
         os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         os._exit(_exit_code(os.waitpid(program, 0)[1]))
     except BaseException as error:
@@ -207,7 +207,7 @@ def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) 
     try:
         with os.fdopen(program, "rb") as file:
             source = file.read()
-        # Move them above 0 to 2, so that dup2 does not overwrite one still needed.
+        # Move them above 2, so that dup2 overwrites none that is still needed.
         moved = [_above(descriptor) for descriptor in (stdin, stdout, stderr, status)]
         for number, descriptor in enumerate(moved[:3]):
             os.dup2(descriptor, number)
@@ -227,7 +227,9 @@ def _above(descriptor: int) -> int:
 
 
 def main() -> NoReturn:
-    """Main function of the spawner process. Arguments: the connection's descriptor, and `start` as JSON."""
+    """Main function of the spawner process. Command-line arguments: the connection's descriptor, and `start`
+    as JSON.
+    """
     control, start = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -235,7 +237,7 @@ def main() -> NoReturn:
         os.dup2(nothing, descriptor)
     os.close(nothing)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # If memory runs out, the kernel kills programs before the training.
+        # If memory runs out, the kernel then kills programs before the training.
         file.write("1000")
     os.closerange(3, control)
     spawn(control, start)

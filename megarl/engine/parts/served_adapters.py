@@ -52,5 +52,5 @@ class ServedAdapters(TrainedAdapter):
             return
         name = request.adapter or BASE
         arguments["lora_request"] = self.slots.further_request(self._indices[request.adapter], name)
-        # vLLM 0.30 tells cached blocks apart by the adapter's name alone. The salt makes this certain.
+        # vLLM 0.30 keys cached blocks by the adapter's name alone. A salt makes the distinction certain.
         arguments["prompt"]["cache_salt"] = name

@@ -1,7 +1,7 @@
-"""Containers of apptainer, which has no daemon: each program of an attempt is a call of `apptainer exec`.
+"""Containers of apptainer. It has no daemon: each program of an attempt is a call of `apptainer exec`.
 
-New files go to a layer above the image. The layer is in memory, in namespaces made by this module, and ends with the
-last process in them. The network namespace is made here too, so it does not depend on apptainer's settings.
+New files go to a layer above the image, in memory. The layer is in namespaces made by this module, and ends with the
+last process in them. The network namespace is made here too, so apptainer's settings do not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.sandbox.containers.command_lines import GET_SCRIPT, PUT_SCRIPT, SHOR
 from megarl.sandbox.containers.root_folder import NETWORK_NAMESPACE, map_users, open_loopback
 from megarl.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC, clone, mount
 
-# Every Linux has /dev/shm. Only this process sees the mount over it, and apptainer gives containers another /dev.
+# Every Linux has /dev/shm. Only this process sees the layer mounted there. Apptainer gives containers another /dev.
 _LAYER_FOLDER = "/dev/shm"
 """Folder, in memory, of a container's new files."""
 _VARIABLE_PREFIX = "APPTAINERENV_"
@@ -37,13 +37,13 @@ def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]
 
 
 class ApptainerPlace:
-    """Programs below this process, each in an `apptainer exec` above the same layer of files."""
+    """Runs each program below this process, by an `apptainer exec` above a common layer of files."""
 
-    # The kernel would count the user's other processes too, so the limit is checked by looks at `process_ids`.
+    # The kernel would also count the user's other processes. So the limit is checked by reading `process_ids`.
     has_own_users = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Run `true`, so a missing image is noticed. Raises OSError."""
+        """Run `true`, to notice a missing image. Raises OSError."""
         adopt_orphans()
         program = shutil.which("apptainer")
         if program is None:
@@ -53,7 +53,8 @@ class ApptainerPlace:
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
         arguments = exec_arguments(self._settings, request["folder"])
-        # Not as options: the keys of an attempt must not be seen in a list of processes.
+        # In the environment, because options are visible in the list of processes, and some values are keys of an
+        # attempt.
         variables = {f"{_VARIABLE_PREFIX}{name}": value for name, value in request["environment"].items()}
         return [self._program, *arguments, *request["command"]], {**os.environ, **variables}, None
 
@@ -89,16 +90,15 @@ def hold(
     is_alone: bool,
     disk_bytes: int,
 ) -> tuple[int, socket.socket | None]:
-    """Make the namespaces of a container, and call `serve` in their first process. The container ends with this
-    process.
+    """Make the namespaces of a container, and call `serve` in their first process. The container ends with it.
 
-    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_alone`
-    the container's only way out is the endpoint. Returns the first process, and a socket listening in the container's
+    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_alone`,
+    the container can reach only the endpoint. Returns the first process, and a socket listening in the container's
     network, or None.
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     user, group = os.geteuid(), os.getegid()
-    # Only root may mount, so other users become root of a new user namespace. Apptainer accepts this root.
+    # Only root may mount. Other users become root of a new user namespace, and apptainer accepts this root.
     flags = CLONE_NEWNS | (CLONE_NEWUSER if user else 0) | (NETWORK_NAMESPACE if is_alone else 0)
     ours, theirs = socket.socketpair()
 
@@ -109,7 +109,7 @@ def hold(
         mount("", "/", "", MS_REC | MS_PRIVATE)
         mount("tmpfs", _LAYER_FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0700")
         Path(_LAYER_FOLDER, "layer").mkdir()
-        # A socket stays in the network in which it was opened, whoever accepts on it.
+        # A socket stays in the network where it was opened, whichever process accepts on it.
         if is_alone:
             with open_loopback() as listener:
                 socket.send_fds(theirs, [b"listening"], [listener.fileno()])
@@ -122,7 +122,7 @@ def hold(
 
     first = fork_child(begin, lambda: clone(flags))
     os.close(proc)
-    # `recv_fds` would never return for a child without a listener if this end stayed open.
+    # If this end stayed open, `recv_fds` would never return for a child without a listener.
     theirs.close()
     _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
     return first, socket.socket(fileno=listeners[0]) if listeners else None

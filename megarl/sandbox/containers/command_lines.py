@@ -1,7 +1,7 @@
 """Containers of podman and docker, through their command lines.
 
-A container's main program waits for the end of its input, a pipe from the keeper process. When the keeper ends, the
-container therefore ends too, and `--rm` removes it.
+A container's main program waits for the end of its input, a pipe from the keeper process. So the container ends with
+the keeper, and `--rm` removes it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ _START_SECONDS = 300.0
 """Seconds for a container to start. The download of its image does not count."""
 SHORT_SECONDS = 60.0
 """Seconds for any other short command."""
-# A waiting shell reaps the processes that programs leave. As zombies they would use up the limit of processes.
-# `kill_all` kills `cat`, and the end of the input ends it with success.
+# A waiting shell reaps processes left by programs. As zombies they would use up the limit of processes. `kill_all`
+# kills `cat`, so the loop restarts it. At the end of the input, `cat` succeeds and the loop ends.
 _MAIN = "until cat; do :; done"
 """Main program of a container, run by its shell until its input ends."""
-# podman's root folder is read-only by its mode, so without these root could not even make /tests.
+# podman's root folder is read-only by its mode. Without these capabilities, root could not even create /tests.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")
-"""Capabilities of root in the container. They apply to the container's own files; folders of the machine are
-read-only.
-"""
+"""Capabilities of root in the container. They apply only to the container's own files."""
 # Base64, because `run_command` passes input and output as text, and files are bytes.
 PUT_SCRIPT = 'rm -rf "$1" && mkdir -p "$1" && base64 -d | tar -x -f - -C "$1"'
 GET_SCRIPT = 'test -f "$1" && head -c "$2" "$1" | base64'
@@ -47,7 +45,7 @@ GET_SCRIPT = 'test -f "$1" && head -c "$2" "$1" | base64'
 def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     """Return the arguments of podman or docker that start a container for `owner`, a process id."""
     limits = settings["limits"]
-    # Without a pull a missing image fails at once. A download could exceed `_START_SECONDS`.
+    # Without a pull, a missing image fails at once. A download could exceed `_START_SECONDS`.
     arguments = ["run", "--rm", "--interactive", "--pull=never", "--name", settings["name"]]
     arguments += ["--label", f"{_owner_label()}={owner}", "--cap-drop=ALL"]
     arguments += [*(f"--cap-add={name}" for name in _CAPABILITIES), "--security-opt=no-new-privileges"]
@@ -55,7 +53,7 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     if limits["processes"] is not None:
         arguments.append(f"--pids-limit={limits['processes']}")
     if limits["memory_bytes"] is not None:
-        # Equal limits mean no swap.
+        # With both limits equal, there is no swap.
         arguments += [f"--memory={limits['memory_bytes']}", f"--memory-swap={limits['memory_bytes']}"]
     if limits["cpus"] is not None:
         arguments.append(f"--cpus={limits['cpus']:g}")
@@ -73,7 +71,7 @@ class CommandLinePlace:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Start the container. Raises OSError if it does not start."""
         adopt_orphans()
-        # podman's monitor writes a file `oom` into its folder when memory runs out (conmon 2.1). Here it cannot.
+        # When memory runs out, podman's monitor writes a file `oom` into its folder (conmon 2.1). Here it cannot.
         os.chdir("/proc")
         program = shutil.which(settings["kind"])
         if program is None:
@@ -81,7 +79,7 @@ class CommandLinePlace:
         self._program, self._name = program, settings["name"]
         self._environment = dict(os.environ)
         self._remove_leftovers()
-        # A program that inherited the writing end would keep the container alive after the keeper.
+        # If a program inherited the writing end, the container would outlive the keeper.
         reading, self._writing = os.pipe2(os.O_CLOEXEC)
         with os.fdopen(reading, "rb") as stdin:
             self._main = LaunchedProgram(
@@ -98,7 +96,7 @@ class CommandLinePlace:
 
         def enter() -> None:
             try:
-                # As an ordinary user, the rights over the network come with the container's user namespace.
+                # An ordinary user has the rights over the network only within the container's user namespace.
                 if os.geteuid() != 0:
                     _enter(self.pid, "user")
                 _enter(self.pid, "net")
@@ -115,7 +113,7 @@ class CommandLinePlace:
         return socket.socket(fileno=listeners[0])
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
-        # Only names of variables: lists of processes must not show the keys of an attempt.
+        # Names only: values would show keys of the attempt in the list of processes.
         names = [part for name in request["environment"] for part in ("--env", name)]
         folder = ["--workdir", request["folder"]] if request["folder"] else []
         command = [self._program, "exec", "--interactive", *names, *folder, self._name, *request["command"]]
@@ -128,8 +126,8 @@ class CommandLinePlace:
         return None
 
     def kill_all(self) -> None:
-        # The clients of `exec` go first. One that waits for a reader of its output can block docker's daemon, and the
-        # next `exec` with it. The container's monitors must live: they hold its input open, and it ends with its input.
+        # Kill the clients of `exec` first. A client waiting for a reader of its output can block docker's daemon, and
+        # so the next `exec`. The monitors must live: they hold the container's input open, and it ends with its input.
         for pid in descendants(os.getpid()):
             if pid not in self._monitors:
                 with suppress(OSError):
@@ -158,7 +156,7 @@ class CommandLinePlace:
             if self._main.exit_code(0.1) is not None:
                 with self._main.stderr as errors:
                     raise OSError(" ".join(errors.read().decode(errors="replace").split())[-400:])
-            # `inspect` fails until the container exists, and prints 0 before its first process.
+            # `inspect` fails until the container exists. It prints 0 until the first process starts.
             with suppress(OSError):
                 pid = int(self._run("inspect", "--format", "{{.State.Pid}}", self._name) or 0)
                 if pid:
@@ -167,13 +165,11 @@ class CommandLinePlace:
         raise OSError(f"the container did not start within {_START_SECONDS:g} s")
 
     def _remove_leftovers(self) -> None:
-        """Remove containers whose owner has ended. A container remains only if its daemon was killed together with the
-        owner.
-        """
+        """Remove containers whose owner has ended. They remain if the daemon was killed together with the owner."""
         containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_owner_label()}").split()
         if not containers:
             return
-        # Only `inspect` has one template for podman and docker. It fails if one of them was removed meanwhile.
+        # Only `inspect` has a template common to podman and docker. It fails if a container was removed meanwhile.
         template = f'{{{{.Id}}}} {{{{index .Config.Labels "{_owner_label()}"}}}}'
         listed = run_command([self._program, "inspect", "--format", template, *containers], seconds=SHORT_SECONDS)
         for line in listed.stdout.splitlines():
@@ -194,7 +190,7 @@ class CommandLinePlace:
 
 def _owner_label() -> str:
     """Return the name of the label holding the process id of a container's owner."""
-    # A daemon serves other users and namespaces too. Their owners' ids are hidden here, or those of other processes.
+    # A daemon also serves other users and namespaces. There, an owner's id is hidden, or means another process.
     place = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
     return f"megarl-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
@@ -211,9 +207,9 @@ def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
 
 
 def decode_file(text: str, path: str, max_bytes: int) -> bytes:
-    """Return the file that `GET_SCRIPT` printed. Raises OSError for a file of more than `max_bytes` bytes.
+    """Return the file printed by `GET_SCRIPT`. Raises OSError if it has more than `max_bytes` bytes.
 
-    The script must get `max_bytes + 1`, so a longer file shows.
+    Let the script get `max_bytes + 1` bytes, so that a longer file is noticed.
     """
     content = base64.b64decode(text)
     if len(content) > max_bytes:

@@ -1,4 +1,4 @@
-"""A container as the process that starts it sees it: start, programs, files, lease and end."""
+"""A container as seen by the process that starts it: start, programs, files, lease and end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megarl.processes.supervised_process import SupervisedProcess
 from megarl.sandbox.containers.outliving import connect_to, launch_outliving, remove_socket
 from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
-# Six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do not end a container.
+# Time for six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do no harm.
 LEASE_SECONDS = 60.0
-"""Seconds from the last renewal of a lease to the end of the container."""
+"""Seconds from a lease's last renewal to the end of the container."""
 COMMAND_LINES = ("podman", "docker")
 """Kinds of containers controlled by command-line programs."""
 _USER_SETTINGS = (
@@ -32,10 +32,10 @@ _USER_SETTINGS = (
     "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
     "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
 )  # fmt: skip
-"""Environment variables leading podman, docker and apptainer to their settings, images and daemon."""
-# As long as the keeper may take to remove a container (`command_lines._SECONDS`).
+"""Environment variables through which podman, docker and apptainer find their settings, images and daemon."""
+# The keeper may take this long to remove a container (`command_lines._SECONDS`).
 _REMOVAL_SECONDS = 60.0
-# Longer than podman and docker may take (`command_lines._START_SECONDS`), so the keeper itself reports a late start.
+# Longer than a start of podman or docker (`command_lines._START_SECONDS`), so the keeper itself reports a late one.
 _TRIAL_SECONDS = 330.0
 """Seconds to wait for a keeper's first message."""
 # The interpreter starts without site packages, so the script adds the folder of megarl to its path.
@@ -48,7 +48,7 @@ main()
 
 
 class ContainerError(Exception):
-    """Raised if a container does not start, is lost, or refuses a request. The text is `KIND: reason`."""
+    """Raised if a container does not start, is lost, or rejects a request. The text is `KIND: reason`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class ContainerSettings:
     kind: str
     name: str
     address: tuple[str, int]
-    """Address of the policy's endpoint, as this node reaches it."""
+    """Address of the policy's endpoint, as seen from this node."""
     image: str | None = None
     folders: tuple[str, ...] = ()
     network: str = "endpoint"
     limits: Limits = field(default_factory=Limits)
     lease_seconds: float = LEASE_SECONDS
     outlives_host: bool = False
-    """Whether the container lives on after its host process, until the lease ends. A later host can `adopt` it."""
+    """Whether the container outlives its host process, until the lease ends. A later host can `adopt` it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Executed:
     stderr: str
     outcome: str
     refused: str
-    """Why the program could not be started; empty: it was started."""
+    """Why the program could not be started; empty: it was."""
 
 
 class Container:
@@ -86,7 +86,7 @@ class Container:
     def __init__(self, settings: ContainerSettings) -> None:
         self.settings = settings
         self.url = ""
-        """Base URL of the policy's endpoint, as the container's programs reach it."""
+        """Base URL of the policy's endpoint, as seen by the container's programs."""
         self.seconds_to_start = 0.0
         self.running = ""
         """Label of the program that was running when the container was adopted; empty: none."""
@@ -94,7 +94,7 @@ class Container:
         """Seconds since the program in `running` began; 0: there is none."""
         self._launched: LaunchedProgram | None = None
         self._supervisor: int | None = None
-        """Pidfd of the process that ends last. Only for a container outliving its host."""
+        """Pidfd of the process that ends last, for a container that outlives its host."""
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: SupervisedProcess | None = None
@@ -107,11 +107,11 @@ class Container:
         try:
             if self.settings.outlives_host:
                 self._launched, connection = launch_outliving(self.settings.name, *_keeper(self.settings))
-                # From the start, so that `stop` has a limit of time for a keeper that does not answer yet.
+                # Set before the keeper answers, so that `stop` can limit its wait.
                 self._supervisor = os.pidfd_open(self._launched.pid)
             else:
                 self._process = start_keeper(self.settings)
-                # A duplicate: the process closes its own end when it is stopped.
+                # A duplicate, because the process closes its own end when it is stopped.
                 connection = self._process.connection.dup()
         except OSError as error:
             raise ContainerError(f"OSError: {error.strerror or error}") from error
@@ -124,9 +124,7 @@ class Container:
         self.seconds_to_start = time.monotonic() - began
 
     async def adopt(self) -> None:
-        """Take over the container that an earlier host started under this name. Raises ContainerError if it has
-        ended.
-        """
+        """Take over the container started under this name by an earlier host. Raises ContainerError if it has ended."""
         try:
             await self._meet(connect_to(self.settings.name))
             self.renew()
@@ -134,7 +132,7 @@ class Container:
             raise ContainerError("ContainerLost: the container has ended") from error
 
     async def _meet(self, connection: socket.socket) -> None:
-        """Read the keeper's first message. Raises ContainerError if the keeper refuses."""
+        """Read the keeper's first message. Raises ContainerError if it is an error."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         first = await _read_frame(reader)
         if "refused" in first:
@@ -175,7 +173,7 @@ class Container:
         try:
             answer = await self._request(do, **fields)
         except asyncio.CancelledError:
-            # The message needs no number, because a container runs one program at a time.
+            # No number is needed, because a container runs one program at a time.
             self._send({"do": "cancel"})
             raise
         return Executed(**answer)
@@ -197,7 +195,7 @@ class Container:
         self._send({"do": "renew"})
 
     async def leave(self) -> None:
-        """Close the connection. A container outliving its host continues; any other is stopped."""
+        """Close the connection. A container that outlives its host continues; any other is stopped."""
         if not self.settings.outlives_host:
             await self.stop()
             return
@@ -214,7 +212,8 @@ class Container:
             await self._stop_outliving()
         if self._process is not None:
             if self._writer is not None and self.settings.kind in COMMAND_LINES:
-                # The end of the connection lets the keeper remove the container; a killed one leaves that to a daemon.
+                # At the end of the connection, the keeper removes the container. A killed keeper would leave this to a
+                # daemon.
                 self._writer.write_eof()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_REMOVAL_SECONDS):
@@ -231,7 +230,7 @@ class Container:
             self._send({"do": "stop"})
             self._writer.write_eof()
         elif self._launched is not None:
-            # The start was cancelled before the keeper could be asked.
+            # The start was cancelled before the keeper could be asked to end.
             self._launched.kill()
         if self._supervisor is not None:
             if not await _is_readable(self._supervisor, _REMOVAL_SECONDS):
@@ -244,7 +243,7 @@ class Container:
 
     async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
         assert self._reading is not None, "requests come after the start"
-        # Without its reader the future of a new request would never be resolved.
+        # Without the reading task, a new request would never be answered.
         if self._reading.done():
             raise ContainerError("ContainerLost: the container has ended")
         number = next(self._numbers)
@@ -269,7 +268,7 @@ class Container:
         try:
             while True:
                 answer = await _read_frame(reader)
-                # The answer to a cancelled request has no reader.
+                # A cancelled request has no reader for its answer.
                 if (future := self._answers.get(answer.get("id", 0))) is not None and not future.done():
                     future.set_result(answer)
         except (EOFError, OSError, FrameError):
@@ -297,7 +296,7 @@ def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
     # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]
     values = json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})
-    # A rootless podman finds its images by HOME, and its running containers by XDG_RUNTIME_DIR.
+    # A rootless podman finds its images through HOME, and its running containers through XDG_RUNTIME_DIR.
     names = _USER_SETTINGS if settings.kind in (*COMMAND_LINES, "apptainer") else ()
     user_settings = {name: os.environ[name] for name in names if name in os.environ}
     return [*command, values], {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", **user_settings}

@@ -1,7 +1,7 @@
-"""Host of one node's containers: starts them, passes requests to them, renews their leases, and ends them.
+"""Host of one node's containers: starts them, passes on requests, renews leases, and ends them.
 
-The host runs in the driver, or in the agent process of another node. Both are reached alike, because requests and
-answers are JSON values.
+The host runs in the driver, or in the agent process of another node. Requests and answers are JSON values, so both are
+called in the same way.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ContainerHost:
         """Tasks running a program, by the name of its container."""
 
     async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out a request, and return its answer. A failure gives an answer with `error`, as `KIND: reason`."""
+        """Execute a request, and return its answer. After a failure, the answer has `error`, as `KIND: reason`."""
         try:
             return await getattr(self, f"_{verb}")(**fields)
         except ContainerError as error:
             return {"error": str(error)}
 
     async def close(self) -> None:
-        """End all containers, except those outliving their host."""
+        """End all containers, except those that outlive their host."""
         containers, self._containers = self._containers, {}
         await asyncio.gather(*(container.leave() for container in containers.values()))
 
@@ -46,26 +46,24 @@ class ContainerHost:
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over a container started by an earlier host. `seconds_running` of the answer is 0 without a running
-        program.
-        """
+        """Take over a container started by an earlier host. The answer's `seconds_running` is 0 if no program runs."""
         container = Container(_read_settings(settings))
         await self._hold(container, container.adopt())
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
 
     async def _end_earlier(self, name: str) -> dict[str, Any]:
-        """End a container started by an earlier host process, unless it has ended."""
-        # Its other settings are known to its keeper.
+        """End a container started by an earlier host, unless it has ended."""
+        # Its keeper knows its other settings.
         settings = ContainerSettings(kind="process", name=name, address=("", 0), outlives_host=True)
         container = Container(settings)
         with suppress(ContainerError):
             await container.adopt()
-        # Also of an ended one: it closes the connection, and removes the file of the socket.
+        # Stop an ended container too, to close the connection and remove the socket's file.
         await container.stop()
         return {}
 
     async def _hold(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
-        """Store a container once it has started. A stop request meanwhile cancels the start."""
+        """Start a container and store it. A stop request meanwhile cancels the start."""
         task = asyncio.current_task()
         assert task is not None, "requests are carried out in tasks"
         name = container.settings.name
@@ -75,7 +73,7 @@ class ContainerHost:
                 await starting
             finally:
                 del self._starting[name]
-        # The container may run already, but `close` ends only containers in `_containers`.
+        # The container may already run, but `close` ends only the containers in `_containers`.
         except BaseException:
             await container.stop()
             raise
@@ -91,12 +89,12 @@ class ContainerHost:
         running = asyncio.create_task(ending)
         self._running[name] = running
         try:
-            # `wait` does not raise the task's cancellation, so `_cancel` differs from a cancelled request.
+            # `wait` does not raise the task's cancellation, so it differs from a cancellation of this request.
             await asyncio.wait({running})
         finally:
             running.cancel()
             del self._running[name]
-        # Cancelled by `_cancel`, and not because the host ends.
+        # `_cancel` cancelled it, not the end of the host.
         if running.cancelled():
             raise ContainerError("Cancelled: the program was ended")
         return asdict(running.result())
@@ -114,11 +112,11 @@ class ContainerHost:
         return {"content": await self._find(name).get(path, max_bytes)}
 
     async def _stop(self, name: str) -> dict[str, Any]:
-        # An agent on another node does not see that the driver cancelled its start.
+        # An agent on another node does not notice that the driver cancelled its start.
         if (starting := self._starting.get(name)) is not None:
             starting.cancel()
             await asyncio.wait({starting})
-        # Removed before the wait, so that a second stop and renewals skip it.
+        # Remove it before the wait, so that a second stop and renewals skip it.
         if (container := self._containers.pop(name, None)) is not None:
             await container.stop()
         return {}

@@ -1,6 +1,4 @@
-"""Keeper: one process for each container. It sets up the container, and serves its host's connection. Both end
-together.
-"""
+"""Keeper: one process per container. It sets up the container and serves its host's connection. Both end together."""
 
 from __future__ import annotations
 
@@ -38,19 +36,19 @@ from megarl.sandbox.namespaces import become_user, unprivileged_users
 
 
 def main() -> NoReturn:
-    """Run the keeper. Arguments of the command: settings as JSON, and the descriptor of the connection.
+    """Run the keeper. Command-line arguments: settings as JSON, and the descriptor of the connection.
 
-    If the container outlives its host, the descriptor is a listening socket. Hosts connect there one after another.
+    If the container outlives its host, the descriptor is a listening socket, and hosts connect one after another.
     """
     settings, connection = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     listener: socket.socket | None = None
     if settings["outlives_host"]:
         listener, (connection, _) = connection, connection.accept()
         listener.set_inheritable(False)
-    # A program that inherited the connection could answer the host, and would hold it open after the keeper's end.
+    # A program that inherited the connection could answer the host, and would keep it open after the keeper's end.
     connection.set_inheritable(False)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # If memory runs out, the kernel kills programs before the training.
+        # If memory runs out, the kernel then kills programs before the training.
         file.write("1000")
     try:
         _HOLD[settings["kind"]](settings, connection, listener)
@@ -62,7 +60,7 @@ def main() -> NoReturn:
 def _hold_programs(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
     url, address = _url(settings["address"]), tuple(settings["address"])
     if listener is not None:
-        # The relay holds connections while there is no driver.
+        # Without a driver, the relay lets connections wait.
         entrance = socket.create_server(("127.0.0.1", 0), backlog=256)
         Relay(entrance, address, settings["lease_seconds"])
         url = _url(entrance.getsockname())
@@ -97,12 +95,12 @@ def _hold_apptainer(settings: dict[str, Any], connection: socket.socket, listene
 
     disk_bytes = settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES
     first, entrance = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=disk_bytes)
-    # The host reads the end of the container only if no other process holds its end of the connection.
+    # The host notices the container's end only if no other process has this end of the connection open.
     connection.close()
     if listener is not None:
         listener.close()
     relay = Relay(entrance, tuple(settings["address"]), _patience(settings)) if entrance is not None else None
-    # The relay's threads do the rest.
+    # Only wait: the relay works in threads.
     select.select([os.pidfd_open(first)], [], [])
     del relay
     os._exit(0)
@@ -122,7 +120,7 @@ def _serve(
 
 
 def _patience(settings: dict[str, Any]) -> float:
-    """Return the seconds for which connections wait while the endpoint is absent."""
+    """Return the seconds for which connections wait for an absent endpoint."""
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 
@@ -135,18 +133,18 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
         python=tuple(settings["python"]),
         disk_bytes=settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES,
     )
-    # Opened first: maps of users can be written only in the machine's /proc, which the new root lacks.
+    # Open it first: user maps can be written only in the machine's /proc, and the new root has none.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if is_root:
-        # With root's rights: perhaps only root can read the folders. No program of the container has them.
-        # Chosen first: the owners of the mounts are mapped to this user.
+        # Build with root's rights, because perhaps only root can read the folders. The container's programs lose them.
+        # Choose the user first, because the mounts' owners are mapped to this user.
         user = unprivileged_user(proc)
         users = root_as(user, proc)
         unshare(CLONE_NEWNS)
         root.build(users)
         os.close(users)
         become_user(user)
-        # The kernel forgets the death signal with a change of the user.
+        # The kernel forgets the death signal when the user changes, so set it again.
         die_with(parent)
     user, group = os.geteuid(), os.getegid()
     is_alone = settings["network"] == "endpoint"
@@ -162,7 +160,7 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
             finish_root()
             if (cpus := settings["limits"]["cpus"]) is not None:
                 _use_cpus(math.ceil(cpus))
-            # A socket stays in the network in which it was opened, whoever accepts on it.
+            # A socket stays in the network where it was opened, whichever process accepts on it.
             if is_alone:
                 with open_loopback() as entrance:
                     socket.send_fds(theirs, [b"listening"], [entrance.fileno()])
@@ -182,17 +180,17 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
 
     first = fork_child(begin, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
     os.close(proc)
-    # `recv_fds` would never return for a child without a listener if this end stayed open.
+    # If this end stayed open, `recv_fds` would never return for a child without a listener.
     theirs.close()
-    # The host reads the end of the container only if no other process holds its end of the connection.
+    # The host notices the container's end only if no other process has this end of the connection open.
     connection.close()
     if listener is not None:
         listener.close()
-    # Without a listener the container has the machine's network, or did not start.
+    # No listener: the container uses the machine's network, or did not start.
     _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
     address = tuple(settings["address"])
     relay = Relay(socket.socket(fileno=listeners[0]), address, _patience(settings)) if listeners else None
-    # The relay's threads do the rest.
+    # Only wait: the relay works in threads.
     select.select([os.pidfd_open(first)], [], [])
     del relay
     os._exit(0)
@@ -209,14 +207,14 @@ _HOLD = {
 
 
 def unprivileged_user(proc: int) -> int:
-    """Return the id of a user without rights, known in this process's user namespace.
+    """Return the id of a user without rights, existing in this process's user namespace.
 
     Raises PermissionError if there is none.
     """
     with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     for user in unprivileged_users():
-        # Root of a rootless container can change only to users mapped into it.
+        # Root of a rootless container can become only a user mapped into it.
         if any(first <= user < first + length for first, _, length in ranges):
             return user
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")
@@ -227,7 +225,7 @@ def _use_cpus(number: int) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     if number > len(cpus):
         raise OSError(f"the task needs {number} CPUs, and this machine has {len(cpus)}")
-    # A random choice, so that the containers of a node share its CPUs evenly.
+    # At random, so that the containers share the node's CPUs evenly.
     os.sched_setaffinity(0, random.sample(cpus, number))
 
 

@@ -1,7 +1,6 @@
-"""Containers outliving their host: how they are started, and how a later host reaches them.
+"""Containers that outlive their host: their start, and the connection of a later host.
 
-Such a container listens on a Unix socket of this machine. Its supervisor has no parent process. It ends with
-its lease.
+They listen on a Unix socket of this machine. Their supervisor has no parent process, and ends with the lease.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
-# Not TMPDIR: a node's agent sets it to a private folder, which is removed with the agent.
+# Not TMPDIR: a node's agent sets it to a private folder, and removes this folder at its end.
 _FOLDER = "/tmp/megarl-containers-{user}"
 _NEW_SECONDS = 60.0
 """Minimum age of a socket's file before it may be removed, in seconds."""
@@ -47,7 +46,7 @@ def launch_outliving(
         listener.listen()
         number = listener.fileno()
         settings = {"command": [*command, str(number)], "control": None, "connection": number, "log_file": None}
-        # Before the start: else a keeper whose host is killed in between would wait for a host forever.
+        # Connect before the start: if the host is killed in between, the keeper would wait for a host for ever.
         connection = connect_to(name)
         try:
             launched = LaunchedProgram(
@@ -64,7 +63,7 @@ def launch_outliving(
 
 
 def connect_to(name: str) -> socket.socket:
-    """Connect to a container of this machine by its name. Raises OSError if there is none."""
+    """Connect to a container of this machine by its name. Raises OSError if it does not exist."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(os.fspath(_folder() / _file_name(name)))
@@ -90,7 +89,7 @@ def _folder() -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     facts = folder.lstat()
-    # Any user may create it first, and would then reach the containers.
+    # Any user may have created it first, and could then reach the containers.
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(f"{folder} belongs to another user, or others can read it; remove it")
     return folder
@@ -98,14 +97,14 @@ def _folder() -> Path:
 
 @cache
 def _remove_ended(folder: Path) -> None:
-    """Remove the sockets of containers that ended without a host. The cache lets each process do this only once."""
+    """Remove the sockets of containers that ended without a host. Because of the cache, a process does this once."""
     for file in folder.iterdir():
         with socket.socket(socket.AF_UNIX) as probe:
             try:
-                # Before it listens, the socket of another process's new container refuses connections too.
+                # Until it listens, a new container's socket refuses connections like an ended one's.
                 if time.time() - file.lstat().st_mtime < _NEW_SECONDS:
                     continue
-                # A living keeper may have a full queue, and a blocking call would then wait.
+                # A living keeper's queue may be full. A blocking call would then wait.
                 probe.setblocking(False)
                 probe.connect(os.fspath(file))
             except ConnectionRefusedError:
@@ -115,5 +114,5 @@ def _remove_ended(folder: Path) -> None:
 
 
 def _file_name(name: str) -> str:
-    # A socket's path has at most 107 bytes (unix(7)).
+    # A socket's path has at most 107 bytes (unix(7)), so hash the name.
     return hashlib.sha256(name.encode()).hexdigest()[:32]

@@ -28,7 +28,7 @@ class MachinePlace:
     has_own_users = False
 
     def __init__(self) -> None:
-        # Before the first program, so that no descendant can escape.
+        # Set this before the first program starts, so that no descendant can escape.
         adopt_orphans()
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
@@ -51,7 +51,7 @@ class MachinePlace:
 
 
 class NamespacePlace:
-    """Programs below this process, the first one of its namespaces."""
+    """Runs programs below this process, the first one of its namespaces."""
 
     has_own_users = True
 
@@ -59,7 +59,7 @@ class NamespacePlace:
         return request["command"], {**_VARIABLES, **request["environment"]}, request["folder"] or WORK_FOLDER
 
     def process_ids(self) -> list[int]:
-        # Process 1 is this one.
+        # Process 1 is this process.
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def free_disk_bytes(self) -> int | None:
@@ -67,9 +67,9 @@ class NamespacePlace:
         return space.f_bavail * space.f_frsize
 
     def kill_all(self) -> None:
-        # A program may fork while it is killed, so this repeats until no child is left.
+        # A program may fork while it is killed, so repeat until no child is left.
         while True:
-            # Process -1 is every process of the namespace but this one.
+            # kill(-1) reaches every process of the namespace except this one.
             with suppress(ProcessLookupError):
                 send_signal(-1, signal.SIGKILL)
             try:
@@ -88,7 +88,7 @@ class NamespacePlace:
             os.chmod(place, mode & 0o777)
 
     def get(self, path: str, max_bytes: int) -> bytes:
-        # Programs may have left a pipe or a device in place of a file. Opening one must not wait for a writer.
+        # A program may have replaced the file by a pipe or a device. Opening it must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -100,7 +100,7 @@ class NamespacePlace:
 
 
 def _clear(folder: str) -> None:
-    """Remove a folder. Remove also links and files that a program left in place of the folders above it."""
+    """Remove a folder. If a program replaced a parent folder by a link or a file, remove this too."""
     place = ""
     for name in folder.strip("/").split("/"):
         place += f"/{name}"

@@ -1,4 +1,4 @@
-"""Relay of connections from a container to the policy's endpoint, the container's only way out."""
+"""Relay of connections from a container to the policy's endpoint. The container can reach nothing else."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from contextlib import suppress
 
 _PART_BYTES = 64 << 10
-# Each connection takes two threads of the keeper, and a program may open connections without end.
+# A connection takes two threads of the keeper, and a program may open any number of connections.
 _MAX_CONNECTIONS = 64
 """Maximum connections of one container at once. Further connections wait."""
 _RETRY_SECONDS = 0.25
-"""Seconds between two tries to reach an absent endpoint."""
+"""Seconds between two tries to connect to an absent endpoint."""
 
 
 class Relay:
@@ -28,7 +28,7 @@ class Relay:
 
     def _accept(self) -> None:
         while True:
-            # Further clients wait in the kernel's queue.
+            # The kernel's queue holds further clients.
             self._places.acquire()
             try:
                 client, _ = self._listener.accept()
@@ -42,7 +42,7 @@ class Relay:
                 sending = threading.Thread(target=_copy, args=(client, server), daemon=True)
                 sending.start()
                 _copy(server, client)
-                # The endpoint has answered and closed; the client may still hold its own side open.
+                # The endpoint has answered and closed, but the client may keep its own side open.
                 with suppress(OSError):
                     client.shutdown(socket.SHUT_RD)
                 sending.join()
@@ -64,10 +64,10 @@ class Relay:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Pass bytes until the source ends, and then end the target's input."""
+    """Copy bytes until the source ends. Then end the target's input."""
     with suppress(OSError):
         while part := source.recv(_PART_BYTES):
             target.sendall(part)
-    # Only this direction ends: the other one may still carry an answer.
+    # End only this direction, because the other may still carry an answer.
     with suppress(OSError):
         target.shutdown(socket.SHUT_WR)

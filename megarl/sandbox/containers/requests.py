@@ -1,7 +1,7 @@
-"""Loop of a container: executes the host's requests within limits, and ends the container when its lease ends.
+"""Request loop of a container: executes the host's requests within limits, and ends the container with its lease.
 
 Messages are length-prefixed JSON (`processes.frames`). The loop runs in the first process of the container's
-namespaces, or outside the container, where it can see and kill the programs.
+namespaces, or outside of the container, where it can see and kill the programs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TICK_SECONDS = 0.1
 """Seconds between two checks of a running program's processes and memory."""
 _PART_BYTES = 64 << 10
 _SPARE_TASKS = 64
-"""Tasks that the kernel allows beyond the limit, so a check can notice the excess."""
+"""Tasks allowed by the kernel beyond the limit, so that a check can notice the excess."""
 
 
 DEFAULT_DISK_BYTES = 4 << 30
@@ -51,11 +51,11 @@ class Limits:
     output_bytes: int | None = None
     """Maximum bytes printed by one program."""
     cpus: float | None = None
-    """CPUs used at once. Namespaces have no quota: there programs are bound to this number of CPUs, rounded up."""
+    """CPUs used at once. Namespaces have no quota, so their programs are bound to this number of CPUs, rounded up."""
 
 
 class Place(Protocol):
-    """Where a container's programs run, and how they are started and killed there."""
+    """The place where a container's programs run. It starts and kills them."""
 
     has_own_users: bool
     """Whether the kernel counts the container's processes separately, because it has a user namespace."""
@@ -115,7 +115,7 @@ class RequestLoop:
         self._label, self._began, self._answered_id = "", 0.0, 0
         """Label, start time and request number of the running program."""
         self._results: dict[str, dict[str, Any]] = {}
-        """Results of ended programs by their labels. A program's host may have ended before the program did."""
+        """Results of ended programs by label, for a later host if the earlier one ended first."""
         self._deferred: dict[str, Any] | None = None
         """Request to execute after the running program has ended."""
 
@@ -126,13 +126,13 @@ class RequestLoop:
             while True:
                 request, self._deferred = self._deferred, None
                 request = request or self._next_request(None)
-                # A program may end before the host's message that cancels it arrives.
+                # A program may end before the host's request to cancel it arrives.
                 if request is not None and request["do"] != "cancel":
                     self._answer(request)
         except LeaseEndedError:
             return
         finally:
-            # Whatever ends the loop, also an error of this module.
+            # Do this whatever ends the loop, even an error of this module.
             self._place.kill_all()
 
     def _answer(self, request: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ class RequestLoop:
                 case "join" if request["label"] in self._results:
                     answer = self._results[request["label"]]
                 case "join":
-                    # The earlier host ended before it could start the program.
+                    # The earlier host ended before it started the program.
                     answer = {"error": "the container has no such program", "kind": "ContainerLost"}
                 case "put":
                     self._place.put(request["folder"], _decoded_files(request["files"]))
@@ -160,7 +160,7 @@ class RequestLoop:
 
     def _greet(self) -> None:
         """Send the first message to a host. `running` is the label of the running program; empty: there is none."""
-        # The end of an earlier program is known (`_results`), so no time limit applies to it any more.
+        # An earlier program has ended, so it no longer has a time limit.
         seconds = time.monotonic() - self._began if self._label else 0.0
         self._send({"ready": True, **self._facts, "running": self._label, "seconds": seconds})
 
@@ -180,7 +180,7 @@ class RequestLoop:
         self._connection = None
 
     def _next_request(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next request other than a renewal. None: there was none within `seconds`, or it was a renewal.
+        """Return the next request. None: it was a renewal, or none came within `seconds`.
 
         Raises LeaseEndedError.
         """
@@ -191,14 +191,14 @@ class RequestLoop:
         if select.select([source], [], [], max(wait, 0.0))[0]:
             try:
                 if self._connection is None:
-                    # Not a renewal: a host that looks for ended containers connects too.
+                    # Not a renewal: a host that looks for ended containers also connects.
                     self._connection, _ = source.accept()
                     self._connection.set_inheritable(False)
                     self._greet()
                     return None
                 request = receive(self._connection, MAX_MESSAGE_BYTES, within(_MESSAGE_SECONDS))
             except (EOFError, OSError, FrameError):
-                # After a broken frame the start of the next one is unknown, so the connection is useless.
+                # After a broken frame, the start of the next one is unknown. Give up this connection.
                 self._lose_host()
                 return None
             if request["do"] == "stop":
@@ -213,7 +213,7 @@ class RequestLoop:
     def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Run a program to its end or a limit, kill all processes of the container, and return the program's output."""
         command, environment, folder = self._place.command(request)
-        # Without a user namespace the kernel would also count the user's other processes, such as the training's.
+        # Without a user namespace, the kernel would also count the user's other processes, for example the training's.
         max_tasks = self._limits.processes if self._place.has_own_users else None
         program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
         self._label, self._began = request["label"], time.monotonic()
@@ -221,7 +221,7 @@ class RequestLoop:
             outcome = self._watch(program)
         finally:
             self._label = ""
-            # First all writers of the pipes; a child in the background would hold them open.
+            # Kill all writers of the pipes first, because a child in the background would keep them open.
             self._place.kill_all()
         program.drain()
         printed = {name: tail.text() for name, tail in zip(("stdout", "stderr"), program.tails.values(), strict=True)}
@@ -234,12 +234,12 @@ class RequestLoop:
             if request is not None and request["do"] == "join" and request["label"] == self._label:
                 self._answered_id = request["id"]
             elif request is not None:
-                # A later host goes on from the end of an earlier program.
+                # A later host continues after the end of an earlier program.
                 self._deferred = None if request["do"] == "cancel" else request
                 return "Cancelled: the host ended the program"
             if excess := self._excess(program):
                 return excess
-        # A program that cannot fork may end between two looks. Its children in the background still count.
+        # A program that cannot fork may end between two checks. Its children in the background still count.
         return self._excess(program)
 
     def _excess(self, program: _Program) -> str:
@@ -247,16 +247,16 @@ class RequestLoop:
         limits = self._limits
         if limits.output_bytes is not None and program.num_printed > limits.output_bytes:
             return f"OutputLimit: the program printed more than {limits.output_bytes} bytes"
-        # Processes may end between the two reads.
+        # A process may end between the two reads.
         ids = self._place.process_ids()
         stats = [fields for pid in ids if (fields := stat_fields(pid))]
-        # Field 20 of proc(5), stat: the number of threads. `fields` begin with field 3.
+        # Field 20 of proc(5), stat: the number of threads. `fields` start with field 3.
         num_tasks = sum(int(fields[17]) for fields in stats)
         if limits.processes is not None and num_tasks > limits.processes:
             return f"ProcessLimit: the program has {num_tasks} processes and threads; {limits.processes} are allowed"
         if limits.memory_bytes is not None and (used := _memory_bytes(ids, limits.memory_bytes)) > limits.memory_bytes:
             return f"MemoryLimit: the program uses {used >> 20} MiB; {limits.memory_bytes >> 20} are allowed"
-        # The size of the mounted tmpfs enforces the limit. Here a full one is only reported.
+        # The size of the mounted tmpfs enforces this limit. Here a full one is only reported.
         if limits.disk_bytes is not None and self._place.free_disk_bytes() == 0:
             return f"DiskLimit: the program's files fill {limits.disk_bytes >> 20} MiB"
         return ""
@@ -280,7 +280,7 @@ class _Program:
             self.tails[read_end] = OutputTail()
             ends.append(write_end)
         self._refusal, refuse = os.pipe2(os.O_CLOEXEC)
-        # A file and not a pipe: its reader never waits, and nobody has to feed it.
+        # A file, not a pipe: reading it never waits, and nothing has to write it meanwhile.
         source = os.memfd_create("stdin", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(source), "wb") as file:
             file.write(stdin)
@@ -307,7 +307,7 @@ class _Program:
 
     def has_ended(self, seconds: float) -> bool:
         """Read the output for up to `seconds`. Returns whether the program's first process has ended."""
-        # Only the first process counts: children in the background are killed after it.
+        # Only the first process matters: children in the background are killed later.
         outputs = self.tails.keys() - self._closed
         for descriptor in select.select([self._pidfd, *outputs], [], [], seconds)[0]:
             if descriptor != self._pidfd and not self._read(descriptor):
@@ -318,7 +318,7 @@ class _Program:
     def drain(self) -> None:
         """Read the remaining output, after all writers have ended."""
         for descriptor in self.tails:
-            # A process outside of the container may hold the other end.
+            # A process outside of the container may have the other end open.
             os.set_blocking(descriptor, False)
             with suppress(BlockingIOError):
                 while self._read(descriptor):
@@ -343,7 +343,7 @@ def _limit_process(max_tasks: int | None) -> None:
 
 
 def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
-    """Return the anonymous memory of processes, in bytes. It is estimated, but exact if it may exceed the limit."""
+    """Return the anonymous memory of processes, in bytes: exact if above the limit, else an upper estimate."""
     pages = 0
     for pid in ids:
         try:
@@ -351,7 +351,7 @@ def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
         except OSError:
             continue
         pages += int(resident) - int(shared)
-    # Pages shared with files are not counted: the kernel can drop them at any time.
+    # Do not count pages shared with files, because the kernel can drop them at any time.
     used = pages * resource.getpagesize()
     return used if used <= limit_bytes else sum(map(_proportional_bytes, ids))
 

@@ -1,5 +1,5 @@
-"""The root folder of a container in namespaces: this machine's system folders, or an image with a layer of new
-files.
+"""The root folder of a container in namespaces: this machine's system folders, or an image below a layer of
+new files.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from megarl.sandbox.kernel import (
 from megarl.sandbox.namespaces import DEVICES, write_process_file
 
 WORK_FOLDER, HOME_FOLDER = "/workspace", "/home/agent"
-"""Folders for the programs: writable, and empty at first unless the image has them."""
+"""Folders for the programs. They are writable, and empty at first unless the image has them."""
 RELAY_PORT = 11811
-"""Port of the endpoint on the container's loopback. It is constant, so prompts with the address are equal."""
+"""Port of the endpoint on the container's loopback. It is constant, so that the address is the same in all prompts."""
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt")
 _BUILT_AT = "/sys"
 """Mount point of the new root while it is built. Nothing is run from /sys, and only this process sees the mount."""
@@ -60,7 +60,7 @@ class RootFolder:
     image: str | None
     """Folder with an unpacked image. None: system folders of this machine, read-only."""
     folders: tuple[str, ...]
-    """Further folders of this machine, shown read-only at the same place."""
+    """Further folders of this machine, shown read-only under the same path."""
     python: tuple[str, ...]
     """Folders of megarl's own Python, shown in addition to the system folders."""
     disk_bytes: int
@@ -68,49 +68,49 @@ class RootFolder:
     def build(self, users: int | None = None) -> None:
         """Mount the root folder, and enter it. Only this process and its children see it. Raises OSError.
 
-        `users` is the descriptor of a user namespace. Its root owns the files that belong to root in the image and in
-        `folders`.
+        `users` is the descriptor of a user namespace. Its root then owns the files belonging to root in the image and
+        in `folders`.
         """
-        # Folders made on the way to a mount point must be readable by the container's user.
+        # Folders created for mount points must be readable by the container's user.
         os.umask(0o022)
         # Private propagation: no mount below is seen outside this namespace.
         mount("", "/", "", MS_REC | MS_PRIVATE)
-        # New files are held in memory: they end with the last process, whatever ends it.
+        # New files are in memory, so they end with the last process, however it ends.
         mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID | MS_NODEV, f"size={self.disk_bytes},mode=1777")
         root = _BUILT_AT if self.image is None else _mount_image(self.image, users)
         for folder in ("/dev", "/dev/pts", "/dev/shm", "/proc", "/tmp", "/var/tmp", WORK_FOLDER, HOME_FOLDER):
             _make_writable(root + folder)
         if self.image is None:
             _show_system(root, self.python)
-        # After the system folders, below which one of them may lie.
+        # Only after the system folders, because one of `folders` may be below them.
         for folder in self.folders:
             _show(folder, root, users=users)
         for device in DEVICES:
             _show(device, root, flags=MS_NOSUID)
-        # The kernel mounts a new /proc only where the machine's is seen whole. The container's covers it.
+        # The kernel mounts a new /proc only where the machine's is fully visible. The container's own then covers it.
         mount("/proc", f"{root}/proc", "", MS_BIND | MS_REC)
-        # The machine's folders that are not shown can no longer be named.
+        # From here on, no path leads to the machine's other folders.
         os.chdir(root)
         pivot_root()
 
 
 def _mount_image(image: str, users: int | None) -> str:
-    """Mount an image below a layer of new files. Returns the mount point."""
+    """Mount an image below a layer of new files, and return the mount point."""
     for name in ("image", "root", "new", "work"):
         os.mkdir(f"{_BUILT_AT}/{name}")
-        # The umask removes write permissions from the mode given to `mkdir`.
+        # `mkdir` applies the umask to its mode, so set the mode again.
         os.chmod(f"{_BUILT_AT}/{name}", 0o1777)
     root = f"{_BUILT_AT}/root"
     _bind(image, f"{_BUILT_AT}/image", users)
     layers = f"lowerdir={_BUILT_AT}/image,upperdir={_BUILT_AT}/new,workdir={_BUILT_AT}/work"
-    # An ordinary user cannot write overlayfs's usual trusted.* attributes. `userxattr` needs Linux 5.11.
+    # An ordinary user cannot write overlayfs's trusted.* attributes. `userxattr` avoids them, from Linux 5.11 on.
     mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, f"{layers},userxattr")
     return root
 
 
 def _show_system(root: str, python: Sequence[str]) -> None:
     for folder in dict.fromkeys((*_SYSTEM_FOLDERS, *python)):
-        # On merged systems /bin is a link to usr/bin, and programs expect it to be one.
+        # On merged systems /bin is a link to usr/bin. Programs expect this.
         if os.path.islink(folder):
             os.symlink(os.readlink(folder), root + folder)
         elif os.path.isdir(folder) and not os.path.exists(root + folder):
@@ -118,7 +118,7 @@ def _show_system(root: str, python: Sequence[str]) -> None:
 
 
 def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int | None = None) -> None:
-    """Mount a file or folder of the machine read-only at the same place below `root`."""
+    """Mount a file or folder of the machine read-only under the same path below `root`."""
     place = root + path
     if os.path.isdir(path):
         os.makedirs(place, exist_ok=True)
@@ -126,12 +126,12 @@ def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int
         os.makedirs(os.path.dirname(place), exist_ok=True)
         os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
     _bind(path, place, users)
-    # A bind mount ignores such flags (mount(2)), so a second call sets them.
+    # A bind mount ignores these flags (mount(2)), so a second call sets them.
     restrict_mount(place, MS_RDONLY | flags, recursive=True)
 
 
 def _make_writable(folder: str) -> None:
-    """Create a folder that any user can write. A folder of the image keeps its mode, except /dev."""
+    """Create a folder writable by any user. A folder of the image keeps its mode, except /dev."""
     if not os.path.isdir(folder) or folder.endswith("/dev"):
         os.makedirs(folder, exist_ok=True)
         os.chmod(folder, 0o1777)
@@ -140,7 +140,7 @@ def _make_writable(folder: str) -> None:
 def _bind(source: str, target: str, users: int | None) -> None:
     """Mount a folder at another place. With `users` its owners are mapped, if the file system supports this."""
     if users is not None:
-        # NFS and older kernels cannot map owners. Then only files that everybody may read can be read.
+        # NFS and older kernels cannot map owners. Programs can then read only files readable by everybody.
         with suppress(KernelError):
             mount_mapped(source, target, users)
             return
@@ -159,7 +159,7 @@ def map_users(proc: int, *, user: int, group: int) -> None:
 def root_as(user: int, proc: int) -> int:
     """Return the descriptor of a user namespace with `user` as root. Needs root's rights. Raises OSError."""
     ready, go = os.pipe2(os.O_CLOEXEC)
-    # The child lives until the pipe is closed, so that the namespace exists until it is opened here.
+    # The child keeps the namespace alive until the pipe is closed. By then it is open here.
     child = fork_child(lambda: os.read(ready, 1), lambda: clone(CLONE_NEWUSER))
     try:
         write_process_file(proc, f"{child}/uid_map", f"0 {user} 1")
@@ -176,19 +176,19 @@ def finish_root() -> None:
     """Mount /proc, terminals and shared memory in the container's namespaces, as their first process. Raises
     OSError.
     """
-    # A fixed name: host names in prompts would differ between nodes, and so would the prefixes of prompts.
+    # A fixed name. Host names of nodes would differ in prompts, and so in the prompts' prefixes.
     socket.sethostname("container")
-    # The first process of the namespace mounts /proc, which shows the processes of its mounter.
+    # Mounted by the namespace's first process, because /proc shows the processes of the mounter's namespace.
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
-    # Terminals of the container alone; Codex and `script` open one.
+    # The container's own terminals. Codex and `script` open one.
     mount("devpts", "/dev/pts", "devpts", MS_NOSUID, "newinstance,ptmxmode=0666,mode=620")
-    # As large as in a container of docker by default.
+    # The default size of docker.
     mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,mode=1777")
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
     for name, target in links.items():
         if not os.path.lexists(f"/dev/{name}"):
             os.symlink(target, f"/dev/{name}")
-    # In a nested user namespace a program would have rights over mounts and networks, a large part of the kernel.
+    # Forbid nested user namespaces: there a program would have rights over mounts and networks.
     with open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
 
@@ -203,9 +203,9 @@ def open_loopback() -> socket.socket:
 
 
 def drop_rights() -> None:
-    """Drop all rights of the container's root over its namespaces. Child processes have none either."""
-    # No set-user-id program of an image gives rights back.
+    """Drop all rights of the container's root over its namespaces, for child processes too."""
+    # No set-user-id program of an image may regain rights.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # Programs of the same user must not read the memory of this process, a copy of the keeper's.
+    # This process's memory is a copy of the keeper's. Programs of the same user must not read it.
     prctl(PR_SET_DUMPABLE, 0)
     drop_capabilities()
