@@ -14,9 +14,9 @@ from megarl.reshard.transport import CopyReport
 
 
 class AdapterReshard:
-    """Copies the base weights once, with the reshard `base`. Each later reshard copies the adapter's matrices.
+    """Copies the base weights once, with the reshard `base`. Each later reshard copies only the LoRA matrices A and B.
 
-    `plan_adapter` plans the reshard of the matrices. Call `self_test` before all other methods.
+    `plan_adapter` returns the reshard of the matrices. Call `self_test` before all other methods.
     """
 
     is_probed = False
@@ -28,7 +28,7 @@ class AdapterReshard:
 
     @property
     def is_computed(self) -> bool:
-        """Whether every rank's recorded layouts of weights and adapter slots equal the computed ones."""
+        """Whether the recorded layouts of weights and adapter slots equal the computed ones on every rank."""
         return self._base.is_computed and self._adapter.is_computed
 
     @property
@@ -48,9 +48,9 @@ class AdapterReshard:
         self._adapter.verify()
 
     def self_test(self) -> CopyReport:
-        """Fill base weights and adapter slots with NaN, copy both, and compare. The report is the sum of both.
+        """Fill base weights and adapter slots with NaN, copy both, and compare. The report sums both copies.
 
-        Frees the staging memory of the base weights, which cannot be copied afterwards. Raises MegarlError naming the
+        Frees the staging memory of the base weights, so they cannot be copied again. Raises MegarlError naming the
         first difference.
         """
         base_copies = self._base.self_test()
@@ -68,7 +68,7 @@ def record_slots(
 ) -> tuple[Layout | None, str]:
     """Record the layout of an adapter's slots in this rank's engine. A collective over `group` (default: the world).
 
-    `tensors` maps the names of the adapter's matrices to their shapes. A rank without an engine has `slots` None.
-    Returns the layout and "", or None and the reason why some rank cannot write in place.
+    `tensors` maps the names of the adapter's matrices to their shapes. A rank without an engine passes `slots` None.
+    Returns (layout, ""), or (None, reason) if some rank's slots cannot be written in place.
     """
     return all_or_none(lambda: () if slots is None else slots.record_layout(tensors, dtype), group)

@@ -35,10 +35,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """A box (index range of a Hugging Face tensor) and where its elements are stored.
+    """A box (index range of a Hugging Face tensor) and the place of its elements in memory or in a file.
 
     `storage` names a local parameter or a file. Element (i, j, ...) of the box lies at `offset + i * strides[0] + j *
-    strides[1] + ...`. Offset and strides count elements from the parameter's first element.
+    strides[1] + ...`. Offset and strides count elements from the storage's first element.
     """
 
     box: Box
@@ -63,7 +63,9 @@ def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) ->
 
 
 def with_prefix(layout: Layout, *, box: str = "", storage: str = "") -> Layout:
-    """Return a layout whose tensors and storages have these prefixes in their names."""
+    """Return a copy of the layout with the prefix `box` before each tensor name, and `storage` before each storage
+    name.
+    """
     return tuple(
         replace(piece, box=replace(piece.box, name=box + piece.box.name), storage=storage + piece.storage)
         for piece in layout
@@ -71,13 +73,16 @@ def with_prefix(layout: Layout, *, box: str = "", storage: str = "") -> Layout:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the boxes that cover the elements `start` to `stop` of a row-major tensor, in order."""
+    """Yield (offset, shape) of the boxes that cover elements `start` to `stop` of a row-major tensor, in order.
+
+    Shape (3, 4), elements 2 to 8: box (1, 2) at (0, 2), then box (1, 4) at (1, 0).
+    """
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    # A range within one row; else the rest of a row, whole rows, and the beginning of a row.
+    # Either a part of one row; or the end of a row, whole rows, and the beginning of a row.
     if first > last:
         yield from _boxes_in_row(shape, last, start, stop)
         return
@@ -90,9 +95,9 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
-    """Yield the parts of a piece within the elements `start` to `stop` of its storage.
+    """Yield the parts of a piece that lie in the elements `start` to `stop` of its storage.
 
-    Raises ValueError for a piece whose elements are not contiguous in the storage.
+    Raises ValueError for a piece with gaps between its elements in the storage.
     """
     shape = piece.box.shape
     if piece.strides != contiguous_strides(shape):
@@ -111,7 +116,7 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
 def _boxes_in_row(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the boxes that cover a range within row `index` of a tensor."""
+    """Yield (offset, shape) of the boxes that cover elements `start` to `stop` of row `index`."""
     before = index * prod(shape[1:])
     for offset, box in flat_boxes(shape[1:], start - before, stop - before):
         yield (index, *offset), (1, *box)

@@ -1,4 +1,4 @@
-"""Conversion of received weights into an engine's own format. A reshard chooses it when it is planned."""
+"""Conversion of received weights into an engine's own format, such as FP8. It is chosen when the reshard is planned."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from megarl.reshard.transport import BucketStage
 
 
 class Conversion(Protocol):
-    """Work of one rank with received weights, beyond copying them into live parameters."""
+    """Work of one rank on received weights, if the engine does not store them as they are sent."""
 
     destinations: Mapping[str, Tensor]
     """Buffers for received weights, by name."""
     converted: Collection[str]
-    """Names of the live parameters that are computed from these buffers. No copy writes them."""
+    """Names of the live parameters computed from these buffers. No copy writes these parameters directly."""
     stage: BucketStage | None
-    """Work after the arrival of each bucket."""
+    """Work to run after each bucket of weights has arrived."""
 
     def allocate_buffers(self) -> AbstractContextManager[None]:
         """Return a context in which the buffers have memory."""
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Return a context in which the stage writes the live parameters."""
+        """Return a context in which `stage` writes the live parameters."""
         ...
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
+        """Send all weights again with `send`, convert them, and compare them with the live parameters. A collective.
 
-        Returns the checksums of the pieces of `ledger` by index, int64 [scalar], and names of differing parameters.
+        Returns the checksum of each piece of `ledger` by index, int64 [], and the names of differing parameters.
         """
         ...
 
@@ -59,13 +59,13 @@ class SameFormat:
         return nullcontext()
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Return the checksums of the live parameters, int64 [scalar] by index. Sends nothing."""
+        """Return the checksum of each live piece by index, int64 []. Sends nothing."""
         return ledger.compute(), []
 
 
 class ConversionChoice:
-    """Choice of a conversion. The constructor finds out whether any rank's engine converts: a collective over
-    `group`.
+    """Chooses between `SameFormat` and a conversion. The constructor asks all ranks of `group` whether an engine
+    converts.
     """
 
     def __init__(self, engine: nn.Module | None, group: dist.ProcessGroup | None) -> None:
@@ -73,7 +73,7 @@ class ConversionChoice:
         self.is_needed = any(gather_values(bool(self._modules), group))
 
     def make(self, plan: Plan, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> Conversion:
-        """Return this rank's conversion. `layout` is that of its engine."""
+        """Return this rank's conversion. `layout` is the layout of its engine."""
         if not self.is_needed:
             return SameFormat()
         return QuantisingConversion(self._modules, plan, layout, dtype=dtype, device=device, group=self._group)

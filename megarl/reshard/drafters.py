@@ -44,8 +44,8 @@ def record_drafter(
 ) -> tuple[Layout | None, str]:
     """Record the layout of the drafter in this rank's engine. A collective.
 
-    `tensors` maps the names in the drafter's files to shapes. A rank without an engine has `drafter` None. Returns the
-    layout and "", or None and the reason why some rank cannot write in place.
+    `tensors` maps the names in the drafter's files to shapes. A rank without an engine passes `drafter` None. Returns
+    (layout, ""), or (None, reason) if some rank's drafter cannot be written in place.
     """
     forms = {name: (shape, dtype) for name, shape in tensors.items()}
     return all_or_none(lambda: () if drafter is None else record_layout(drafter, forms), group)

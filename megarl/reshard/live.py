@@ -1,7 +1,7 @@
 """Live reshard: copies the trainer's parameters into the engine's. It is planned once and executed at every step.
 
 `DirectReshard` writes an engine's live parameters in place, if necessary through a `Conversion`. `GatheredReshard`
-passes full tensors to vLLM's own loader, for engines whose weights cannot be written in place.
+passes full tensors to vLLM's own loader, for engines with weights that cannot be written in place.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from megarl.reshard.transport import CopyReport, Transport, device_of
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
-"""Function that loads checkpoint tensors, pairs of name and tensor, into vLLM."""
+"""Function that loads (name, tensor) pairs of a checkpoint into vLLM."""
 
 
 def record(
     model: nn.Module | None, shape: ModelShape, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> tuple[Layout | None, str]:
-    """Record the layout of this rank's engine. Returns it and "", or None and the reason why direct writes are
-    impossible.
+    """Record the layout of this rank's engine. A collective over `group` (default: the world).
 
-    A rank without an engine has `model` None and an empty layout. If one rank's engine cannot be written in place, no
-    rank writes in place. A collective over `group` (default: the world).
+    Returns (layout, ""), or (None, reason) if some rank's engine cannot be written in place. A rank without an engine
+    passes `model` None and gets an empty layout.
     """
 
     def record_engine() -> Layout:
@@ -56,7 +55,7 @@ def record(
 
 
 def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup | None) -> tuple[Layout | None, str]:
-    """Record a layout on each rank. Returns it and "", or None and the reason if some rank cannot. A collective."""
+    """Record a layout on each rank. Returns (layout, ""), or (None, reason) if some rank cannot. A collective."""
     layout: Layout = ()
     refusal = ""
     try:
@@ -68,16 +67,16 @@ def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup |
 
 
 def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
-    """Return the dtype of the checkpoint's tensors that are float32 in models of any dtype, by name."""
+    """Return torch.float32 for the checkpoint tensors that are float32 in models of any dtype, by name."""
     return dict.fromkeys(float32_tensors(shape), torch.float32)
 
 
 class LiveReshard(Protocol):
-    """The copies of one rank from the trainer's live parameters into the engine's. All methods are collectives."""
+    """One rank's copies from the trainer's live parameters into the engine's. All methods are collectives."""
 
     @property
     def is_probed(self) -> bool:
-        """Whether `verify` compares nothing, so that the caller compares log-probs of a prompt."""
+        """Whether `verify` does nothing, so that the caller must compare log-probs of a prompt instead."""
         ...
 
     @property
@@ -94,19 +93,19 @@ class LiveReshard(Protocol):
         ...
 
     def self_test(self) -> CopyReport:
-        """Copy all weights for the first time, and compare. The report has the seconds of the comparison as
-        `verify`.
+        """Copy all weights for the first time, and compare. `verify` of the report has the seconds of the
+        comparison.
         """
         ...
 
 
 class EngineSlots(Protocol):
-    """Tensors, by name, that are written instead of the parameters of an engine's model."""
+    """Tensors, by name, that a reshard writes instead of the parameters of an engine's model."""
 
     tensors: dict[str, Tensor]
 
     def zero_padding(self) -> None:
-        """Set all elements to zero that no copy writes."""
+        """Zero all elements that no copy writes."""
         ...
 
 
@@ -114,9 +113,9 @@ class DirectReshard:
     """Copies the trainer's live parameters into the engine's, by a plan over a group of ranks (default: the world).
 
     A rank that only trains has no `engine`; a rank that only samples has no `parameters`. `sources` and `destinations`
-    are the computed layouts of all ranks, `recorded` the recorded layout of this rank's engine. If both agree on every
-    rank, only digests of the plan are exchanged. Otherwise the recorded layouts are exchanged and used. With `slots`,
-    these are written, and `engine` is None.
+    are the computed layouts of all ranks. `recorded` is the recorded layout of this rank's engine. If it equals the
+    computed one on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts are exchanged and
+    used. With `slots`, these are written, and `engine` is None.
 
     The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
@@ -195,20 +194,20 @@ class DirectReshard:
         return self._transport.staged_bytes
 
     def release(self) -> None:
-        """Free the staging memory. `verify` still works, but no weights can be copied any more."""
+        """Free the staging memory. `verify` still works; copying does not."""
         del self._transport
 
     @torch.no_grad()
     def verify(self) -> None:
         """Compare the live parameters with the trainer's. Raises MegarlError naming the first difference.
 
-        Converted weights cannot be compared directly, so they are sent and converted again for the comparison.
+        Converted weights cannot be compared directly: they are sent and converted again, then compared.
         """
         values, differing = self._conversion.compare(self._comparison.engine, self._resend)
         self._comparison.verify(values, differing)
 
     def _resend(self) -> None:
-        # A method, because `self._transport` is gone after `release`. Unconverted weights never come here.
+        # Only conversions resend. `self._transport` is read late, because `release` deletes it.
         self._transport.reshard()
 
     @torch.no_grad()
@@ -238,7 +237,7 @@ class GatheredReshard:
 
     Converted weights differ from the trainer's, so `checks.probe` compares log-probs instead of bytes. A rank without
     `load` has no engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have
-    engines. Needs memory for full tensors of `bucket_bytes`, at least one tensor, beyond the staging buffers.
+    engines. Beyond the staging buffers, full tensors of `bucket_bytes`, at least one tensor, must fit in memory.
     """
 
     is_probed = True

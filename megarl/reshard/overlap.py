@@ -1,7 +1,7 @@
 """Overlap of source and destination layouts: all copies of one kind of tensor, before source ranks are chosen.
 
-An overlap is computed once for all tensors that the same ranks store in the same way. The plan then adds ranks, layers
-and experts.
+Tensors of a kind are stored by the same ranks in the same way, so one overlap serves all of them. The plan then adds
+ranks, layers and experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CopyTemplate(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a tensor needed by a destination. Each entry of `sources` is a stored box with the whole part."""
+    """A part of a tensor that a destination needs. Each entry of `sources` is a stored box that contains the part."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -42,7 +42,9 @@ class Region(NamedTuple):
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def largest_slice_numel(self, num_slices: int) -> int:
-        """Return the elements of the largest slice if the part is cut into `num_slices` along its first dimension."""
+        """Return the elements of the largest slice after cutting the part into `num_slices` along its first
+        dimension.
+        """
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
 
@@ -51,7 +53,7 @@ class Region(NamedTuple):
 class Flow:
     """All parts of a tensor with the same source ranks (`holders`) and destination ranks (`takers`), both ascending.
 
-    A destination rank receives all these parts from one source rank. `templates` caches results of `copy_templates`.
+    A destination rank receives all these parts from one source rank. `templates` is the cache of `copy_templates`.
     """
 
     holders: Sequence[int]
@@ -60,7 +62,7 @@ class Flow:
     templates: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
     def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
-        """Return the copies from rank `source` to any destination rank, by slice. Copies at constant steps are
+        """Return the copies from rank `source` to any destination rank, by slice. Copies at equal distances are
         merged.
         """
         # Holders with the same kind of holding need the same copies, so the cache key names kinds instead of ranks.
@@ -76,10 +78,10 @@ class Flow:
 
 
 class Overlap:
-    """All flows from source to destination ranks for one kind of tensor, with `tensor` as its example.
+    """All flows from source to destination ranks for one kind of tensor. `tensor` is an example of the kind.
 
-    Equal parts of several sources are merged into one with all their ranks. Overlapping parts are split first. Raises
-    ValueError if an element has no source.
+    If several ranks store the same part, it is one source with all these ranks. Overlapping parts are split first.
+    Raises ValueError if an element has no source.
     """
 
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
@@ -105,23 +107,23 @@ class Overlap:
                 )
         self.flows = tuple(flows.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
-        """(number of elements, source ranks) of each part, after the tensor was split into disjoint parts."""
+        """(number of elements, source ranks) of each disjoint part of the tensor."""
         self.turns = max((len(flow.holders) for flow in self.flows), default=1)
-        """Number of tensors after which the rotating choice among equal source ranks repeats."""
+        """Number of tensors until the rotating choice among equal source ranks repeats."""
         self.longest = max((r.stop[0] - r.start[0] for flow in self.flows for r in flow.regions), default=1)
-        """Maximum useful number of slices: the rows of the longest part."""
+        """Maximum number of slices: the rows of the longest part. More slices would be empty."""
 
     def roles(self, rank: int) -> tuple[tuple[int, Flow], ...]:
-        """Return the flows in which a rank is sender or receiver, with their indices."""
+        """Return (index, flow) for the flows that a rank sends or receives."""
         return tuple(
             (index, flow) for index, flow in enumerate(self.flows) if rank in flow.takers or rank in flow.holders
         )
 
 
 def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
-    """Merge equal copies at constant steps into one copy with one more dimension, as for a fused projection.
+    """Merge equal copies at equal distances into one copy with one more dimension, as for a fused projection.
 
-    Fewer and larger copies mean fewer kernel launches. Merged copies are merged again until nothing changes.
+    One large copy needs fewer kernel launches. Merged copies are merged again until nothing changes.
     """
     if len(copy_templates) < 2:
         return copy_templates
@@ -161,7 +163,7 @@ def _step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
 
 
 def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
-    """Return one copy with a new first dimension for a series of equal copies at equal distances."""
+    """Return one copy, with a new first dimension, for equal copies at equal distances."""
     if len(run) == 1:
         return run[0]
     first = run[0]
@@ -186,7 +188,7 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
 
 
 def _cut_slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
-    """Cut a copy along its first dimension into equal slices. Yields index and slice; empty slices are omitted."""
+    """Cut a copy along its first dimension into equal slices. Yields (index, slice) of each non-empty slice."""
     if num_slices == 1:
         yield 0, copy_template
         return
@@ -208,7 +210,9 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _disjoint_cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
+    """Return disjoint boxes that cover the stored parts of a tensor. Each comes with all stored parts that contain
+    it.
+    """
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]

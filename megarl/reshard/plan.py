@@ -1,9 +1,8 @@
-"""Plan of a reshard: which rank copies which elements to which rank, in which order and bucket. No torch.
+"""Plan of a reshard: the copies between ranks, in order and by bucket (exchange). No torch.
 
 A plan is a function of the source and destination layouts. Each rank computes its own part; the parts fit together. The
-source of a piece is the rank itself if possible. Otherwise it is a rank on the same node with the piece, then one under
-the same switch, then any. Destinations are spread evenly over equally near sources. This choice rotates from tensor to
-tensor.
+source of a piece is the nearest rank with the piece: the rank itself, else a rank on its node, under its switch, or
+anywhere. Destinations are spread evenly over equally near sources. This choice rotates from tensor to tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
 
 RankTopology = Sequence[Sequence[int | str]]
-"""For each rank, its node and the network switches above the node, nearest first. All ranks list the same number."""
+"""Per rank: its node, then the network switches above the node, nearest first. All ranks list equally many."""
 
 
 class View(NamedTuple):
@@ -36,7 +35,7 @@ class View(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on the same or another rank.
+    """One copy of `shape` elements of tensor `name` between two views, on different ranks or on one rank.
 
     An element takes `width` items of the plan's item size.
     """
@@ -51,16 +50,16 @@ class Transfer(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The size in items of the plan's item size."""
+        """Size of the copy in items of the plan's item size."""
         return prod(self.shape) * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class RankBucket:
-    """One rank's part of a bucket, the copies made in one exchange.
+    """One rank's part of a bucket: the copies made in one exchange.
 
     Sends are sorted by receiving rank, receives by sending rank. `is_exchanged` is True if any two ranks exchange data
-    in this bucket. All ranks then take part.
+    in this bucket. Then all ranks take part.
     """
 
     local: tuple[Transfer, ...]
@@ -80,21 +79,21 @@ class RankPlan:
 
     @property
     def staging_numel(self) -> int:
-        """Number of elements, sent plus received, in this rank's largest bucket."""
+        """Elements of this rank's largest bucket, sent plus received."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
 _FLOAT32_BYTES = 4
 
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
-"""A copy without rank numbers, and the pairs (source rank, destination rank) making it."""
+"""A copy without rank numbers, and the pairs (source rank, destination rank) that make it."""
 
 NO_LOADS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-"""Empty array, for a tensor that no rank sends."""
+"""Stands for the loads of a tensor that no rank sends."""
 
 
 class _Loads(NamedTuple):
-    """Number of elements that each rank sends and receives for each slice of a tensor: int64 [ranks], or `NO_LOADS`."""
+    """Elements that each rank sends and receives for each slice of a tensor: int64 [ranks], or `NO_LOADS`."""
 
     of_slice: NDArray[np.int64]
     num_slices: int
@@ -141,7 +140,7 @@ class Plan:
     def width(self, tensor: TensorName) -> int:
         """Return the size of a tensor's elements in items of the plan's item size.
 
-        It is above 1 for tensors stored in float32 by the sources, which are sent unrounded.
+        It is above 1 for float32 tensors of the sources in a bfloat16 plan. They are sent unrounded.
         """
         return max(1, _FLOAT32_BYTES // self.itemsize) if tensor.template in self.sources.float32 else 1
 
@@ -151,7 +150,7 @@ class Plan:
         return self._near[0]
 
     def for_rank(self, rank: int) -> RankPlan:
-        """Return one rank's part of the plan. The time grows with the rank's own pieces only."""
+        """Return one rank's part of the plan. The time grows with this rank's pieces, not with the number of ranks."""
         transfers: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
@@ -186,7 +185,7 @@ class Plan:
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
     def digest(self) -> str:
-        """Return a hash of the plan's inputs and bucket boundaries. Ranks compare it."""
+        """Return a hash of the plan's inputs and bucket boundaries. Equal digests on all ranks prove equal plans."""
         digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
@@ -219,7 +218,7 @@ class Plan:
         return self._source_ranks[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
-        """Return a rank's copies of one tensor by slice; empty without copies."""
+        """Return a rank's copies of one tensor by slice. Empty if it has none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, flow in overlap.roles(rank):
             takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, turn + index)
@@ -233,10 +232,10 @@ class Plan:
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
-        """Distribute the tensors over buckets. In a bucket, no rank sends plus receives more than `limit` elements.
+        """Distribute the tensors over buckets. In a bucket, sends plus receives of a rank are at most `limit` elements.
 
-        First comes the first tensor of each group of source ranks, then each second one, and so on. Thus all ranks send
-        at the same time, instead of one pipeline stage or expert rank after another.
+        The first tensor of each group of source ranks comes first, then the second tensor of each group, and so on.
+        Thus all ranks send at the same time, instead of one pipeline stage or expert rank after another.
         """
         rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
         overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
@@ -272,7 +271,7 @@ class Plan:
                 self.steps.append(Step(tensor, overlap, turn, tuple(tensor_buckets)))
 
     def _plan_slices(self, overlap: Overlap, limit: int, width: int) -> _Loads:
-        """Return upper bounds of the items staged by each rank per slice of a tensor, and the number of slices.
+        """Return upper bounds of the items that each rank stages per slice of a tensor, and the number of slices.
 
         An element takes `width` items.
         """
@@ -310,7 +309,7 @@ class Plan:
 
 
 def _number_link_groups(topology: RankTopology) -> NDArray[np.int64]:
-    """Return group numbers of ranks by kind of link, nearest first: int64 [link kinds, ranks].
+    """Return a group number for each rank and kind of link, nearest kind first: int64 [link kinds, ranks].
 
     Two ranks have the same number if a link of this kind joins them.
     """
@@ -332,7 +331,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan from source to destination layouts, both listed by rank (empty for a rank without tensors).
 
-    `itemsize` is the size of a sent element in bytes. `bucket_bytes` limits the bytes staged by a rank at once, sends
+    `itemsize` is the size of a sent element in bytes. `bucket_bytes` limits the bytes that a rank stages at once, sends
     plus receives. `topology` defaults to one node. With `bounds_local`, copies within a rank count towards the limit
     too.
 

@@ -1,4 +1,4 @@
-"""Conversion of received weights to FP8 by vLLM's own quantiser. A module is quantised once all its weights have
+"""Conversion of received weights to FP8 by vLLM's own quantiser. It quantises a module after the last of its weights
 arrived.
 """
 
@@ -26,11 +26,11 @@ TakeModule = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 
 
 class WeightBuffer:
-    """Buffer for the weights of quantising modules, from the arrival of a module's first piece to that of its last.
+    """Buffer for the unquantised weights of modules, from the arrival of a module's first piece to that of its last.
 
-    `destinations` maps names to these weights. They are views of one buffer, and modules share places in it at
-    different times. The buffer has memory only within `allocate_buffer`. The buckets follow from the plan and are the
-    same on all ranks of an engine, so its ranks quantise together.
+    `destinations` maps names to weights: views of one buffer. Modules use the same places at different times. The
+    buffer has memory only within `allocate_buffer`. All ranks of an engine have the same buckets, so they quantise
+    together.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class WeightBuffer:
         device: torch.device,
         collective: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Assign places in the buffer to `modules`. `layout` is this rank's.
+        """Assign places in the buffer to `modules`. `layout` is the layout of this rank's engine.
 
-        `collective` is a context entered around each quantisation, because an engine's ranks exchange maxima there.
+        `collective` is a context entered around each quantisation, because an engine's ranks exchange maxima in it.
         """
         self._collective = collective
         spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
@@ -64,7 +64,9 @@ class WeightBuffer:
 
     @contextmanager
     def allocate_buffer(self, take: TakeModule | None = None) -> Iterator[None]:
-        """Context in which the buffer has memory. `take` is called with each module once its weights are complete."""
+        """Context in which the buffer has memory. `take` is called with each module when its last weight has
+        arrived.
+        """
         # Resizing the storage frees the memory and keeps all views valid: the transport has bound them.
         storage = self._buffer.untyped_storage()
         storage.resize_(self.numel * self._buffer.itemsize)
@@ -86,7 +88,7 @@ class WeightBuffer:
 class QuantisingConversion:
     """Conversion of the weights of one rank's `modules`, through a `WeightBuffer`.
 
-    A rank without such modules takes part in the comparison, because other ranks need its weights.
+    A rank without FP8 modules also takes part in the comparison, because other ranks need its weights.
     """
 
     def __init__(
@@ -115,10 +117,6 @@ class QuantisingConversion:
         return self._weight_buffer.allocate_buffer(QuantisedModule.write)
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
-
-        Returns the checksums of the pieces of `ledger` by index, int64 [scalar], and names of differing parameters.
-        """
         # These checksums must precede the second reshard below: that one writes the parameters again.
         checksums = ledger.compute(name for name in ledger.storages if name not in self.destinations)
         differing: list[str] = []
@@ -133,7 +131,7 @@ class QuantisingConversion:
 
 
 def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the first and the last bucket with pieces of each module, for a rank's layout.
+    """Return the first and the last bucket with pieces of each module, for one rank's `layout`.
 
     `modules` maps module names to storage names. Raises ValueError for a module without pieces.
     """
@@ -154,8 +152,8 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
 def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Return the start of each module's place in one buffer, and the buffer's size.
 
-    `spans` lists (first bucket, last bucket, size) of each module. The search is first fit. A place is free two buckets
-    after its last one, because a bucket is unpacked while the next one is copied.
+    `spans` lists (first bucket, last bucket, size) of each module. Each module gets the first free place. A place is
+    free two buckets after its module's last bucket, because a bucket is unpacked while the next one is copied.
     """
     occupied: list[tuple[int, int, int]] = []
     places = [0] * len(spans)

@@ -23,7 +23,7 @@ class ReshardReport:
     """Times, sizes and checks of one rank's part in a reshard."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage, such as `wire`. `meet` is the wait for the last rank, `verify` the comparison."""
+    """Seconds by stage. `wire`: waiting for data. `meet`: waiting for the last rank. `verify`: the comparison."""
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes by kind of copy: `local`, `sent` and `received`."""
     probe_gap: float | None = None

@@ -1,7 +1,7 @@
 """Staging memory of a reshard: two slots used in turn, private or shared between processes of one machine.
 
-For each exchange, call `claim` (wait for the slot), pack, call `depart` (send) and `arrive` (wait for the peers' data),
-unpack, and call `release`. An exchange arrives at the latest after the next one departs.
+For each exchange, call `claim` (wait for the slot), pack, `depart` (send), `arrive` (wait for the peers' data), unpack,
+and `release`, in this order. The next exchange may depart before this one arrives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.reshard.plan import RankBucket, RankPlan
 Value = TypeVar("Value")
 
 _END_MILLISECONDS = 1000
-"""Milliseconds to wait for the end of a peer process after its files were closed."""
+"""Milliseconds to wait until a peer process has ended, once its files are closed."""
 
 
 class PrivateSlots:
@@ -48,14 +48,14 @@ class PrivateSlots:
         self._travelling: deque[dist.Work] = deque()
 
     def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the parts of an exchange's slot: elements to send [sent], and those received from each rank
+        """Return two parts of an exchange's slot: elements to send [sent], and elements received from each rank
         [received].
         """
         outgoing, incoming = self._parts(exchange)
         return outgoing, incoming.split(self._splits[exchange][1])
 
     def claim(self, exchange: int) -> None:
-        """Do nothing: `arrive` has already waited for the slot's earlier exchange."""
+        """Do nothing: `arrive` already waited for the slot's earlier exchange."""
 
     def depart(self, exchange: int) -> None:
         sent, received = self._splits[exchange]
@@ -119,7 +119,7 @@ class SharedSlots:
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
         """Map the other ranks' shared memory. `files` are pairs of process id and file descriptor.
 
-        From then on, `_ended` signals the end of a peer's process.
+        Sets `_ended`: it signals the end of a peer's process from now on.
         """
         watched: list[int] = []
         weakref.finalize(self, _close_all, watched)
@@ -138,7 +138,7 @@ class SharedSlots:
             raise
 
     def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return this rank's elements to send [sent], and those from each rank for this one [received].
+        """Return this rank's elements to send [sent], and for each rank its elements for this rank [received].
 
         The received elements are views of the other ranks' memory.
         """
@@ -199,7 +199,7 @@ def _map_file(file: Path) -> mmap.mmap:
 
 
 def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks are willing, and run on one machine under one user. A collective.
+    """Return whether all ranks pass `is_willing` and run on one machine under one user. A collective.
 
     Shared slots need x86-64: it makes stores visible in program order, so the counters need no memory fence.
     """

@@ -1,8 +1,8 @@
-"""Nodes that hold copies of the ranks' training states, and ranks that read them.
+"""Nodes with copies of the ranks' training states, and the ranks that read the copies.
 
-After a step, each node holds copies of the training states of its own ranks, and of the ranks whose partner is one of
-them (`partners`). After a restart a rank reads all copies of its node. Copies that only leaving nodes hold are first
-sent to a node of the new start (`hand_overs`).
+After a step, a node holds the states of its own ranks, and of the ranks that have one of them as partner (`partners`).
+After a restart a rank reads all copies of its node. Copies that exist only on leaving nodes are first sent to a node of
+the new start (`hand_overs`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 def partners(topology: RankTopology) -> list[int]:
-    """Return, for each rank, the rank of the next node that receives its copy. With one node it is the rank itself.
+    """Return each rank's partner on the next node, the receiver of its copy. With one node it is the rank itself.
 
-    `topology` has each rank's node first. No two ranks have the same partner if all nodes have equally many ranks.
+    `topology` lists each rank's node first. No two ranks share a partner if all nodes have equally many ranks.
     """
     nodes = list(dict.fromkeys(place[0] for place in topology))
     if len(nodes) == 1:
@@ -34,9 +34,9 @@ def partners(topology: RankTopology) -> list[int]:
 
 
 def hand_overs(holders: Mapping[int, Collection[Node]], nodes: Sequence[Node]) -> dict[int, Node]:
-    """Return the node that receives each copy held by none of `nodes`. A copy is named by the rank of its state.
+    """Return the receiving node of each copy that no node of `nodes` holds. A copy is named by the rank of its state.
 
-    `holders` has the nodes with each copy, `nodes` those of the new start.
+    `holders` has the nodes with each copy; `nodes` are the nodes of the new start.
     """
     missing = [origin for origin, holding in sorted(holders.items()) if not set(holding) & set(nodes)]
     return {origin: nodes[number % len(nodes)] for number, origin in enumerate(missing)}

@@ -1,8 +1,8 @@
 """Transport: executes one rank's part of a reshard's plan on live tensors, any number of times.
 
-For each bucket, remote elements are packed and sent in one exchange. Meanwhile local elements are copied in place and
-the previous bucket is unpacked. CPU ranks on one machine pack into shared memory, and their peers unpack from there.
-Destinations are written in place and never rebound, because CUDA graphs hold their addresses. Staging memory is two
+For each bucket, elements for other ranks are packed and sent in one exchange. Meanwhile local elements are copied in
+place and the previous bucket is unpacked. CPU ranks on one machine pack into shared memory, and their peers unpack from
+it. Destinations are written in place and never rebound, because CUDA graphs hold their addresses. Staging memory is two
 buckets.
 """
 
@@ -26,15 +26,13 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import PrivateSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies with fewer bytes are made together by one kernel launch. Their own launches would take longer than the
-copies.
-"""
+"""Copies with fewer bytes share one kernel launch. Launches of their own would take longer than the copies."""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Pairs of a destination view and the source view copied into it."""
+    """Pairs (destination view, source view) to copy."""
 
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -101,7 +99,7 @@ class CopyReport:
 
 
 class BucketStage(NamedTuple):
-    """Work after the arrival of a bucket. A report has its seconds as `name`."""
+    """Work after the arrival of a bucket. A report lists its seconds under `name`."""
 
     name: str
     run: Callable[[int], None]
@@ -110,13 +108,13 @@ class BucketStage(NamedTuple):
 class Transport:
     """One rank's part of a plan, bound to its tensors; `reshard` copies the weights.
 
-    `sources` and `destinations` map storage names to contiguous tensors, which must keep their memory. `dtype` is the
-    type of sent elements. It has the plan's item size and is the same on all ranks. Values are cast where a storage has
-    another type. Rank i of the plan is rank i of `group`.
+    `sources` and `destinations` map storage names to contiguous tensors. The tensors must keep their memory. `dtype` is
+    the type of sent elements. It has the plan's item size and is the same on all ranks. Values are cast if a storage
+    has another type. Rank i of the plan is rank i of `group`.
 
-    `shared_memory`, the same on all ranks, allows exchanges through shared memory between CPU ranks of one machine.
-    With it, the constructor is a collective if ranks exchange anything. Raises ValueError for a storage that is missing
-    or too small.
+    `shared_memory`, equal on all ranks, allows exchanges through shared memory between CPU ranks of one machine. With
+    it, the constructor is a collective if ranks exchange anything. Raises ValueError for a missing or too small
+    storage.
     """
 
     def __init__(
@@ -197,17 +195,17 @@ class Transport:
 
 
 def device_of(storages: Sequence[Tensor]) -> torch.device:
-    """Return the device of a rank's exchanges: the accelerator with one of its storages [*shape], else the CPU.
+    """Return the device of a rank's exchanges: the accelerator of one of its storages [*shape], else the CPU.
 
-    A rank without storages uses `platform.device.current()`, so that it joins the other ranks' collectives on the right
-    device. The backend's name does not determine the device.
+    A rank without storages uses `platform.device.current()`, to join the other ranks' collectives on the right device.
+    The backend's name does not determine the device.
     """
     fallback = torch.device("cpu") if storages else device.current()
     return next((storage.device for storage in storages if storage.is_cuda), fallback)
 
 
 def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -> Tensor:
-    """Return the tensor [*shape] of a plan's view, sharing the memory of `storage` [*any].
+    """Return a plan's view as a tensor [*shape] in the memory of `storage` [*any].
 
     Raises ValueError if the view exceeds the storage, or if the storage is not contiguous.
     """
@@ -224,10 +222,10 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
 
 
 def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.dtype) -> Tensor:
-    """Return one end of a transfer, sharing the memory of `storage` [*any]: [*shape], or [*shape, width] as bits.
+    """Return one end of a transfer in the memory of `storage` [*any]: [*shape], or [*shape, width] as bits.
 
-    Elements wider than the plan's `dtype` are sent as several items. Raises ValueError like `strided_view`, and for a
-    storage with narrower elements: float32 values are never rounded on their way.
+    Elements wider than `dtype` are sent as several items. Raises ValueError like `strided_view`, and for a storage with
+    narrower elements: float32 values are never rounded on their way.
     """
     width = transfer.width
     if width == 1:

@@ -1,7 +1,7 @@
 """Layouts of all ranks, stored once per kind of tensor instead of once per rank.
 
-Tensors of one kind are stored in the same way by the same ranks; only their layer and expert numbers differ. Planning
-by kind costs no more than one rank's own pieces, for any number of ranks.
+Tensors of one kind differ only in layer and expert number: the same ranks store them in the same way. Planning by kind
+costs no more than one rank's own pieces, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 class StorageSlot(NamedTuple):
-    """Storages of one kind of tensor: a name with `{layer}` and `{expert}`, counted from the rank's first ones."""
+    """Storages of one kind of tensor: a name with `{layer}` and `{expert}`. Both numbers count from the rank's
+    first.
+    """
 
     storage: str
     first_layer: int = 0
     first_expert: int = 0
     expert_step: int = 0
-    """Distance in elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
+    """Elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
 
     def locate(self, tensor: TensorName) -> tuple[str, int]:
         """Return the name of a tensor's storage, and the element offset of its expert there."""
@@ -31,7 +33,7 @@ class StorageSlot(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A part of a tensor (indices `start` to `stop`), and the ranks storing it, ascending, all at the same place."""
+    """A part of a tensor (indices `start` to `stop`), and the ranks, ascending, that store it at the same place."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -46,10 +48,10 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """Layouts of all ranks, a sequence by rank. Each is created when it is read.
+    """Layouts of all ranks, a sequence by rank. A rank's layout is created when it is read.
 
-    `holdings` has the stored parts of a tensor. Equal layouts must have an equal `repr`, and different ones different:
-    `Plan.digest` hashes it.
+    `holdings` has the stored parts of a tensor. `Plan.digest` hashes the `repr`: equal layouts must have equal texts,
+    and different layouts different texts.
     """
 
     @cached_property
@@ -59,7 +61,7 @@ class Layouts(Sequence[Layout]):
 
     @cached_property
     def float32(self) -> frozenset[str]:
-        """The templates of tensors stored in float32 on all these ranks, whatever the type of the others."""
+        """The templates of tensors that all these ranks store in float32, even in a bfloat16 model."""
         return frozenset()
 
     @abstractmethod
@@ -79,7 +81,7 @@ class Layouts(Sequence[Layout]):
 
 
 class PlacedLayouts(Layouts):
-    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All other ranks store nothing."""
+    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All further ranks store nothing."""
 
     def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
         assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"

@@ -1,7 +1,7 @@
 """Checks of copied and stored weights.
 
-`fingerprint` computes checksums, `ledger` takes them by box. `verify` compares the checksums of both ends of a reshard,
-which proves plan and transport. `file_rows` compares rows of the engine with the model folder by name, which proves the
-layouts. `probe` compares log-probs where the engine converts weights. `version_checksums` compares checksums of one
-version over all ranks while it is in use.
+`fingerprint` computes checksums, and `ledger` stores them by box (index range of a tensor). `verify` compares the
+checksums of trainer and engine after a reshard: this proves plan and transport. `file_rows` compares rows of the engine
+with the model folder: this proves the layouts. `probe` compares log-probs where the engine converts weights.
+`version_checksums` compares the checksums of all ranks with the same version of the weights.
 """

@@ -1,8 +1,7 @@
 """Comparison of an engine's live parameters with the model folder: a few random rows of each kind of tensor, by name.
 
-Checksums of trainer and engine prove plan and transport, but both use megarl's layouts. A layout that is one row off
-moves each element to a wrong place, and all checksums agree. Here vLLM's own loader decides where a tensor of the
-folder belongs.
+Checksums of trainer and engine prove plan and transport, but both use megarl's layouts. If a layout is one row off,
+each element goes to a wrong place, and all checksums agree. Here vLLM's own loader decides the place of a tensor.
 
 The loader runs on memory-mapped tensors of the folder. Its writes are compared instead of executed, so only the
 compared rows are read. The engine must have the folder's weights, so this runs once, before the first update.
@@ -27,11 +26,11 @@ from megarl.reshard.staging import gather_values
 from megarl.types import MegarlError
 
 PER_KIND = 2
-"""Number of compared tensors of each kind: those of two layers, or of two experts."""
+"""Number of compared tensors of each kind: two layers, or two experts."""
 ROWS = 4
-"""Number of compared rows of each part of a tensor that the loader copies."""
+"""Number of compared rows in each copy that the loader makes."""
 COLUMNS = 4096
-"""Maximum number of compared elements of a row. A rank reads at most 64 KiB of each part."""
+"""Maximum number of compared elements of a row. A rank reads at most 64 KiB for each copy of the loader."""
 
 
 def sampled_names(names: Iterable[str], seed: int) -> list[str]:
@@ -54,9 +53,9 @@ def check_rows(
 ) -> None:
     """Compare rows of the folder's tensors `names` with this rank's engine. A collective over `group`.
 
-    `tensor_of` returns a memory-mapped tensor [*shape] of the folder by name. `dtype` is that of the trained weights.
-    FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises MegarlError on all
-    ranks, naming the first tensor that differs or that vLLM's loader did not copy.
+    `tensor_of` returns a memory-mapped tensor [*shape] of the folder by name. `dtype` is the type of the trained
+    weights. FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises
+    MegarlError on all ranks. It names the first tensor that differs or that vLLM's loader did not copy.
     """
     fault = None if model is None else _find_fault(model, names, tensor_of, dtype, seed)
     for rank, text in enumerate(gather_values(fault, group)):
@@ -81,7 +80,7 @@ def _find_fault(
 
 
 class RowComparer(Recorder):
-    """A torch dispatch mode that compares the loader's writes with live values, instead of executing them.
+    """A torch dispatch mode: it compares the loader's writes with live values instead of executing the writes.
 
     `parameters` are pairs of a name and a live tensor [*shape]. Parameters of `quantised` modules are on the meta
     device.
@@ -101,9 +100,7 @@ class RowComparer(Recorder):
         self._modules = {name: module for module in quantised for name in module.shapes}
         self._dtype, self._numbers = dtype, random.Random(seed)
         self._names: dict[int, str] = {}
-        """Name of the folder's tensor behind each storage: the tensor's own storage, or one computed from it by the
-        loader.
-        """
+        """Storage address -> name of the folder's tensor. The loader may have computed this storage from the tensor."""
         self._mapped: list[Tensor] = []
 
     def folder_tensors(self, names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -146,9 +143,7 @@ class RowComparer(Recorder):
                 return
 
     def _is_equal(self, written: Tensor, expected: Tensor) -> bool:
-        """Return whether a live row equals the folder's row, also if the trainer rounded it to its dtype when
-        loading.
-        """
+        """Return whether a live row equals the folder's row, before or after rounding to the trainer's dtype."""
         exact = expected.to(torch.float32)
         return torch.equal(written, exact.to(written.dtype)) or torch.equal(
             written, exact.to(self._dtype).to(written.dtype)

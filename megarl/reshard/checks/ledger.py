@@ -21,10 +21,10 @@ from megarl.reshard.transport import strided_view
 
 @dataclass(frozen=True, slots=True)
 class RankChecksums:
-    """Checksums of one rank's weights of a version: int64 [boxes], in the order of `boxes`.
+    """Checksums of one rank's weights at one version: int64 [boxes], in the order of `boxes` (index ranges of tensors).
 
-    `holder` names rank and node in messages. With `is_converted`, the boxes are an engine's own parameters, which
-    cannot be compared with the trainer's.
+    `holder` names rank and node in messages. With `is_converted`, the boxes are an engine's own parameters. The trainer
+    has no such parameters to compare with.
     """
 
     holder: str
@@ -32,12 +32,14 @@ class RankChecksums:
     boxes: tuple[Box, ...]
     values: NDArray[np.int64]
     dtypes: tuple[str, ...]
-    """Data type of each box, such as `torch.bfloat16`. Equal values in another type have another checksum."""
+    """Data type of each box, such as `torch.bfloat16`. The checksum of equal values differs between data types."""
     is_converted: bool
     seconds: float
 
     def of_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
-        """Return only the checksums of boxes with the data type in `dtypes`, or of tensors that it does not list."""
+        """Return only the checksums of boxes in the data type that `dtypes` lists for their tensor, or of unlisted
+        tensors.
+        """
         indices = [
             index
             for index, (box, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True))
@@ -49,7 +51,7 @@ class RankChecksums:
 
 @dataclass(frozen=True, slots=True)
 class RankChanges:
-    """Boxes of one rank that changed although no update or reshard wrote them. `boxes` may be empty."""
+    """Boxes of one rank that changed outside an update or reshard. `boxes` may be empty."""
 
     holder: str
     version: int
@@ -60,9 +62,9 @@ class RankChanges:
 class Ledger:
     """Checksums of a rank's weights. `layout` lists the boxes of Hugging Face tensors that are stored in `tensors`.
 
-    `tensors` maps storages to tensors [*shape], which keep their addresses. `rank_name` is like "trainer rank 0".
-    `cast_to` has a data type for each box, to which its elements are cast first; None: no cast. The weights must be in
-    device memory.
+    `tensors` maps storages to tensors [*shape]. Their addresses must not change, and they must be in device memory.
+    `rank_name` is like "trainer rank 0". `cast_to` has a data type for each box: checksums are taken after a cast to
+    it.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class Ledger:
 
     @classmethod
     def of_parameters(cls, rank_name: str, tensors: Mapping[str, Tensor]) -> Ledger:
-        """Return a ledger of converted weights. Its boxes are whole `tensors` [*shape] by their own names."""
+        """Return a ledger of converted weights, by `tensors` [*shape]. Each box is a whole parameter under its own
+        name.
+        """
         layout = tuple(dense_piece(name, tuple(value.shape), name, 0) for name, value in tensors.items())
         return cls(rank_name, layout, tensors, is_converted=True)
 
@@ -123,8 +127,8 @@ class Ledger:
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
-        """Return the checksums of the pieces in `storages` (None: all), int64 [scalar] on the device, by index in the
-        layout.
+        """Return the checksum, int64 [] on the device, of each piece in `storages` (None: all), by the piece's index in
+        the layout.
         """
         names = self.storages if storages is None else storages
         return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}
@@ -143,9 +147,7 @@ class Ledger:
 
 
 def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the checksum, int64 [scalar] on the device, of a piece stored in `storage` [*any], cast to `dtype` if not
-    None.
-    """
+    """Return the checksum, int64 [] on the device, of a piece in `storage` [*any]. A `dtype` casts the piece first."""
     view = View(piece.storage, piece.offset, piece.strides)
     values = strided_view(storage, view, piece.box.shape, piece.box.name)
     return checksum(values.to(dtype or values.dtype), piece.box.start)

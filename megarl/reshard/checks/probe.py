@@ -1,6 +1,6 @@
-"""Check of a reshard by log-probs: trainer and engine compute those of a fixed prompt.
+"""Check of a reshard by log-probs: trainer and engine compute the log-probs of a fixed prompt.
 
-It is for engines that convert the weights, because their bytes cannot be compared with the trainer's.
+Engines that convert weights need this check: their bytes cannot be compared with the trainer's bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ about 1e-6 (float32) and 1e-2 (bfloat16). Weights of another model give several 
 
 
 def probe_prompt(vocab_size: int, max_tokens: int) -> NDArray[np.int64]:
-    """Return the fixed prompt: int64 [tokens], at most `max_tokens`, random tokens of the whole vocabulary."""
+    """Return the fixed prompt, int64 [tokens]: at most `max_tokens` random tokens of the whole vocabulary."""
     return np.random.default_rng(0).integers(0, vocab_size, min(NUM_TOKENS, max_tokens))
 
 
@@ -34,11 +34,11 @@ def check_logprobs(
     tolerance: float,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Compare the prompt's log-probs, float32 [tokens], or None on ranks without them. A collective over the reshard's
-    ranks.
+    """Compare the prompt's log-probs of `trainer` and `engine`, float32 [tokens]. A rank without log-probs passes None.
 
-    The first entry is ignored: no token precedes it. Returns the largest mean distance of any engine, in nats. Raises
-    MegarlError on all ranks, naming the first rank with a distance above `tolerance` or not finite.
+    A collective over the reshard's ranks. The first entry is ignored, because no token precedes it. Returns the largest
+    mean distance of any engine, in nats. Raises MegarlError on all ranks if a distance is above `tolerance` or not
+    finite, and names the first such rank.
     """
     values_by_rank = gather_values((trainer, engine, replica), group)
     expected = next(logprobs for logprobs, _, _ in values_by_rank if logprobs is not None)

@@ -1,8 +1,8 @@
 """Verification of a reshard: checksums of the trainers' live parameters, compared with those of the engines.
 
-Both sides use the boxes that their layouts have in common. A checksum depends on the values of a box and on its place
-in the tensor, but not on the copies that were made. Equal checksums thus prove plan and transport. They do not prove
-the layouts: see `checks.file_rows`.
+Both sides compute checksums of the same boxes (index ranges of tensors). A checksum depends on the values of a box and
+on its place in the tensor. Equal checksums thus prove plan and transport. They do not prove the layouts: see
+`checks.file_rows`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megarl.reshard.world import Holding
 from megarl.types import MegarlError
 
 _NOT_STORED = torch.iinfo(torch.int64).max
-"""Value of a box that a rank does not store. The minimum over the ranks ignores it."""
+"""Stands for the checksum of a box that a rank does not store. The minimum over the ranks ignores it."""
 
 
 class LedgerComparison:
-    """One rank's part in the comparison of both ends of a plan.
+    """One rank's part in the comparison of trainer and engine after a reshard.
 
-    `sources` and `destinations` map storages to tensors [*shape]. `dtype` is the type of sent elements. Rank i of the
-    plan is rank i of `group`.
+    `sources` (trainer) and `destinations` (engine) map storages to tensors [*shape]. `dtype` is the type of sent
+    elements. Rank i of the plan is rank i of `group`.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class LedgerComparison:
         """The ledger of this rank's engine."""
 
     def verify(self, values: Mapping[int, Tensor], differing: Sequence[str] = ()) -> None:
-        """Compare this rank's checksums with those of all ranks. A collective.
+        """Compare this rank's checksums with the checksums of all ranks. A collective.
 
-        `values` are the checksums of the engine's pieces by index, int64 [scalar]. `differing` lists live parameters
-        that differ from the converted weights. Raises MegarlError on all ranks. It names the first parameter that
-        differs, or the trainer ranks that differ from others with the same weights.
+        `values` has the checksum of each engine piece by index, int64 []. `differing` lists live parameters that differ
+        from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs. If trainer
+        ranks with the same weights differ, the error names these ranks.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)
@@ -91,7 +91,7 @@ class LedgerComparison:
         faults = [(fault, outlier)]
         if self._num_ranks > 1:
             faults = signed.gather((fault, outlier), self._group, purpose="verification")
-        # Reported before the engines' faults: an engine may have received any of the differing copies.
+        # Trainers first: if their copies differ, an engine may have received any of them.
         if outliers := {rank: outlier for rank, (_, outlier) in enumerate(faults) if outlier is not None}:
             raise MegarlError(
                 f"the trainer's ranks {list(outliers)} hold other values of {next(iter(outliers.values()))} than other "
@@ -113,10 +113,10 @@ class LedgerComparison:
 
 
 def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Piece], int]:
-    """Return this rank's parts of the boxes that both ends of a plan have in common.
+    """Return this rank's parts of the boxes that sources and destinations of a plan have in common.
 
-    The results are the parts in its trainer, those in its engine, and the number of all ranks' boxes. Boxes are
-    numbered over all ranks.
+    Boxes are numbered over all ranks. The results are the parts in its trainer and in its engine, both by box number,
+    and the number of all boxes.
     """
 
     @cache

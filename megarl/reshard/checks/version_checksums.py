@@ -1,4 +1,4 @@
-"""Comparison of the ranks' checksums of one version of the weights, whatever their layouts."""
+"""Comparison of the ranks' checksums of one version of the weights. The ranks' layouts may differ."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Difference:
 
 
 def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> tuple[dict[Box, int], list[Difference]]:
-    """Return the checksum of each box over all ranks, and the boxes whose copies differ.
+    """Return the checksum of each box over all ranks, and a `Difference` for each box with unequal copies.
 
-    A copy is wrong if it differs from `trusted`, or, for boxes not listed there, from the majority.
+    A copy is wrong if it differs from `trusted`. For a box outside `trusted`, it is wrong if it differs from the
+    majority.
     """
     copies_by_box: dict[Box, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
@@ -51,7 +52,7 @@ def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> t
 
 
 def by_tensor(boxes: Checksums) -> dict[str, int]:
-    """Return the checksum of each whole tensor by name, the sum over its disjoint boxes."""
+    """Return the checksum of each whole tensor by name: the sum over its disjoint boxes."""
     total: dict[str, int] = defaultdict(int)
     for box, value in boxes.items():
         total[box.name] = (total[box.name] + value) & MASK
@@ -59,15 +60,16 @@ def by_tensor(boxes: Checksums) -> dict[str, int]:
 
 
 def version_checksum(tensors: Mapping[str, int]) -> str:
-    """Return the checksum of a whole model, 16 hexadecimal digits, from those of its tensors by name."""
+    """Return the checksum of a whole model, 16 hexadecimal digits, from the checksums of its tensors by name."""
     lines = "".join(f"{name} {value:016x}\n" for name, value in sorted(tensors.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> Iterator[Difference]:
-    """Yield the weights of engines that differ from the trainer's of the same version.
+    """Yield the engines' weights that differ from the trainer's weights of the same version.
 
-    Engines may lack tensors of the trainer. Boxes that only one rank stores are compared as sums over the tensor.
+    Engines may lack tensors of the trainer. Trainer and engine may split a tensor into different boxes; then the sums
+    over the tensor are compared.
     """
     comparable = [engine for engine in engines if not engine.is_converted]
     merged, differences = merge(comparable, trainer)

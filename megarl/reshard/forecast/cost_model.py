@@ -56,24 +56,24 @@ _Bytes = NDArray[np.int64]
 class Traffic:
     """The bytes moved by a plan, by rank.
 
-    `received` and `sent` are [tier, rank], where a tier is a kind of link, in the order of TIERS.
+    `received` and `sent` are [tier, rank]. A tier is a kind of link: local, same node or other node (`TIERS`).
     """
 
     received: _Bytes
     sent: _Bytes
     lower_bound: _Bytes
-    """Minimum bytes that each rank must receive [rank]: the part of its engine shard that its trainer shard lacks."""
+    """Minimum bytes that each rank must receive [rank]: bytes in its engine shard and not in its trainer shard."""
     gathered: _Bytes
-    """Bytes that each rank would receive if full tensors were gathered first, [tier, rank]."""
+    """Bytes that each rank would receive [tier, rank] if it gathered full tensors."""
     copies: _Bytes
     """Number of strided copies on each rank [rank]: local copies, packing and unpacking."""
     messages: int
-    """Number of pairs of ranks exchanging data, summed over the exchanges (buckets)."""
+    """Number of messages: pairs of ranks that exchange data, summed over the exchanges (buckets)."""
     buckets: int
     staging: _Bytes
     """Staging memory of each rank in bytes [rank]: its largest bucket."""
     wire_seconds: float
-    """Seconds of all exchanges at NVLink and InfiniBand bandwidth. Each bucket takes as long as its busiest rank."""
+    """Seconds of all exchanges at full bandwidth. Each bucket takes as long as its busiest rank."""
     speeds: Speeds
 
     @property
@@ -83,7 +83,7 @@ class Traffic:
         return int(self.received[1:].sum()) / least if least else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers as JSON values: means, maxima and sums over the ranks."""
+        """Return means, maxima and sums over the ranks as JSON values."""
 
         def over_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
@@ -121,7 +121,7 @@ def forecast(
     gpu: str = "h200",
     adapter: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """Predict the cost of copying weights from trainer to engine, also with other rank orders, as JSON values.
+    """Predict the cost of copying weights from trainer to engine as JSON values, also for other orders of the ranks.
 
     `engine_ranks_per_node` is set only for separate engines on nodes of another size. `gpu` is a key of SPEEDS. With
     `adapter`, only the matrices of a LoRA adapter are copied.
@@ -164,7 +164,9 @@ def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
-    """Count the bytes moved by a plan over all its ranks. Tensors of one kind are counted once."""
+    """Count the bytes moved by a plan over all its ranks. One tensor of each kind is counted for all tensors of the
+    kind.
+    """
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
@@ -213,7 +215,7 @@ def reshard_plan(
 ) -> Plan:
     """Return the plan of the copies from Megatron's to vLLM's layouts, both computed from the model's sizes.
 
-    Arguments as in `forecast`.
+    The arguments are those of `forecast`.
     """
     ends = reshard_ends(model, parallel, parallel.num_ranks, adapter=adapter)
     return make_plan(
@@ -235,7 +237,7 @@ def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
-    """Return the parallel sizes with the order of trainer ranks for which a reshard sends the fewest bytes.
+    """Return the parallel sizes with the trainer's ranks in the order that sends the fewest bytes in a reshard.
 
     Returns `parallel` itself for separate engines, or if no other order saves bytes.
     """
@@ -257,7 +259,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
 
 
 def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    """Yield other orders of the trainer's ranks with their names: Megatron's other order, and rank permutations.
+    """Yield (name, sizes) for other orders of the trainer's ranks: Megatron's other order, and rank permutations.
 
     Yields nothing for separate engines: they receive their whole shard in any order.
     """
@@ -279,7 +281,7 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity (1, 1), and permutations that make the ranks of one engine neighbours in the trainer's
+    """Return the identity (1, 1) and the permutations that make the ranks of an engine neighbours in the trainer's
     grid.
     """
     permutations = [(1, 1)]
@@ -292,7 +294,7 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """Elements sent and received, and copies, to reshard one tensor from one choice of source ranks.
+    """Elements sent and received, and copies, for one tensor and one choice among equal source ranks.
 
     Arrays are [tier, rank] or [rank]. `pairs` encodes each remote pair as `source * num_ranks + destination`.
     """
@@ -304,7 +306,6 @@ class _Turn:
 
 
 def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
-    """Count the elements sent and received by each rank, and its copies, to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
@@ -343,7 +344,7 @@ def _count_gathered(plan: Plan, overlap: Overlap) -> _Bytes:
 
 
 def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
-    """Return the number of distinct pair codes. A flag per possible pair is faster than sorting the codes."""
+    """Return the number of distinct pair codes. One flag per possible pair is faster than sorting the codes."""
     is_present = np.zeros(num_ranks * num_ranks, dtype=bool)
     for part in codes:
         is_present[part] = True
@@ -351,5 +352,5 @@ def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
 
 
 def _wire_seconds(by_link: NDArray[Any], speeds: Speeds) -> float:
-    """Return the seconds of the busiest rank, with NVLink and network in parallel. `by_link` is bytes [tier, rank]."""
+    """Return the seconds of the busiest rank, with NVLink and network in parallel. `by_link` has bytes [tier, rank]."""
     return float(max(by_link[1].max() / speeds.nvlink, by_link[2].max() / speeds.infiniband))

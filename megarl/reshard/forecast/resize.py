@@ -1,8 +1,8 @@
 """Bytes that move when a run continues with other parallel sizes, computed without starting a rank.
 
-Copies that exist only on leaving nodes are first sent to staying nodes (`state_holders`). Then each rank of the new
-sizes receives the elements that it needs and its node lacks. The counts are approximate: Megatron's distributed
-optimizer cuts one buffer of all parameters into equal parts, and this module cuts each tensor.
+Leaving nodes first send copies to staying nodes that lack them (`state_holders`). Then each rank of the new sizes
+receives the elements that its node lacks. The counts are approximate: Megatron's distributed optimizer cuts one buffer
+of all parameters into equal parts; this module cuts each tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.reshard.state_holders import hand_overs, partners
 _FLOAT32_BYTES = 4
 
 _Ranks = dict[int, list[list[Piece]]]
-"""Pieces of each rank, by the bytes of one element."""
+"""Layout of each rank, keyed by the bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class ResizeBytes(NamedTuple):
 def forecast_resize(
     model: ModelShape, before: ParallelConfig, after: ParallelConfig, settings: StateSettings, nodes: tuple[int, int]
 ) -> ResizeBytes:
-    """Count the bytes of a change from the sizes `before` to `after`.
+    """Count the bytes that move for a change from the sizes `before` to `after`.
 
-    The ranks fill the nodes in order. `nodes` are the ranks on a node, before and after.
+    The ranks fill the nodes in order. `nodes` is the number of ranks on a node, before and after.
     """
     old, new = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
     topology = [(rank // nodes[0],) for rank in range(before.world_size)]
@@ -88,7 +88,7 @@ def forecast_resize(
         origins | {origin for origin, receiver in sent.items() if receiver == node}
         for origins, (node,) in zip(local_origins, new_topology, strict=True)
     ]
-    # The minimum may come from leaving nodes: one more rank for each copy there.
+    # The minimum counts bytes that may also come from leaving nodes. One rank more stands for each of their copies.
     nearest_origins = [*local_origins, *({origin} for origin in sent)]
     nearest_topology = [*new_topology, *(topology[origin] for origin in sent)]
     received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
@@ -106,13 +106,13 @@ def forecast_resize(
 
 
 def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, places: RankTopology) -> Traffic:
-    """Return the bytes that move from the layout of each rank's `sources` to its `needs`."""
+    """Return the bytes that move from `sources` (layout of each rank) to `needs` (layout of each rank)."""
     # One huge bucket avoids the work of slicing tensors.
     return count(make_plan(sources, needs, itemsize=size, bucket_bytes=1 << 62, topology=places))
 
 
 class _StateLayouts:
-    """Layout of a training state with certain parallel sizes. One rank of those with a weight copies it."""
+    """Layouts of a training state with certain parallel sizes. One of the ranks with the same weight copies it."""
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
         num_ranks = parallel.world_size
@@ -142,16 +142,16 @@ class _StateLayouts:
                         self._copied[settings.optimizer_bytes][rank] += share
 
     def copies(self, size: int, ranks: Iterable[int]) -> Layout:
-        """Return the pieces in the copies of these ranks' states, with elements of `size` bytes."""
+        """Return the layout of the copies of these ranks' states, for elements of `size` bytes."""
         return tuple(piece for rank in sorted(ranks) for piece in self._copied[size][rank])
 
     def num_bytes(self, rank: int) -> int:
-        """Return the size in bytes of the copy of a rank's state."""
+        """Return the bytes of the copy of a rank's state."""
         return sum(size * piece.box.numel for size, pieces in self._copied.items() for piece in pieces[rank])
 
 
 def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
-    """Return the ranks with the same parameters as `rank`, which shard their optimizer's state."""
+    """Return the ranks with the same parameters as `rank`. They shard the optimizer's state among them."""
     coordinates = layouts.parallel.coordinates(rank)
     return layouts.ranks[
         is_expert, coordinates.pp, coordinates.ep if is_expert else 0, coordinates.etp if is_expert else coordinates.tp

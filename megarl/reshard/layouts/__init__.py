@@ -1,5 +1,5 @@
-"""Layouts of live parameters: the index ranges of Hugging Face tensors that each rank has.
+"""Layouts of live parameters: the index ranges of Hugging Face tensors on each rank.
 
-Trainers: `megatron`, computed from sizes and coordinates. Engines: `vllm`, recorded from vLLM's own loader, and
-`vllm_computed`, computed without vLLM. Layouts of files are in `megarl.checkpoint`.
+Trainers: `megatron` computes them from sizes and coordinates. Engines: `vllm` records them from vLLM's own loader;
+`vllm_computed` computes them without vLLM. Layouts of files are in `megarl.checkpoint`.
 """

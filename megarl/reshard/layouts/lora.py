@@ -1,4 +1,4 @@
-"""Layouts of LoRA adapters. An adapter is split over ranks, stages and chunks like its linear layer."""
+"""Layouts of LoRA adapters. An adapter is split over ranks, pipeline stages and model chunks like its linear layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class AdapterLayouts(MegatronLayouts):
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """Return the layouts of the LoRA adapters of modules `targets`, for a model with layouts `base`."""
+    """Return the layouts of the LoRA adapters of modules `targets`. `base` has the layouts of the model's own
+    weights.
+    """
     return AdapterLayouts(
         base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
     )

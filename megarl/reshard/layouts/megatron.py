@@ -1,7 +1,7 @@
 """Layouts of Megatron's parameters, computed from the model's sizes and the ranks' parallel coordinates.
 
-This needs neither a collective nor a model, so each rank knows the layouts of all ranks. `check_against` compares a
-rank's layout with the live model.
+Each rank computes the layouts of all ranks, without a collective and without a model. `check_against` compares a rank's
+layout with the live model.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ def parameter_shapes(
     has_buffers: bool = True,
     matches: Callable[[Rule], bool] = lambda rule: True,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the local shapes of a rank's parameters by name, with vocabulary padding; with `has_buffers` also of
-    saved buffers.
+    """Return the local shapes of a rank's parameters by name, with vocabulary padding.
 
-    `matches` selects parameters by their rules.
+    With `has_buffers`, saved buffers are included. `matches` selects parameters by their rules.
     """
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
@@ -61,14 +60,12 @@ def parameter_shapes(
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """Return the prefix of parameter names in a model chunk (virtual pipeline stage). It is empty if a stage has one
-    chunk.
-    """
+    """Return the name prefix of the parameters in model chunk `chunk`. Empty if a stage has one chunk (`vpp` is 1)."""
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
 def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
-    """Compare a live model's parameters with the computed shapes. Raises ConfigError naming the first that differs."""
+    """Compare a live model's parameters with the computed shapes. Raises ConfigError naming the first difference."""
     for name, value in live.items():
         if name not in shapes:
             raise ConfigError(
@@ -102,7 +99,7 @@ class MegatronLayouts(Layouts):
 
     `padded_vocab_size` is Megatron's, a multiple of tp; no Hugging Face tensor has the padding rows. With
     `transformer_engine`, fused norms and grouped experts have Transformer Engine's names. Names begin with
-    `chunk_prefix`. Raises ConfigError if a size does not divide.
+    `chunk_prefix`. Raises ConfigError if tp, ep or another size does not divide the model's.
     """
 
     model: ModelShape
@@ -146,7 +143,7 @@ class MegatronLayouts(Layouts):
         return self._holdings_by_kind[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """Return where a model chunk stores a rule's parameter: name, first layer, first expert.
+        """Return the place of a rule's parameter in a model chunk: its name, first layer and first expert.
 
         `ep` is the expert-parallel coordinate of the storing ranks.
         """
@@ -156,9 +153,9 @@ class MegatronLayouts(Layouts):
         )
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
-        """Return the length of a rank's part of a parameter along its split dimension, for each of its fused blocks.
+        """Return the length of a rank's part of each fused block, along the split dimension of the parameter.
 
-        Raises ConfigError if a block cannot be divided evenly.
+        tp 2, q of 8 rows fused with k of 4 rows: (4, 2). Raises ConfigError if a block cannot be divided evenly.
         """
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
         # Megatron splits the padded vocabulary. The real rows then end inside the last ranks' parts.
@@ -197,12 +194,12 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def chunks(self) -> tuple[ModelChunk, ...]:
-        """All model chunks in layer order: the first chunk of each stage, then the second of each stage."""
+        """All model chunks in layer order: the first chunk of every stage, then the second chunk of every stage."""
         pp, sizes = self.parallel.pp, self.parallel.layers_by_chunk(self.model.num_layers)
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        """Return the model chunk with a layer, numbered from 0."""
+        """Return the model chunk that contains a layer. Layers are numbered from 0."""
         return self._chunk_of_layer[layer]
 
     @cached_property
@@ -210,7 +207,7 @@ class MegatronLayouts(Layouts):
         return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
-        """Return the model chunks with a parameter outside the layers, such as an embedding."""
+        """Return the model chunks with a parameter outside the transformer layers, such as an embedding."""
         # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
@@ -241,8 +238,8 @@ class MegatronLayouts(Layouts):
     def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
         """The ranks at each place of the parallel grid.
 
-        A key is (is it the experts' grid, pipeline stage, expert-parallel coordinate, tensor-parallel coordinate or
-        None for all).
+        The key is (in the experts' grid, pipeline stage, expert-parallel coordinate, tensor-parallel coordinate). The
+        last entry None stands for all tensor-parallel coordinates.
         """
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):

@@ -1,9 +1,8 @@
-"""Layouts of packed tensors: one tensor of a checkpoint with all experts of a layer, maybe transposed or with
+"""Layouts of packed tensors. A packed tensor of a checkpoint has all experts of a layer, maybe with transposed or
 alternating rows.
 
-Reshard plans have one tensor per expert, but files and vLLM's loader have packed tensors (`families.packed`). A layout
-of packed tensors is converted into one of single experts' tensors. Only offsets and strides change; no weights are
-copied.
+Reshard plans have one tensor per expert; files and vLLM's loader have packed tensors (`families.packed`). This module
+converts a layout of packed tensors into a layout of single experts' tensors. Only offsets and strides change.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_names(model: ModelShape) -> dict[str, str]:
-    """Map each tensor name of `hf_tensors` to the tensor's name in the model's files. Several experts share a packed
-    one.
+    """Map each tensor name of `hf_tensors` to the tensor's name in the model's files.
+
+    All experts of a layer may map to one packed tensor.
     """
     packed = {alias.tensor: alias.packed for alias in list_aliases(model)}
     tensors = {name: parse_name(name) for name in hf_tensors(model)}
@@ -37,7 +37,7 @@ def checkpoint_names(model: ModelShape) -> dict[str, str]:
 
 
 def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
-    """Return a layout with its pieces of packed tensors replaced by pieces of single experts' tensors."""
+    """Return the layout with each piece of a packed tensor replaced by pieces of single experts' tensors."""
     aliases: dict[str, list[Alias]] = {}
     for alias in list_aliases(model):
         aliases.setdefault(alias.packed, []).append(alias)
@@ -57,9 +57,9 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
 
 
 def _expert_pieces(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of one kind of expert tensor within a piece of a packed tensor.
+    """Yield the pieces of the experts' tensors (one kind, such as `down_proj`) within a piece of a packed tensor.
 
-    `shape` is that of one expert's tensor.
+    `shape` is the shape of one expert's tensor.
     """
     box, start, stop, strides, offset = piece.box, [], [], [], piece.offset
     for size, axis in zip(shape, alias.axes, strict=True):

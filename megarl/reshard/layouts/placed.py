@@ -15,7 +15,7 @@ from megarl.reshard.world import Layouts, PlacedLayouts
 
 
 class Ends(NamedTuple):
-    """The computed layouts of trainer and engines on all ranks of a reshard, and the first rank with an engine."""
+    """The computed layouts of trainer and engines on all ranks, and the first rank with an engine."""
 
     sources: Layouts
     destinations: Layouts
@@ -34,7 +34,7 @@ def reshard_ends(
     """Return the layouts of trainer and engines over `num_ranks` ranks.
 
     With separate engines, only the running replicas count. `engine` is the engines' model if it has fewer tensors than
-    the trainer's `model`. With `adapter`, the layouts are those of a LoRA adapter's matrices.
+    `model`. With `adapter`, the layouts describe the matrices of a LoRA adapter.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)

@@ -2,7 +2,7 @@
 
 `load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
 projections, replicated KV heads, padding and experts thus need no rules here. Some loaders clone a checkpoint tensor
-before writing it; the recorder follows such clones. A loader that computes values raises an error naming the parameter.
+before writing it; the recorder follows the clone. A loader that computes values raises an error naming the parameter.
 For a module that quantises its weights, the layout describes the unquantised weights (`layouts.vllm_quantised`).
 """
 
@@ -34,7 +34,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
     """Record the layout of a live vLLM model. `tensors` maps checkpoint names to shapes and dtypes.
 
     A piece's storage is the parameter's name in `named_parameters()`. Live values do not change. Raises
-    DirectWriteError, with the name, if the loader copies or pads more or fewer elements of a parameter than it has.
+    DirectWriteError if the loader writes some element of a parameter never or twice, naming the parameter.
     """
     check_direct_write(model)
     try:
@@ -70,11 +70,10 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Set to zero the elements that vLLM's loader sets to zero. A reshard does not write them: no checkpoint tensor
-    has them.
+    """Zero the elements that vLLM's loader zeroes and no checkpoint tensor has. A reshard does not write them.
 
-    They are padding rows of the vocabulary, and the experts' output bias on all but the first rank, because the sum
-    over the ranks must contain it once.
+    They are padding rows of the vocabulary, and the experts' output bias on all but the first rank: the sum over the
+    ranks must contain the bias once.
     """
     # vLLM is imported only where an engine exists: ranks that only train must not load it.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -91,7 +90,7 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """A torch dispatch mode that records copies from checkpoint tensors into live parameters without executing them.
+    """A torch dispatch mode: it records copies from checkpoint tensors into live parameters without executing them.
 
     `parameters` are pairs of a name and a live tensor [*shape].
     """
@@ -180,7 +179,7 @@ class Recorder(TorchDispatchMode):
         return piece
 
     def check_coverage(self, unfilled: Mapping[str, int]) -> None:
-        """Raise DirectWriteError if more or fewer elements of a parameter are written than it has.
+        """Raise DirectWriteError if the written elements of a parameter are more or fewer than its size.
 
         `unfilled` counts, by parameter, the elements that the loader sets to zero later.
         """
@@ -208,10 +207,10 @@ def _piece(
     parameter: torch.Tensor,
     target: torch.Tensor,
 ) -> Piece | None:
-    """Return the piece of a copy from a view of a contiguous tensor to a view of a parameter.
+    """Return the piece for a copy from `source`, a view of `tensor`, to `target`, a view of `parameter`.
 
-    `source` and `target` [*view] are these views. Returns None unless the source is an axis-parallel slice. Its
-    dimensions may be permuted. Dimensions with one selected index may be missing.
+    Both views are [*view], and `tensor` is contiguous. Returns None unless `source` is an axis-parallel slice of
+    `tensor`. Its dimensions may be permuted. A dimension with one selected index may be missing.
     """
     if source.shape != target.shape:
         return None

@@ -1,7 +1,7 @@
 """Layouts of a LoRA adapter in vLLM's slots, computed from the model's sizes; `layouts.vllm_slots` records them.
 
-A slot is a tensor of vLLM for one matrix of an adapter. Every fused projection has a slot for B per Hugging Face
-projection, and one shared slot for A. Slots are split over the engine's ranks like the weights.
+A slot is vLLM's tensor for one matrix of an adapter. A fused linear layer such as qkv has one slot A, shared by its
+projections, and one slot B for each projection. Slots are split over the engine's ranks like the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def slot_rank(rank: int) -> int:
-    """Return the smallest rank of vLLM's slots that fits this LoRA rank. The rest of a slot is zero.
+    """Return the smallest rank in SLOT_RANKS that fits this LoRA rank. The rest of a slot is zero.
 
     Raises ValueError if none fits.
     """
@@ -41,7 +41,7 @@ def slot_name(module: str, letter: str, index: int) -> str:
 class VllmAdapterLayouts(Layouts):
     """Layouts of an adapter of LoRA rank `rank` on the linear layers `targets`, in the slots of all `engine` ranks.
 
-    The projections of a fused linear layer have equal matrices A. Only the first one is stored.
+    The projections of a fused linear layer have equal matrices A. Only the first A is stored.
     """
 
     engine: VllmLayouts
@@ -59,7 +59,9 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the whole matrices in the slots, by template: A [rank, in features], B [out features, rank]."""
+        """Shapes of the whole matrices in the slots, by template: A [LoRA rank, in features], B [out features, LoRA
+        rank].
+        """
         return {name: shape for rule in self._rules for name, shape in rule.tensors if name in self._places}
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
@@ -68,11 +70,13 @@ class VllmAdapterLayouts(Layouts):
         return self._holdings_by_template[tensor.template]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's slots, including unused parts."""
+        """Return the bytes of a rank's slots, with unused parts."""
         return itemsize * sum(self._numel(template, rank, slot_rank(self.rank)) for template in self.shapes)
 
     def wanted_bytes(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's parts of A and B, the minimum of a transfer to this rank."""
+        """Return the bytes of a rank's parts of A and B, without unused parts of slots. A copy must move at least
+        these.
+        """
         return itemsize * sum(self._numel(template, rank, self.rank) for template in self.shapes)
 
     def _numel(self, template: str, rank: int, stored_rank: int) -> int:
@@ -83,9 +87,10 @@ class VllmAdapterLayouts(Layouts):
         return features * stored_rank * len(self._layers[template])
 
     def _holdings(self, template: str) -> Iterator[Holding]:
-        """Yield the boxes of a matrix: one for all ranks, or one for each of a replica's ranks.
+        """Yield the boxes of a matrix: one box for all ranks, or one box for each rank of a replica.
 
-        Rows of A are stored without gaps. Rows of B are as long as the slot's rank, which may exceed the adapter's.
+        Rows of A are stored without gaps. Rows of B are as long as the slot's rank, even if the adapter's rank is
+        smaller.
         """
         stack, index, letter = self._places[template]
         shape, world = self.shapes[template], len(self.engine)
@@ -112,7 +117,7 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stack, int, str]]:
-        """For each stored matrix, by template: the weight's fused parameter, its index there, and A or B."""
+        """Place of each stored matrix, by template: the weight's fused parameter, its index there, and "A" or "B"."""
         return {
             adapter_tensor(part.tensor, letter): (stack, index, letter)
             for stack in list_stacks(self.engine.model)

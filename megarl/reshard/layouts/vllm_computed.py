@@ -1,7 +1,7 @@
-"""Layouts of vLLM's live parameters, computed from the model's sizes; `layouts.vllm` records them.
+"""Layouts of vLLM's live parameters, computed from the model's sizes.
 
-Every rank thus knows the layouts of all engines, and a plan needs no running rank. If the recorded layout differs, for
-example with another vLLM, the recorded one is used.
+Every rank thus computes the layouts of all engines, and a plan needs no running rank. `layouts.vllm` records the layout
+of a live engine. If the two differ, for example with another vLLM version, the recorded layout is used.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megarl.types import ConfigError
 
 @dataclass(frozen=True)
 class VllmLayouts(Layouts):
-    """Layouts of `world_size` engine ranks; `tp` contiguous ranks form an engine.
+    """Layouts of `world_size` engine ranks; each `tp` consecutive ranks form an engine.
 
     Draft layers of `model` are in the engine's draft model. With `ep` (vLLM's `enable_expert_parallel`) a rank has
-    whole experts, in contiguous runs. `holdings` raises ConfigError for a size that does not divide.
+    whole experts with consecutive numbers. `holdings` raises ConfigError for a size that does not divide.
     """
 
     model: ModelShape
@@ -61,15 +61,16 @@ class VllmLayouts(Layouts):
         return self._holdings_by_kind[key]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's live parameters with padding; `itemsize` is that of the model's dtype."""
+        """Return the bytes of a rank's live parameters with padding. `itemsize` belongs to the model's dtype."""
         return sum(
             prod(shape) * count * (itemsize if stack.dtype == "model" else 4)
             for stack, shape, count in self.stacks_on(rank)
         )
 
     def stacks_on(self, rank: int) -> Iterator[tuple[Stack, tuple[int, ...], int]]:
-        """Yield a rank's live parameters by kind: the fused parameter, the shape of one (or of one expert), and their
-        number.
+        """Yield (fused parameter, shape, count) for each kind of a rank's live parameters.
+
+        The shape is that of one parameter, or of one expert in it.
         """
         part = rank % self.tp
         for stack, of_drafter in self._stacks:
@@ -84,7 +85,7 @@ class VllmLayouts(Layouts):
             yield stack, tuple(shape), count
 
     def range_on(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Return start and stop of a rank's part of a tensor, and its length in the parameter, with padding.
+        """Return (start, stop, padded length) of a rank's part of a tensor.
 
         `rank` counts within the engine, from 0 to tp - 1.
         """
@@ -137,8 +138,9 @@ class VllmLayouts(Layouts):
                 yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
 
     def _owner(self, expert: int) -> int:
-        """Return the engine rank with an expert. As in vLLM, the first ranks have one more if experts do not divide
-        evenly.
+        """Return the engine rank of an expert. As in vLLM, remaining experts go to the first ranks.
+
+        7 experts on 2 ranks: rank 0 has 4.
         """
         experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
         return (
@@ -157,7 +159,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
-        """The stacked vLLM parameter that holds each tensor. Keys: (is it a draft layer's, name without numbers)."""
+        """The stacked vLLM parameter of each tensor. The key is (is a draft layer's tensor, name without numbers)."""
         return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
 
     @cached_property
@@ -166,7 +168,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stacks(self) -> tuple[tuple[Stack, bool], ...]:
-        """All live parameters, fused or not, each with whether it is the drafter's."""
+        """All live parameters, fused or not, as pairs (stack, is in the drafter)."""
         layers = self._layers.items()
         names = [name for name, numbers in layers if not is_draft_tensor(self.model, TensorName(name, numbers[0]))]
         present = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]

@@ -1,8 +1,8 @@
 """vLLM modules with FP8 weights: their unquantised parameters during loading, and their quantisation by vLLM.
 
-vLLM's online quantisation loads a module's weights in the checkpoint's form, then computes FP8 weights and scales. Here
-vLLM's own code does both. vLLM stores the loading parameters for its own reload. Its quantiser runs on a copy of the
-module. No live tensor is replaced.
+vLLM's online quantisation loads unquantised weights, then computes FP8 weights and scales. Both steps here are vLLM's
+own code. vLLM stores the loading parameters for its own reload. Its quantiser runs on a copy of the module, so no live
+tensor is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METHODS = (
     "Fp8PtpcOnlineLinearMethod",
     "Fp8PtpcOnlineMoEMethod",
 )
-"""Quantisation methods of vLLM 0.30 with the same result at each repetition: by blocks of 128 x 128, and by rows."""
+"""Quantisation methods of vLLM 0.30 with equal results for equal weights: blocks of 128 x 128, and rows."""
 
 LINEAR_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
@@ -35,7 +35,7 @@ LINEAR_KERNELS = (
     "CutlassFP8ScaledMMLinearKernel",
     "ChannelWiseTorchFP8ScaledMMLinearKernel",
 )
-"""Kernels that use weights and scales unchanged, or in an order that depends on these alone."""
+"""Kernels that store weights and scales unchanged, or in an order that depends only on weights and scales."""
 
 EXPERT_BACKENDS = (
     "TRITON",
@@ -44,10 +44,11 @@ EXPERT_BACKENDS = (
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""Backends of MoE layers that use weights and scales unchanged, or in an order that depends on these alone.
+"""Backends of MoE layers that store weights and scales unchanged, or in an order that depends only on weights and
+scales.
 
-The others also store workspaces, sort orders or factors. CUTLASS stores strides on the device, outside parameters and
-buffers; a deep sleep would lose them.
+All other backends also store workspaces, sort orders or factors. CUTLASS stores strides on the device, outside
+parameters and buffers; a deep sleep would lose them.
 """
 
 _BLOCK = 128
@@ -55,7 +56,7 @@ _BLOCK = 128
 _RELATIVE_ROUNDING = 0.07
 """Largest relative error of a number in e4m3, whose mantissa has 3 bits: 1/16. Scales are rounded too."""
 _LEAST_NUMBER = 2.0**-9
-"""Smallest positive number of e4m3. Times a scale, it is the largest absolute error of numbers near 0."""
+"""Smallest positive number of e4m3. Multiplied by a scale, it bounds the absolute rounding error near 0."""
 
 
 class UnknownKernelError(MegarlError):
@@ -65,7 +66,7 @@ class UnknownKernelError(MegarlError):
 class QuantisedModule:
     """A module of a live vLLM model with FP8 weights. `name` is its path in the model.
 
-    Raises UnknownKernelError, naming module and kernel.
+    Raises UnknownKernelError for an unknown kernel, naming module and kernel.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -87,9 +88,9 @@ class QuantisedModule:
         return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
 
     def padding(self) -> dict[str, int]:
-        """Return the number of elements of each weight that are not in the checkpoint.
+        """Return the number of elements of each weight outside the checkpoint.
 
-        Only experts have such elements: their sizes are rounded up to whole blocks.
+        Only experts have padding: their sizes are rounded up to whole blocks.
         """
         config = getattr(self._module, "moe_config", None)
         if config is None:
@@ -103,7 +104,7 @@ class QuantisedModule:
 
     @contextmanager
     def loadable(self) -> Iterator[None]:
-        """Context in which the module has unquantised parameters on the meta device, as during vLLM's loading."""
+        """Context in which the module's parameters are unquantised meta tensors, as during vLLM's loading."""
         live = self._module._parameters
         unquantised = {key: live[key] for key in _unquantised_names(self._module) if key in live}
         # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged, and no parameter is registered
@@ -115,11 +116,10 @@ class QuantisedModule:
             vars(self._module)["_parameters"] = live
 
     def quantise(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Quantise weights [*shape] with vLLM. Returns FP8 weights and scales by the names of `live`. A collective
-        over the engine.
+        """Quantise weights [*shape] with vLLM. A collective over the engine.
 
-        `weights` are named and shaped as in `shapes`; their padding need not be set. Raises MegarlError if a result has
-        another layout than the live tensor.
+        Returns FP8 weights and scales, by the names of `live`. `weights` have the names and shapes of `shapes`; their
+        padding may have any values. Raises MegarlError if a result's layout differs from the live tensor's.
         """
         # vLLM sets attributes on the copy, not on the live module: CUDA graphs and kernels still use the live tensors.
         # vLLM 0.30 quantises a module only once and remembers it in a flag, so the copy drops the flag.
@@ -161,10 +161,10 @@ class QuantisedModule:
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(results[name]))]
 
     def holds(self, name: str, first: int, stride: int, row: Tensor) -> bool | None:
-        """Return whether the live weight `name` equals a row [columns] of unquantised values within FP8's rounding.
+        """Return whether the live weight `name` equals a row [columns] of unquantised values, within FP8's rounding.
 
-        `first` is the index of the row's first element in the unquantised weight, `stride` the distance of its
-        elements. None: the kernel stores weights or scales in another order, so rows cannot be compared.
+        `first` is the index of the row's first element in the unquantised weight. `stride` is the distance between its
+        elements. None: the kernel reorders weights or scales, so rows cannot be compared.
         """
         key = name.removeprefix(f"{self.name}.")
         live, loaded = self._live.get(key), self._loaded[key]
@@ -213,14 +213,13 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def quantised_modules(model: nn.Module | None) -> list[QuantisedModule]:
-    """Return the quantised modules of a model, in its order. Raises UnknownKernelError for an unknown kernel."""
+    """Return the quantised modules of a model in order. Raises UnknownKernelError for an unknown kernel."""
     named = model.named_modules() if model is not None else ()
     return [QuantisedModule(name, module) for name, module in named if is_quantised(module)]
 
 
 @contextmanager
 def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
-    """Context in which all these modules are `loadable`."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(module.loadable())
@@ -245,7 +244,7 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _unquantised_names(module: nn.Module) -> set[str]:
-    """Return the names of the module's parameters that are not quantised. A reshard writes them directly."""
+    """Return the names of the module's unquantised parameters. A reshard writes them directly."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}
@@ -260,7 +259,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
 
 
 def _make_format_step(method: Any) -> Any:
-    """Return the part of an MoE method that runs after quantising, without the creation of a new kernel."""
+    """Return the step of an MoE method after quantising: it reorders weights without creating a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
 

@@ -1,6 +1,6 @@
-"""The slots of a live vLLM engine for a LoRA adapter, and their layout, recorded from vLLM's own loader of adapters.
+"""The slots of a live vLLM engine for a LoRA adapter, and their layout, recorded from vLLM's own adapter loader.
 
-A slot is a tensor of vLLM for one matrix of an adapter.
+A slot is vLLM's tensor for one matrix of an adapter.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megarl.reshard.layouts.vllm_adapters import slot_name
 from megarl.types import MegarlError
 
 ADAPTER_ID = 1
-"""vLLM's number of the trained adapter. It is the first one, so it always has slot 0."""
+"""vLLM's number of the trained adapter. It is registered first, so its slot is always 0."""
 
 
 class AdapterSlots:
     """The slots of the trained adapter in a live vLLM model. `rank` is the LoRA rank; slots may be wider.
 
-    The slots of `num_further` other adapters follow: copies of the trained adapter at earlier times.
+    `num_further` more slots follow, for copies of the trained adapter at earlier versions.
 
     The constructor makes the projections of a fused layer share one slot for A. Call it before vLLM captures CUDA
-    graphs. Raises MegarlError if vLLM has another number of adapters, or no linear layer for them.
+    graphs. Raises MegarlError if vLLM is configured for another number of adapters, or has no linear layer for them.
     """
 
     def __init__(self, model: nn.Module, rank: int, *, num_further: int = 0) -> None:
@@ -42,7 +42,7 @@ class AdapterSlots:
         self.tensors: dict[str, Tensor] = {}
         """The slots by name, A [slot rank, in features of this rank] and B [out features of this rank, slot rank]."""
         self._stacked: list[Tensor] = []
-        """The same slots with those of all adapters, [adapters, 1, *shape of a slot]."""
+        """Slot name -> vLLM's tensor with the slots of all adapters, [adapters, 1, *shape of a slot]."""
         for name, module in self._modules.items():
             # The trainer has one A for a fused layer. vLLM 0.30 would store it once per projection.
             module.lora_a_stacked = (module.lora_a_stacked[0],) * module.n_slices
@@ -57,15 +57,15 @@ class AdapterSlots:
 
     @cached_property
     def request(self) -> Any:
-        """vLLM's reference to the trained adapter, for requests that use it."""
+        """vLLM's reference to the trained adapter. A request passes it to use the adapter."""
         # vLLM is imported only where an engine exists: ranks that only train must not load it.
         from vllm.lora.request import LoRARequest
 
         return LoRARequest("trained", ADAPTER_ID, "written in place")
 
     def further_request(self, index: int, name: str) -> Any:
-        """Return vLLM's reference to further adapter `index`. `name` must be unique, because it is the key of vLLM's
-        cache.
+        """Return vLLM's reference to further adapter `index`. `name` is the key of vLLM's cache, so it must be
+        unique.
         """
         from vllm.lora.request import LoRARequest
 
@@ -75,11 +75,11 @@ class AdapterSlots:
         """Register the adapters in a vLLM worker without loading them from files. Their slots are zero afterwards."""
         manager = worker.model_runner.lora_manager
         slots = manager._adapter_manager
-        # vLLM gives the first free slot to each, so their order is that of the slots.
+        # vLLM gives each adapter the first free slot, so adapters are registered in the order of their slots.
         for request in (self.request, *(self.further_request(i, f"further {i}") for i in range(self._num_further))):
             manager.add_dummy_lora(request, self.rank)
             slots.activate_adapter(request.lora_int_id)
-            # vLLM would copy them into the slots when it activates the adapter again, and this never happens.
+            # vLLM needs these weights only to activate the adapter again. megarl never does, so they are freed.
             slots.get_adapter(request.lora_int_id).loras.clear()
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class AdapterSlots:
         """Record the layout of the slots. `tensors` maps the names of an adapter's matrices to their shapes.
 
         vLLM's own code copies the matrices, as meta tensors, into the slots. Live values do not change. Raises
-        DirectWriteError, with the name, for a matrix without a slot, or a slot that its matrices do not fill.
+        DirectWriteError for a matrix without a slot, or a partly filled slot, and names it.
         """
         recorder = Recorder(self.tensors.items())
         with recorder:
@@ -136,7 +136,9 @@ class AdapterSlots:
 
 @contextmanager
 def without_adapters(model: nn.Module | None) -> Iterator[None]:
-    """Context in which a vLLM model has its plain linear layers, as during loading, instead of those with adapters."""
+    """Context in which the adapter layers of a vLLM model are replaced by their plain linear layers, as during
+    loading.
+    """
     wrapped = [
         (parent, key, child)
         for parent in (model.modules() if model is not None else ())
