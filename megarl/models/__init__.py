@@ -1,7 +1,7 @@
 """Models that Megatron-Core builds from a Hugging Face model's sizes, with log-probs as output.
 
-`configuration` makes Megatron's config, `policy` the model. `logprobs` computes its output, chunk by chunk over a
-vocabulary split across ranks. Layers are Transformer Engine's if installed, else Megatron's local ones with `norms` and
+`configuration` makes Megatron's config, `policy` the model. `logprobs` computes its output in chunks, over a vocabulary
+split across ranks. Layers are Transformer Engine's if installed, else Megatron's local ones with `norms` and
 `attention`.
 """
 

@@ -30,11 +30,12 @@ _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of this rank and their keys, sequence by sequence. The last query of a sequence belongs to its last key.
+    """Queries of this rank and their keys, sequence by sequence. The last query and the last key of a sequence are one
+    token.
 
-    Shapes: `queries` [num_queries] indexes this rank's tokens. `keys` [num_keys] indexes all context-parallel ranks'
-    tokens, rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the
-    host; `cu_queries` and `cu_keys` [sequences + 1] their cumulative sums, on the device.
+    `queries` [num_queries] indexes this rank's tokens; `keys` [num_keys] indexes all context-parallel ranks' tokens,
+    rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the host.
+    `cu_queries` and `cu_keys` [sequences + 1] are their cumulative sums, on the device.
     """
 
     queries: Tensor | None
@@ -48,12 +49,12 @@ class Part:
 
     @cached_property
     def padded_queries(self) -> Tensor:
-        """Flat index of each query in an array [sequences, longest_query]: [num_queries]."""
+        """Index of each query in a flattened array [sequences, longest_query]: [num_queries]."""
         return self._padded_places(self.num_queries, self.longest_query)
 
     @cached_property
     def padded_keys(self) -> Tensor:
-        """Flat index of each key in an array [sequences, longest_key]: [num_keys]."""
+        """Index of each key in a flattened array [sequences, longest_key]: [num_keys]."""
         return self._padded_places(self.num_keys, self.longest_key)
 
     def is_plain(self, window: int) -> bool:
@@ -63,7 +64,7 @@ class Part:
     def mask(self, window: int) -> Tensor:
         """Return the mask of attended keys, bool [sequences or 1, 1, longest_query, longest_key].
 
-        A query attends to `window` keys up to its own; 0: to all of them.
+        A query attends to the last `window` keys up to its own token; 0: to all of them.
         """
         if window not in self._masks:
             self._masks[window] = self._new_mask(window)
@@ -94,10 +95,12 @@ class PackedRow(PackedSeqParams):
     """The sequences of a packed row (Megatron's THD format), with indices for every layer's attention.
 
     With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
-    so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens
-    (`host_local`: in host memory); `positions` [tokens] in their sequences; `order` [tokens], an index that sorts the
-    outputs of `parts` by token; `place` [tokens of all ranks], the index of the row's tokens in the ranks' tokens, each
-    padded to `longest_part`.
+    so causal attention costs all ranks the same. Fields:
+
+    - `local` [tokens]: the row's indices of this rank's tokens (`host_local`: in host memory).
+    - `positions` [tokens]: position of each token in its sequence.
+    - `order` [tokens]: index that sorts the outputs of `parts` by token.
+    - `place` [tokens of all ranks]: index of the row's tokens in the ranks' tokens, each rank padded to `longest_part`.
     """
 
     positions: Tensor | None = None
@@ -112,7 +115,7 @@ class PackedRow(PackedSeqParams):
     def from_lengths(
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
-        """Make the row of consecutive sequences with these lengths in tokens, multiples of 2 * cp if cp > 1."""
+        """Make a row of sequences with these lengths in tokens. If cp > 1, lengths are multiples of 2 * cp."""
         # Index arithmetic runs on the host: on a GPU, Python would wait for each length that it reads.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
@@ -156,7 +159,7 @@ class PackedRow(PackedSeqParams):
         )
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
-        """Return the states [predictions, hidden_size] from which the head predicts. `hidden` is [tokens,
+        """Return the states [predictions, hidden_size] that the head predicts from. `hidden` is [tokens,
         hidden_size].
         """
         return hidden
@@ -203,10 +206,10 @@ def _part(
 
 
 class PackedAttention(nn.Module):
-    """Core attention for packed rows and context parallelism, for Megatron's local layers and for all models with
+    """Core attention for packed rows and context parallelism: for Megatron's local layers, and for all models with
     sinks.
 
-    It uses torch's variable-length flash kernel on CUDA in float16 and bfloat16, else SDPA on padded sequences.
+    On CUDA, float16 and bfloat16 use torch's variable-length flash kernel. All else uses SDPA on padded sequences.
     Megatron-Core 0.16.1's local attention supports neither packed rows nor context parallelism. Keys and values are
     all-gathered over the context-parallel ranks, and their gradients are reduce-scattered.
     """
@@ -222,13 +225,13 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = attended_keys(config, layer_number)
-        """Number of keys that a query attends to, up to its own; 0: all of them."""
+        """A query attends to so many keys, up to its own token; 0: to all of them."""
         self.scale = score_factor(config, softmax_scale)
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # The name is that of Megatron's and Transformer Engine's own attention.
         self.softmax_offset = self._new_sinks(config) if config.softmax_type == "learnable" else None
-        """Score of each head's sink, [heads of this rank]. A sink is part of the softmax and has no value."""
+        """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value vector."""
 
     def _new_sinks(self, config: TransformerConfig) -> nn.Parameter:
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -241,7 +244,7 @@ class PackedAttention(nn.Module):
         return offset
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return a checkpoint's state: the sinks, split over the tensor-parallel ranks."""
+        """Return the sinks as a checkpoint's state, split over the tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -264,7 +267,7 @@ class PackedAttention(nn.Module):
         """Attend within each sequence.
 
         Shapes: query [tokens, 1, heads, head_dim], key [tokens, 1, groups, head_dim], value [tokens, 1, groups, v];
-        returns [tokens, 1, heads * v]. Inputs of Megatron's latent attention lack the second dimension.
+        returns [tokens, 1, heads * v]. Megatron's latent attention passes inputs without the second dimension.
         """
         row = packed_seq_params
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
@@ -277,8 +280,8 @@ class PackedAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return the attention of one part of a row: [part's queries, heads, v].
 
-        `q` [tokens, heads, head_dim] belongs to this rank, `k` [tokens, groups, head_dim] and `v` [tokens, groups, v]
-        to all context-parallel ranks.
+        `q` [tokens, heads, head_dim] has this rank's tokens; `k` [tokens, groups, head_dim] and `v` [tokens, groups, v]
+        have all context-parallel ranks' tokens.
         """
         has_varlen = q.is_cuda and q.dtype in _VARLEN_DTYPES
         if self.softmax_offset is not None:
@@ -316,7 +319,7 @@ class PackedAttention(nn.Module):
         return out.narrow(-1, 0, width)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute `attend` with torch's SDPA on sequences padded to the longest one."""
+        """Compute `attend` with torch's SDPA, after padding all sequences to the longest."""
         mask = None if part.is_plain(self.window) else part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q, k, v = _pad_all(q, k, v, part)
@@ -346,7 +349,7 @@ class PackedAttention(nn.Module):
 
 
 def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Return keys and values [tokens of all ranks, groups, ...], rank after rank, from those of this rank's tokens."""
+    """Gather keys and values over the context-parallel ranks: [tokens of all ranks, groups, ...], rank after rank."""
     # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a reduce-scatter.
     both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=cp_group)
     k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
@@ -354,7 +357,7 @@ def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
 
 
 def attended_keys(config: TransformerConfig, layer_number: int) -> int:
-    """Return the number of keys that a layer's queries attend to, up to their own; 0: all of them."""
+    """Return the number of keys that a layer's queries attend to, up to their own token; 0: all of them."""
     size, layers = config.window_size, config.window_attn_skip_freq
     # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
     has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
@@ -362,7 +365,7 @@ def attended_keys(config: TransformerConfig, layer_number: int) -> int:
 
 
 def score_factor(config: TransformerConfig, softmax_scale: float | None) -> float:
-    """Return the factor of the attention scores, by default one over the root of a head's size."""
+    """Return the factor of the attention scores, by default 1 / sqrt(head size)."""
     channels: Any = config.kv_channels
     return channels**-0.5 if softmax_scale is None else softmax_scale
 

@@ -1,7 +1,7 @@
-"""Hidden states between a policy's layers, collected for the last pipeline stage (EAGLE-3, arXiv 2503.01840).
+"""Inputs of some policy layers, collected on the last pipeline stage for an EAGLE-3 drafter (arXiv 2503.01840).
 
-Each chunk captures the inputs of some of its layers, adds those that the chunks before it captured, and sends all of
-them on with its hidden states. They are detached: no gradient flows back.
+Each model chunk captures the inputs of its own layers, and adds them to the states from the chunks before. It sends all
+of them on with its hidden states. They are detached: no gradient flows back.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megarl.models.policy import PolicyModel
 
 
 class AuxStates:
-    """The inputs of some layers of a policy, as one of its chunks has them. It is the chunk's `StateCarrier`.
+    """The captured layer inputs of a policy, on one of its chunks. It is the chunk's `StateCarrier`.
 
     A pass collects states only if `is_collecting` is set before it. `take` ends the collection.
     """
 
     def __init__(self, model: PolicyModel, aux_layers: Sequence[int]) -> None:
-        """Observe those layers that are in this chunk. `aux_layers` are numbers from 0, ascending."""
+        """Observe the layers of `aux_layers` in this chunk. The numbers count from 0 and ascend."""
         layers: Any = model.decoder.layers
         # Megatron numbers layers from 1, over all stages.
         first = layers[0].layer_number - 1
@@ -53,9 +53,8 @@ class AuxStates:
         return torch.stack([hidden_states, *states]) if states else hidden_states
 
     def take(self) -> list[Tensor]:
-        """Return the states [own tokens, 1, hidden_size] in the order of their layers, and end the collection.
-
-        The list is empty if the pass collected none.
+        """Return the states [own tokens, 1, hidden_size] by layer, and end the collection. Empty if the pass collected
+        none.
         """
         states, self._states, self.is_collecting = self._states, [], False
         return states

@@ -30,7 +30,7 @@ _ACTIVATIONS = {"quick_gelu": quick_gelu}
 
 
 def transformer_engine_problem() -> str | None:
-    """Return why Transformer Engine's layers cannot be used; None if they can."""
+    """Return the reason why Transformer Engine's layers cannot be used; None if they can."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
     if not transformer_engine.is_installed():
@@ -39,7 +39,7 @@ def transformer_engine_problem() -> str | None:
 
 
 def uses_transformer_engine() -> bool:
-    """Return whether Transformer Engine's layers are used: if it is installed and CUDA is available."""
+    """Return whether Transformer Engine's layers are used: it is installed and CUDA is available."""
     return transformer_engine_problem() is None
 
 
@@ -60,7 +60,7 @@ def transformer_config(
     """Return the TransformerConfig of a rank's model.
 
     `exact` models pass float32 hidden states from layer to layer. Experts all on one rank always use the dispatcher
-    `alltoall`. Raises ConfigError for an override that is unknown, without effect, or determined by another field.
+    `alltoall`. Raises ConfigError for an unknown override, an override without effect, or one that another field sets.
     """
     kind = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
     field_names = {field.name for field in dataclasses.fields(kind)}
@@ -122,19 +122,20 @@ def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
 
 
 def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapping[str, Any]) -> bool:
-    """Return whether Transformer Engine's linear layers add weight gradients to the float32 gradients themselves.
+    """Return whether Transformer Engine's linear layers add weight gradients directly to Megatron's float32 gradients.
 
-    Megatron's own flag `gradient_accumulation_fusion` also requires apex's kernel for its own layers. Without apex,
-    only Transformer Engine's layers are switched to it.
+    Megatron's flag `gradient_accumulation_fusion` also requires apex, for Megatron's own layers. Without apex, the flag
+    is set for Transformer Engine's layers only.
     """
     is_fused = overrides.get("gradient_accumulation_fusion", True)
     return uses_transformer_engine() and is_fused and not config.gradient_accumulation_fusion
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the overrides without `gradient_accumulation_fusion` if apex, which it requires, is not installed.
+    """Return the overrides without `gradient_accumulation_fusion` if apex is not installed.
 
-    `accumulates_in_transformer_engine` then switches Transformer Engine's layers. Raises ConfigError without these.
+    `accumulates_in_transformer_engine` then sets the flag for Transformer Engine's layers. Raises ConfigError if
+    neither apex nor Transformer Engine is installed.
     """
     name = "gradient_accumulation_fusion"
     if not overrides.get(name) or tensor_parallel_layers._grad_accum_fusion_available:
@@ -148,7 +149,7 @@ def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fused_kernels() -> dict[str, bool]:
-    """Return Megatron's settings for fused kernels that do not change results."""
+    """Return Megatron's settings for fused kernels with unchanged results."""
     return {
         # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, in each layer, twice.
         "apply_rope_fusion": uses_transformer_engine(),
@@ -202,9 +203,9 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
 def _score_scale(shape: ModelShape) -> dict[str, float]:
     """Return the setting for YaRN's attention factor, if it multiplies whole attention scores.
 
-    YaRN multiplies the cosines and sines of queries and keys. Scaling the scores by the square is the same if all
-    channels rotate (else see `partial_rotary`). Transformer Engine's fused kernel for packed rows ignores Megatron's
-    own factor (Megatron-Core 0.16.1). Latent attention scales by itself.
+    YaRN multiplies the cosines and sines of queries and keys. If all channels rotate, scaling the scores by the square
+    of the factor is the same (else see `partial_rotary`). Transformer Engine's fused kernel for packed rows ignores
+    Megatron's own factor (Megatron-Core 0.16.1). Latent attention applies the factor itself.
     """
     factor = shape.rotary.attention_factor
     if factor == 1.0 or isinstance(shape.attention, Latent) or scales_rotated_channels(shape):
@@ -229,9 +230,9 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Return Megatron's description of chunks with different numbers of layers, by chunk; None if all are equal.
+    """Return Megatron's description of the layers of each chunk, if chunks differ in their number of layers; else None.
 
-    Equal chunks use Megatron's default, so that keys in checkpoints are as in other programs.
+    Equal chunks use Megatron's default: then checkpoint keys are the same as in other programs.
     """
     sizes = parallel.layers_by_chunk(shape.num_layers)
     if len(set(sizes)) == 1:

@@ -1,12 +1,12 @@
 """An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), on the policy's last stage.
 
-The drafter sees the detached inputs of three layers (`AuxStates`) and the policy's embedding, also detached. So its
-loss does not change the policy's gradient. At position t it predicts what the policy predicts at t + 1. Further steps
-of a training pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time
-test, section 3.2 of the paper): step k predicts what the policy predicts at t + 1 + k.
+The drafter reads the inputs of three layers (`AuxStates`) and the policy's embedding, both detached. So its loss does
+not change the policy's gradient. At position t it predicts the policy's prediction at t + 1. Further steps of a
+training pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time test,
+section 3.2 of the paper). Step k predicts the policy's prediction at t + 1 + k.
 
-All tensors are whole on every rank. The positions of a row are divided over the context-parallel ranks, and with
-sequence parallelism over the tensor-parallel ranks too. Only the policy's detached states are gathered, so that no
+Every rank has the whole parameters. The positions of a row are divided over the context-parallel ranks, and with
+sequence parallelism also over the tensor-parallel ranks. Only the policy's detached states are gathered, so no
 collective has a gradient. Megatron adds up the gradients of the parameters.
 """
 
@@ -38,8 +38,8 @@ _CHUNK_QUERIES = 128
 class DrafterRow(NamedTuple):
     """A whole packed row, padding included, on all context-parallel ranks.
 
-    Shapes: `tokens` [tokens], on the device; `starts` [tokens], the row's index of the first token of each token's
-    sequence, in host memory.
+    `tokens` [tokens] is on the device. `starts` [tokens], in host memory, is the row's index of the first token of each
+    token's sequence.
     """
 
     tokens: Tensor
@@ -66,7 +66,9 @@ class Drafter(nn.Module):
     angles: Tensor
 
     def __init__(self, shape: DrafterShape, target_ids: Tensor, dtype: torch.dtype) -> None:
-        """Make a drafter with unset weights. `target_ids` [drafted tokens] are the policy's ids of drafted tokens."""
+        """Make a drafter with unset weights. `target_ids` [drafted tokens] maps the drafter's token ids to the
+        policy's.
+        """
         super().__init__()
         self.shape = shape
         for name, size in shape.tensors.items():
@@ -88,26 +90,29 @@ class Drafter(nn.Module):
         self.register_buffer("angles", frequencies(shape.rotary, shape.head_dim), persistent=False)
 
     def attention_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's inputs [tokens, 2 * hidden_size] from embeddings and states [tokens, hidden_size]."""
+        """Return the layer's inputs [tokens, 2 * hidden_size]: normed embeddings and normed states, both [tokens,
+        hidden_size].
+        """
         layer: Any = self.midlayer
         return torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(states)], dim=-1)
 
     def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Return rotated queries [tokens, heads, head_dim] of tokens at these positions [tokens]."""
+        """Return rotated queries [tokens, heads, head_dim]. `positions` [tokens] count within the sequence."""
         layer: Any = self.midlayer
         return self._rotate(layer.self_attn.q_proj(inputs), positions)
 
     def keys_and_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys with rotary embedding and values without it, both [tokens, key-value heads, head_dim]."""
+        """Return rotated keys and unrotated values, both [tokens, key-value heads, head_dim]."""
         layer: Any = self.midlayer
         values = layer.self_attn.v_proj(inputs)
         keys = self._rotate(layer.self_attn.k_proj(inputs), positions)
         return keys, values.view(keys.shape)
 
     def next_states(self, attended: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's output [tokens, hidden_size], the states of the next step, before the last norm.
+        """Return the layer's output before the last norm, [tokens, hidden_size]: the states of the next step.
 
-        `attended` [tokens, heads * head_dim] is the attention's output, `states` [tokens, hidden_size] its input.
+        `attended` [tokens, heads * head_dim] is the attention's output, `states` [tokens, hidden_size] the layer's
+        input.
         """
         layer: Any = self.midlayer
         residual = layer.hidden_norm(states) if self.shape.adds_normed_state else states
@@ -128,7 +133,7 @@ class Drafter(nn.Module):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, later_keys: list[Tensor], later_values: list[Tensor], mask: Tensor
 ) -> Tensor:
-    """Return attention to the first step's keys, and to each query's own keys of later steps: [queries, heads * dim].
+    """Attend to the first step's keys, and to each query's own keys of later steps: [queries, heads * dim].
 
     Shapes: query [queries, heads, dim]; key and value [keys, key-value heads, dim], of the first step, with `mask` bool
     [queries, keys]; later_keys and later_values [queries, key-value heads, dim] of each later step.
@@ -146,10 +151,10 @@ def attend(
 
 
 class DrafterHead:
-    """The drafter of a policy's last stage. It gives the KL from the policy's distributions to the drafter's.
+    """The drafter of a policy's last stage. It returns the KL from the policy's distributions to the drafter's.
 
-    `row` must be set before a pass whose loss it adds; other passes do not run the drafter. The distributions are those
-    over the drafted tokens, at temperature 1.
+    Set `row` before each pass that trains the drafter; without `row`, a pass does not run it. The distributions cover
+    the drafted tokens, at temperature 1.
     """
 
     def __init__(self, model: PolicyModel, drafter: Drafter, aux_states: AuxStates, num_steps: int) -> None:
@@ -161,7 +166,8 @@ class DrafterHead:
     ) -> Tensor | None:
         """Return the KL of each step in nats, float32 [steps, tokens]; None without a row. Shapes as in `ExtraHead`.
 
-        Step k at position t compares with the policy at t + 1 + k. It has no meaning where this is another sequence.
+        Step k at position t compares with the policy at t + 1 + k. If that position is in another sequence, the entry
+        has no meaning.
         """
         row, self.row = self.row, None
         if row is None:
@@ -196,7 +202,7 @@ class DrafterHead:
         targets: Tensor,
         target_weight: Tensor,
     ) -> Tensor:
-        """Return the KL of each step at these places of the row, float32 [steps, places].
+        """Return the KL of each step at the row's positions `places`, float32 [steps, places].
 
         Shapes: inputs [row tokens, 3 * hidden_size], embeddings and targets [row tokens, hidden_size], target_weight
         [drafted tokens, hidden_size].
@@ -246,7 +252,7 @@ class DrafterHead:
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
     ) -> Tensor:
-        """Return `attend` for ascending places [queries] of a row, a chunk of them at a time.
+        """Call `attend` for ascending places [queries] of a row, in chunks.
 
         `key` and `value` [row tokens, ...] are the first step's. Scores are computed again in the backward pass.
         """
@@ -263,7 +269,9 @@ class DrafterHead:
         return torch.cat(outs)
 
     def _whole_row(self, states: Tensor, row: PackedRow) -> Tensor:
-        """Gather the states [row tokens, hidden_size] of all ranks from this rank's [own tokens, 1, hidden_size]."""
+        """Gather the states [row tokens, hidden_size] from all ranks. `states` is this rank's part [own tokens, 1,
+        hidden_size].
+        """
         states = self._model.gather_states(states)
         group: Any = parallel_state.get_context_parallel_group()
         if group.size() == 1:
@@ -274,14 +282,16 @@ class DrafterHead:
         return parts.index_select(0, row.place)
 
     def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the rows [tokens, hidden_size] of a table split over the tensor-parallel ranks, without gradient."""
+        """Return the embeddings [tokens, hidden_size] of `tokens`, without gradient. The table is split over the
+        tensor-parallel ranks.
+        """
         return embed_tokens(tokens, None, table, self._model.first_token_id, self._model.pg_collection.tp)[:, 0]
 
 
 def attach_drafter(
     model: PolicyModel, shape: DrafterShape, target_ids: Tensor, aux_states: AuxStates, *, num_steps: int
 ) -> DrafterHead:
-    """Add a drafter with unset weights to the last chunk of a model, which has `aux_states`.
+    """Add a drafter with unset weights to the last chunk of a policy. The chunk must have `aux_states`.
 
     `target_ids` [drafted tokens] are the policy's ids of the drafted tokens.
     """

@@ -1,4 +1,4 @@
-"""Embeddings from a table that tensor-parallel ranks split, for parts that need no gradient of it."""
+"""Embeddings without gradient, from a table split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.models.logprobs import all_reduce
 
 @torch.no_grad()
 def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_token_id: int, group: Any) -> Tensor:
-    """Return the embeddings of these tokens without gradient: [tokens, 1, hidden_size], zero at position 0.
+    """Return the tokens' embeddings without gradient: [tokens, 1, hidden_size], zero at position 0.
 
-    Shapes: tokens and positions [tokens] (None: no embedding is zero); table [local vocabulary, hidden_size], rows from
-    `first_token_id` on. The vocabulary is split over `group`.
+    Shapes: tokens [tokens]; positions [tokens] (None: no embedding is zero); table [local vocabulary, hidden_size],
+    rows from `first_token_id` on. The vocabulary is split over `group`.
     """
     local = tokens - first_token_id
     is_here = (local >= 0) & (local < len(table))
@@ -31,10 +31,10 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
 
 @torch.no_grad()
 def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> None:
-    """Copy the embedding of the first pipeline stage to the last one. A collective of these two stages.
+    """Copy the embedding of the first pipeline stage to the last stage. A collective of both stages.
 
-    `chunks` are this rank's chunks of the model. The last one of the last stage has the copy as `embedding_copy`
-    [local vocabulary, hidden_size]. With a single stage, nothing is copied.
+    `chunks` are this rank's model chunks. On the last stage, the last chunk's `embedding_copy` [local vocabulary,
+    hidden_size] is written. With a single stage, nothing is copied.
     """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return

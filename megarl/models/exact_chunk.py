@@ -1,4 +1,4 @@
-"""Completion of a model chunk that rounds as the engine does: rotary angles, blocks of products, and log-probs."""
+"""Completion of a model chunk with the engine's rounding: rotary angles, blocks of products, and log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.models.rotary import frequencies
 
 
 def complete_exact_model(model: PolicyModel, shape: ModelShape, num_blocks: int) -> None:
-    """Make a chunk of exact layers round as the engine does. A product has `num_blocks` blocks over all ranks."""
+    """Make a chunk of exact layers round like the engine. A product has `num_blocks` blocks over all ranks."""
     inv_freq = frequencies(shape.rotary, shape.rotary_channels)
     table = RotaryTable(inv_freq, shape.max_position_embeddings, model.config.params_dtype)
     decoder: Any = model.decoder

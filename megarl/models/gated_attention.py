@@ -8,10 +8,10 @@ from megatron.core.transformer.attention import SelfAttention
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's self-attention, with gates of this rank's own query heads.
+    """Megatron's self-attention, with the gates of this rank's own query heads.
 
-    With more tensor-parallel ranks than key-value heads, Megatron-Core 0.16.1 returns this rank's queries, but the
-    gates of all ranks with the same key-value head.
+    If tp exceeds the number of key-value heads, Megatron-Core 0.16.1 returns too many gates: those of all ranks with
+    the same key-value head.
     """
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:

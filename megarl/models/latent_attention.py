@@ -1,6 +1,6 @@
 """Multi-head latent attention (arXiv:2405.04434, section 2.1) over packed rows, with Megatron's module.
 
-Megatron-Core 0.16.1 computes rotary angles inside this attention, from a token's place in the row. `RowRotary` uses the
+Megatron-Core 0.16.1 computes rotary angles inside this attention, from a token's index in the row. `RowRotary` uses the
 position in the sequence instead.
 """
 
@@ -27,20 +27,20 @@ multi_latent_attention.Linear = Linear
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Megatron's latent attention, made of the norms and projections of its spec."""
+    """Megatron's latent attention, built from the norms and projections of its spec."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes of the spec, as Megatron-Core 0.16.1 does without this method.
 
-        Megatron-Core 0.19 chooses others if queries have no low rank (Moonlight, GLM-4.7-Flash). It refuses all local
-        layers, and gives Transformer Engine's a norm before the projection of queries.
+        If queries have no low rank (Moonlight, GLM-4.7-Flash), Megatron-Core 0.19 chooses other classes. It refuses all
+        local layers. Before the query projection of Transformer Engine's layers, it adds a norm.
         """
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}
 
 
 class RowRotary(nn.Module):
-    """Rotary angles of the tokens of a packed row, instead of Megatron's `YarnRotaryEmbedding`. Layers may share it.
+    """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`. Layers may share it.
 
     `frequencies` is float32 [channels / 2], in radians per position. `scale` is the factor of cosines and sines (YaRN's
     attention factor).
@@ -57,19 +57,19 @@ class RowRotary(nn.Module):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, hidden: Any, config: Any, row: PackedRow
     ) -> int:
-        """Store the row of the forward pass. Return the length of its longest sequence in tokens.
+        """Store the `row` of the forward pass. Return the length of its longest sequence in tokens.
 
-        Only `row` has an effect.
+        All further arguments have no effect.
         """
         self._row = row
         assert row.max_seqlen_q is not None
         return int(row.max_seqlen_q)
 
     def forward(self, length: int, packed_seq: bool = False) -> tuple[Tensor, float]:
-        """Return angles in radians and the factor of their cosines and sines.
+        """Return the angles in radians, and the factor of their cosines and sines.
 
-        Angles are float32 [tokens, 1, channels] for the tokens of the row. Rows in Transformer Engine's format get
-        those of all positions of a sequence, [length, 1, 1, channels].
+        Angles are float32 [tokens, 1, channels], one entry for each token of the row. Rows in Transformer Engine's
+        format have one entry for each position of a sequence: [length, 1, 1, channels].
         """
         if packed_seq:
             return self._table(length), self.scale
@@ -97,7 +97,7 @@ class RowRotary(nn.Module):
 def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
     """Set norms and down projections in Megatron's local spec of a layer with latent attention.
 
-    The down projections become replicated, as in Transformer Engine's spec.
+    The down projections are replicated on all ranks, as in Transformer Engine's spec.
     """
     layer.submodules.self_attention.module = LatentAttention
     attention = layer.submodules.self_attention.submodules
@@ -109,7 +109,7 @@ def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
 
 
 def use_transformer_engine_modules(layer: Any) -> None:
-    """Set an attention with padded values in Transformer Engine's spec of a layer with latent attention."""
+    """In Transformer Engine's spec of a layer with latent attention, set an attention that pads values."""
     layer.submodules.self_attention.module = LatentAttention
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = with_padded_values(attention.core_attention)
@@ -122,9 +122,9 @@ def share_rotary(layers: Iterable[Any], rotary: RowRotary) -> None:
 
 
 def with_padded_values(attention: type[nn.Module]) -> type[nn.Module]:
-    """Return a core attention that pads values with zeros to the size of query and key heads, and cuts its output.
+    """Return a core attention that pads values with zeros to the size of query and key heads, then cuts its output.
 
-    Flash kernels for packed rows need equal sizes. With others, Megatron-Core 0.16.1 has no kernel of Transformer
+    Flash kernels for packed rows need equal sizes. For unequal sizes, Megatron-Core 0.16.1 has no kernel of Transformer
     Engine.
     """
 

@@ -34,7 +34,7 @@ from megarl.models.trees.core_attention import with_trees
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, exact: bool = False) -> Any:
-    """Return the spec of a chunk's layers. `exact` layers round as the engine does."""
+    """Return the spec of a chunk's layers. `exact` layers round like the engine."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     # Windows differ by layer number, not by spec.
@@ -49,10 +49,10 @@ def has_sinks(config: TransformerConfig) -> bool:
 
 
 def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *, exact: bool = False) -> Any:
-    """Return the spec of one kind of layer: Transformer Engine's if usable, else Megatron's local one.
+    """Return the spec of one kind of layer: Transformer Engine's if usable, else Megatron's local spec.
 
-    The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
-    `UpdateRouter`. An `exact` layer has the local spec, and the operators of `models.exact`.
+    The local spec uses this package's norm and attention. `UpdateRouter` replaces routers with balancing losses or
+    noise. An `exact` layer has the local spec, and the operators of `models.exact`.
     """
     num_experts = config.num_moe_experts if kind.has_experts else None
     common: dict[str, Any] = {
@@ -108,8 +108,9 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
 
 
 def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int) -> None:
-    """Set the rotary table of live exact layers, and their blocks of row-parallel products, `num_blocks` over all
-    ranks.
+    """Set the rotary table of built exact layers, and the blocks of their row-parallel products.
+
+    `num_blocks` counts the blocks of a product over all ranks.
     """
     own_blocks = num_blocks // config.tensor_model_parallel_size
     expert_blocks = num_blocks // (config.expert_tensor_parallel_size or 1)

@@ -1,7 +1,7 @@
 """Triton kernels for a block of logits on a GPU: one pass for softmax statistics, one for gradients.
 
-torch would need ten passes over float32 copies of the logits, as much time as the matrix products for a vocabulary of
-151,936 tokens. Import this module only with a GPU: torch's CPU build has no Triton.
+torch would need ten passes over float32 copies of the logits. With 151,936 tokens in the vocabulary, they take as much
+time as the matrix products. Import this module only with a GPU: torch's CPU build has no Triton.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 _COLUMNS = 4096
 _WARPS = 8
 _NO_LOGIT = tl.constexpr(-1.0e30)
-"""Value past the end of a row. It is finite, so that no difference of two of them is NaN."""
+"""Stands for a logit past the end of a row. It is finite: the difference of two infinities would be NaN."""
 
 
 def block_statistics(logits: Tensor, log_totals: Tensor, entropies: Tensor) -> None:
     """Compute the log of the sum of exponentials of each token's logits, and the entropy in nats within the block.
 
     The results overwrite `log_totals` and `entropies`, float32 [tokens]. `logits` is [tokens, block], of any float
-    type, with contiguous rows. Each sum is made of 4,096 float32 sums, which has smaller rounding errors.
+    type, with contiguous rows. A sum adds 4,096 partial float32 sums, for smaller rounding errors.
     """
     _statistics[(len(logits),)](  # pyright: ignore[reportIndexIssue]
         logits, log_totals, entropies, logits.size(1), logits.stride(0), BLOCK=_COLUMNS, num_warps=_WARPS
@@ -36,13 +36,13 @@ def to_logit_gradients(
     targets: Tensor,
     logprob_gradients: Tensor,
 ) -> None:
-    """Overwrite the logits of a block of the vocabulary with the gradient of the loss for them.
+    """Overwrite a block of logits with the loss's gradient for the logits.
 
-    The gradient is p * (slope - entropy_gradient * log p), plus logprob_gradient at the target, where p is the softmax
-    over the whole vocabulary. The caller computes slope = -logprob_gradient - entropy_gradient * entropy.
+    The gradient is p * (slope - entropy_gradient * log p), plus logprob_gradient at the target. p is the softmax over
+    the whole vocabulary. The caller computes slope = -logprob_gradient - entropy_gradient * entropy.
 
     Shapes: logits [tokens, block], with contiguous rows; targets int64 [tokens], columns of this block, or a number
-    outside of it; all others float32 [tokens]. `log_totals` are over the whole vocabulary. `entropy_gradients` None:
+    outside the block; all others float32 [tokens]. `log_totals` cover the whole vocabulary. `entropy_gradients` None:
     the loss has no entropy term.
     """
     grid = (len(logits), triton.cdiv(logits.size(1), _COLUMNS))

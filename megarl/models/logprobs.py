@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """For each token, the set of tokens over which its distribution is normalised. It contains the target.
+    """For each token, the set of token ids with probability. It contains the target.
 
     `token_ids` is int [sum of counts], `counts` int [tokens]. A count of 0 means the whole vocabulary.
     """
@@ -40,12 +40,12 @@ def vocab_parallel_logprobs(
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of `group`:
-    float32, or float64 if `hidden` is. The gradient of `hidden` is partial: the caller's tensor-parallel mapping
+    float32, or float64 if `hidden` is. A rank's gradient of `hidden` is partial: the caller's tensor-parallel mapping
     all-reduces it. A detached entropy and a frozen weight cost nothing in the backward pass.
 
     At most `chunk_tokens` * local_vocabulary logits exist at once. With `keeps_logits`, all logits stay for the
-    backward pass: three matrix products of the head instead of four, and a single block for GPU kernels. `function`
-    rounds in its own way, may gather the logits of whole tokens, and stores none.
+    backward pass: three matrix products of the head instead of four, and a single block for GPU kernels. A `function`
+    with other rounding may gather the logits of whole tokens, and stores none.
     """
     # Checked here, because an autograd function's `forward` always runs without gradients.
     keeps_logits &= torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -162,9 +162,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
-    """Return the module of GPU kernels. None on a CPU, in float64 and for truncated sets: torch's operations are
-    used.
-    """
+    """Return the module of GPU kernels. None (use torch's operations) on a CPU, in float64, and for truncated sets."""
     if cut is not None or not _has_kernels(hidden):
         return None
     # Only importable with a GPU build of torch.
@@ -197,7 +195,9 @@ class HeadGradients:
         self._weight_gradient = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Add a block's contribution, from the gradient of its logits [tokens, block] in the weight's dtype, once."""
+        """Add a block's contribution from the gradient of its logits, [tokens, block] in the weight's dtype. Once per
+        block.
+        """
         rows = slice(block.start, block.stop)
         if self._needs_hidden:
             self._hidden_gradient = self._with_product(grad_logits, rows)
@@ -205,7 +205,7 @@ class HeadGradients:
             torch.mm(grad_logits.T, self._hidden, out=self._weight_gradient[rows])
 
     def _with_product(self, grad_logits: Tensor, rows: slice) -> Tensor:
-        """Return the gradient of the hidden states plus a block's product, in float32 if there are several blocks."""
+        """Return the gradient of the hidden states plus a block's product. With several blocks it is float32."""
         weight, total = self._weight[rows], self._hidden_gradient
         if len(weight) == len(self._weight):
             return grad_logits @ weight
@@ -231,12 +231,10 @@ class HeadGradients:
 
 
 class Truncation:
-    """Masks, by block, of the tokens outside of the sets over which distributions are normalised."""
+    """Masks, by block, of the tokens outside the sets with probability."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
-        """Store the sets `support`. This rank's part of the vocabulary begins with `first_token_id` and is cut into
-        `blocks`.
-        """
+        """Store the sets `support`. This rank's vocabulary part starts at `first_token_id` and is cut into `blocks`."""
         self._blocks = blocks
         self._is_cut = support.counts > 0
         self._columns = support.token_ids.long() - first_token_id
@@ -245,7 +243,9 @@ class Truncation:
         self._tokens = tokens.repeat_interleave(support.counts.long(), output_size=len(self._columns))
 
     def outside(self, index: int) -> Tensor:
-        """Return bool [tokens, tokens of the block]: True outside a token's set, if it has one."""
+        """Return bool [tokens, tokens of the block]: True outside a token's set. A token without a set has only
+        False.
+        """
         block = self._blocks[index]
         columns = self._columns - block.start
         # Ids of other blocks go to an extra column. Selecting this block's ids would make the host wait.
@@ -256,7 +256,7 @@ class Truncation:
 
 
 def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log of the sum of exponentials of a block's allowed logits, and their entropy: two [tokens].
+    """Return two [tokens]: the log of the sum of exponentials of a block's allowed logits, and their entropy.
 
     They are minus infinity and 0 if no logit is allowed. Shapes: logits (overwritten) and outside are [tokens, block].
     """
@@ -272,7 +272,7 @@ def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor
 
 
 def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
-    """Return ranges of the vocabulary of equal length (the last may be shorter): num_tokens * length <= chunk *
+    """Return equal ranges of the vocabulary (the last may be shorter), with num_tokens * length <= chunk *
     vocabulary.
     """
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))

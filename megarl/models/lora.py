@@ -1,10 +1,9 @@
-"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel
-sizes.
+"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel sizes.
 
-y = W x + scale * B A dropout(x), where scale is alpha / rank or alpha / sqrt(rank). An adapter is a submodule of its
-linear layer and adds to its output by a forward hook. (Transformer Engine's layers were not run yet.) If the layer is
-split over ranks, the matrix on the split side, A or B, is split too; the other is replicated. Exact models multiply by
-the merged weights; A and B have the same gradients.
+y = W x + scale * B A dropout(x). scale is alpha / rank or alpha / sqrt(rank). An adapter is a submodule of its linear
+layer, and a forward hook adds its output. (Transformer Engine's layers were not run yet.) If the layer is split over
+ranks, A or B is split on the same side, and the other matrix is replicated. Exact models multiply by the merged
+weights; A and B have the same gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Names of column-parallel linear layers (split over output features). The others are row-parallel."""
+"""Names of column-parallel linear layers (split over output features). All others are row-parallel."""
 _ALIKE, _APART = "adapters-alike", "adapters-apart"
 """Names of the dropout's random states: equal, and different, on the tensor-parallel ranks of a replica."""
 
@@ -128,7 +127,7 @@ class Adapter(nn.Module):
     def _exchange_inner(self, inner: Tensor) -> Tensor:
         """Return B's input [..., rank] from A's output `inner` [..., rank].
 
-        Column-parallel: gathered over tokens. Row-parallel: summed over the ranks' input features.
+        Column-parallel layers gather it over tokens. Row-parallel layers sum it over the ranks' input features.
         """
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=self.group)
@@ -140,7 +139,7 @@ class Adapter(nn.Module):
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's matrices are the first of their data-parallel copies."""
+        """Whether this rank is the first of the data-parallel ranks with the same matrices."""
         if self.is_expert:
             return parallel_state.get_expert_data_parallel_rank() == 0
         return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -156,9 +155,9 @@ class Adapter(nn.Module):
         return unrounded
 
     def squared_norms(self, unrounded: Tensor, merged: Tensor) -> Tensor:
-        """Return the squared norms of the rounding error of a merge and of the update scale * B A: float32 [2].
+        """Return float32 [2]: the squared norm of a merge's rounding error, and of the update scale * B A.
 
-        The arguments are those of `merge_into`. `unrounded` is overwritten.
+        `unrounded` and `merged` are those of `merge_into`. `unrounded` is overwritten.
         """
         error = torch.linalg.vector_norm(unrounded.sub_(merged)).square()
         # The norm of B A from two small products [rank, rank], without the update itself.
@@ -177,7 +176,7 @@ def attach(
     seed: int,
     is_exact: bool = False,
 ) -> None:
-    """Attach new LoRA adapters, with B = 0, to a chunk's linear layers of these names; freeze all other parameters.
+    """Attach new LoRA adapters, with B = 0, to a chunk's linear layers named in `linears`; freeze all other parameters.
 
     Call it after the chunk's weights are loaded, and before gradient buffers and optimizer are created. An exact model
     multiplies by merged weights (`is_exact`). Raises ConfigError for layers that fuse several experts' weights.
@@ -212,16 +211,16 @@ def attach(
 
 
 def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
-    """Yield chunk index, name and module of every LoRA adapter in model chunks."""
+    """Yield (chunk index, name, module) of every LoRA adapter."""
     for index, chunk in enumerate(chunks):
         yield from ((index, name, module) for name, module in chunk.named_modules() if isinstance(module, Adapter))
 
 
 @contextmanager
 def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
-    """Context in which LoRA adapters are on, with their dropout if `drops`, or off (the frozen model).
+    """Context in which LoRA adapters are on, with dropout if `drops`. With `on` False they are off (the frozen model).
 
-    Afterwards they are on, without dropout.
+    At its end the adapters are on, without dropout.
     """
     adapters = [adapter for _, _, adapter in adapters_of(chunks)]
     for adapter in adapters:
@@ -234,7 +233,7 @@ def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> 
 
 
 def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """Return a chunk's trained parameters by name, as Megatron's sharded tensors, for a checkpoint."""
+    """Return a chunk's trained parameters by name as Megatron's sharded tensors, for a checkpoint."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
         replica = (
@@ -261,7 +260,7 @@ def _add_adapter_output(linear: Any, inputs: tuple[Tensor, ...], output: tuple[T
 
 
 def _with_merged_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
-    """Return the arguments of an exact linear layer with the merged weight, as the next reshard will send it."""
+    """Return the arguments of an exact linear layer, with the merged weight that the next reshard will send."""
     if not linear.adapter.is_on:
         return None
     merged = torch.empty_like(linear.weight, requires_grad=False)
@@ -271,9 +270,9 @@ def _with_merged_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str
 
 
 def _add_gradient(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-    """Return the layer's output with the gradients of A and B added to it.
+    """Return the layer's output, and attach the gradients of A and B to it.
 
-    The gradient of the inputs already comes through the merged weight.
+    The merged weight already gives the gradient of the inputs.
     """
     if not linear.adapter.is_on or not torch.is_grad_enabled():
         return None
@@ -281,13 +280,13 @@ def _add_gradient(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor,
 
 
 def _random_values(shape: tuple[int, int], name: str) -> Tensor:
-    """Return a full matrix, Kaiming-uniform like torch's linear layers, seeded by its name."""
+    """Return a full matrix, Kaiming-uniform like torch's linear layers. Its name is the seed."""
     generator = torch.Generator().manual_seed(_seed_of(name))
     return torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator) * shape[1] ** -0.5
 
 
 def _seed_dropout(seed: int) -> None:
-    """Seed the random states of the adapters' dropout, differently per replica and stage."""
+    """Seed the random states of the adapters' dropout. Replicas and stages have different seeds."""
     tracker: Any = get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP): a layer after the model predicts the token after the next one, to draft tokens.
 
-The layer sees detached hidden states, embeddings and head weights, so its loss does not change the policy's gradient.
-Like vLLM 0.30, it takes the hidden states after the final norm. In some families it sees no embedding at a sequence's
+The layer reads detached hidden states, embeddings and head weights, so its loss does not change the policy's gradient.
+Like vLLM 0.30, it reads the hidden states after the final norm. In some families it reads no embedding at a sequence's
 first position (`families.mtp.MtpForm`).
 """
 
@@ -40,7 +40,7 @@ from megarl.models.policy import PolicyModel
 
 
 class MtpLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, called with embeddings of the next tokens. Its gradient ends at the layer's inputs."""
+    """Megatron's MTP layer, called with the embeddings of the next tokens. No gradient leaves through its inputs."""
 
     def _get_embeddings(
         self,
@@ -61,25 +61,23 @@ class MtpLayer(MultiTokenPredictionLayer):
 
 
 class MtpHead:
-    """The MTP layers of a policy's last stage. They give log-probs to the tokens after the next ones.
+    """The MTP layers of a policy's last stage. They return log-probs of the tokens after the next ones.
 
-    `sees_first`: the layers see the embedding at a sequence's first position too. `learns_distribution`: instead of a
-    log-prob, the head gives the negative KL of its distribution from the policy's.
+    `sees_first`: the layers also read the embedding at a sequence's first position. `learns_distribution`: the output
+    is the negative KL between the policy's and the head's distributions, in place of a log-prob.
     """
 
     def __init__(self, model: PolicyModel, *, sees_first: bool, learns_distribution: bool) -> None:
         self._model, self._sees_first, self._learns_distribution = model, sees_first, learns_distribution
         self.labels: Tensor | None = None
-        """[tokens]: the token after the next one, at each position of the next pass. None: a pass without MTP
-        layers.
-        """
+        """The token after the next one at each position of the next pass, [tokens]. None: a pass without MTP layers."""
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
     ) -> Tensor | None:
         """Return the log-prob of each of `labels`, float32 [tokens]; None without labels. Shapes as in `ExtraHead`.
 
-        With `learns_distribution` it is minus the KL from the policy's distribution of that token, in nats.
+        With `learns_distribution` it is minus the KL from the policy's distribution of the same token, in nats.
         """
         labels, self.labels = self.labels, None
         if labels is None:
@@ -132,7 +130,7 @@ class MtpHead:
 def next_states(states: Tensor, row: PackedRow) -> Tensor:
     """Return the hidden state at the next position of the row: [tokens, hidden_size], like `states`.
 
-    The last position of a sequence gets another sequence's, so it must not be used.
+    At the last position of a sequence it belongs to another sequence, and must not be used.
     """
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
@@ -160,13 +158,12 @@ def attach_mtp(
 
 
 def mtp_head(chunk: Any) -> MtpHead | None:
-    """Return the MTP head of a model chunk. None: another stage has it."""
+    """Return the MTP head of a model chunk. None if the head is on another stage."""
     heads = [head for head in chunk.extra_heads if isinstance(head, MtpHead)]
     return heads[0] if heads else None
 
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
-    """Return new MTP layers for the last stage of a model."""
     layer = layer_spec(config, shape, shape.draft_layer_kind)
     if uses_transformer_engine():
         # Only importable with Transformer Engine.

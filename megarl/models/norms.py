@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32 or wider.
 
-    With the config's `layernorm_zero_centered_gamma` the factor is 1 + weight, in float32 too: adding 1 to the stored
+    With the config's `layernorm_zero_centered_gamma` the factor is 1 + weight, in float32: adding 1 to the stored
     weight would lose bits. Under sequence parallelism each tensor-parallel rank normalises its own tokens, and Megatron
     sums the weight's gradient (attribute `sequence_parallel`). The norm of Megatron-Core 0.16.1's local layers supports
     neither.
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed values of `x` [..., hidden_size] in the weight's dtype; `x` may be wider."""
+        """Normalise `x` [..., hidden_size]. The result has the weight's dtype; `x` may be wider."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.is_zero_centered:

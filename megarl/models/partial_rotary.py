@@ -20,7 +20,7 @@ def scales_rotated_channels(shape: ModelShape) -> bool:
 def scale_rotated_queries(attention: type[nn.Module], shape: ModelShape) -> type[nn.Module]:
     """Return a core attention that multiplies the rotated channels of queries by the squared attention factor.
 
-    transformers and vLLM multiply those of queries and of keys by the factor. The scores are equal.
+    transformers and vLLM multiply queries and keys by the factor once each. The scores are equal.
     """
     channels, factor = shape.rotary_channels, shape.rotary.attention_factor**2
 

@@ -27,11 +27,11 @@ def build_policy(
     vp_stage: int | None = None,
     **settings: Any,
 ) -> Policy:
-    """Build a chunk of a language model on all ranks together, with its optional parts.
+    """Build a chunk of a language model with its optional parts. A collective over all ranks.
 
-    `kind` is the chunk's class, `settings` are its other arguments. With `exact_blocks` above 0 the chunk rounds as the
-    engine does (`models.exact`), with this many blocks of a product over all ranks. `drafts_learn_distribution`: MTP
-    layers learn the policy's whole distribution, not the next tokens.
+    `kind` is the chunk's class, `settings` are its further arguments. With `exact_blocks` above 0 the chunk rounds like
+    the engine (`models.exact`); a product has this many blocks over all ranks. `drafts_learn_distribution`: MTP layers
+    learn the policy's whole distribution instead of the next tokens.
     """
     block = partial(block_spec, exact=True) if exact_blocks else block_spec
     model = kind(config, shape, block=block, vp_stage=vp_stage, **settings)

@@ -28,7 +28,7 @@ from megarl.models.rotary import frequencies
 
 
 def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
-    """Make Transformer Engine's linear layers add weight gradients to Megatron's float32 gradients directly.
+    """Make Transformer Engine's linear layers add weight gradients directly to Megatron's float32 gradients.
 
     Otherwise they return gradients in the model's dtype, and DistributedDataParallel adds them.
     """
@@ -59,8 +59,8 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 class StateCarrier(Protocol):
     """A part of a chunk that sends further states [own tokens, 1, hidden_size], without gradient, from stage to stage.
 
-    They are stacked on the hidden states, so that Megatron's schedules send one tensor. Its gradient has the same
-    shape, with zeros for these states.
+    They are stacked on the hidden states, so that Megatron's schedules send one tensor. The gradient has the stack's
+    shape, with zeros for the further states.
     """
 
     num_received: int
@@ -69,7 +69,8 @@ class StateCarrier(Protocol):
     """Number of further states that this chunk sends in a pass with gradients."""
 
     def unpack(self, received: Tensor) -> Tensor:
-        """Store the further states of a tensor [1 + num_received, own tokens, 1, hidden_size] from the previous chunk.
+        """Split the previous chunk's tensor [1 + num_received, own tokens, 1, hidden_size], and store the further
+        states.
 
         Returns the hidden states. A tensor [own tokens, 1, hidden_size] has no further states.
         """
@@ -78,7 +79,7 @@ class StateCarrier(Protocol):
     def pack(self, hidden_states: Tensor) -> Tensor:
         """Return the tensor for the next chunk, [1 + num_sent, own tokens, 1, hidden_size].
 
-        Without states to send it is `hidden_states` [own tokens, 1, hidden_size].
+        Without further states it is `hidden_states` [own tokens, 1, hidden_size].
         """
         ...
 
@@ -123,7 +124,7 @@ class PackedModel(GPTModel):
         """Sends further states between pipeline stages in passes with gradients. None: only hidden states are sent."""
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take what the previous pipeline stage sent, as a list of one tensor (None on the first stage)."""
+        """Take the previous pipeline stage's output, as a list of one tensor (None on the first stage)."""
         if self.carrier is not None:
             input_tensor = [None if received is None else self.carrier.unpack(received) for received in input_tensor]
         super().set_input_tensor(input_tensor)
@@ -143,12 +144,12 @@ class PackedModel(GPTModel):
 
 
 class RowSettings(NamedTuple):
-    """Sampling settings of a row's tokens in the engine, which define the distribution of the computed log-probs."""
+    """Sampling settings of a row's tokens in the engine. They define the distribution for the log-probs."""
 
     temperature: float | Tensor = 1.0
     """One temperature for all tokens, or [tokens]."""
     support: Support | None = None
-    """The tokens that could be sampled, over which each log-prob is normalised. None: the whole vocabulary."""
+    """The tokens that the engine could sample; log-probs are normalised over them. None: the whole vocabulary."""
 
 
 class ExtraHead(Protocol):
@@ -166,7 +167,7 @@ class ExtraHead(Protocol):
 
 
 class PolicyModel(PackedModel):
-    """A language model: the last stage returns log-probs and entropies, the others hidden states."""
+    """A language model: the last stage returns log-probs and entropies, all others hidden states."""
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class PolicyModel(PackedModel):
         """The autograd function that computes log-probs. None: the default of `vocab_parallel_logprobs`."""
         self.extra_heads: list[ExtraHead] = []
         self.embedding_copy: Tensor | None = None
-        """A copy of the first stage's embedding [local vocabulary, hidden_size], on the last stage, for extra heads."""
+        """Copy of the first stage's embedding on the last stage, for extra heads: [local vocabulary, hidden_size]."""
 
     def embedding_table(self) -> Tensor:
         """Return this rank's rows of the embedding, without gradient: [local vocabulary, hidden_size]."""
@@ -202,10 +203,9 @@ class PolicyModel(PackedModel):
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **layer_arguments: Any
     ) -> Tensor:
-        """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the
-        others.
+        """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on all others.
 
-        The rows of each extra head in use follow. Shapes: hidden_states [computed tokens, 1, hidden_size], labels [1,
+        The rows of each extra head follow. Shapes: hidden_states [computed tokens, 1, hidden_size], labels [1,
         predictions].
         """
         # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
@@ -222,7 +222,7 @@ class PolicyModel(PackedModel):
         return outputs
 
     def head_weight(self) -> Tensor:
-        """Return this rank's rows of the output layer, [local tokens, hidden_size]. For the last stage only."""
+        """Return this rank's rows of the output layer, [local tokens, hidden_size]. Only on the last stage."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
@@ -262,7 +262,7 @@ class PolicyModel(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """A critic or reward model: the last stage returns values, the others hidden states."""
+    """A critic or reward model: the last stage returns values, all others hidden states."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         super().__init__(config, shape, vp_stage=vp_stage)
@@ -282,7 +282,7 @@ class ValueModel(PackedModel):
         packed_seq_params: PackedRow,
         **__: Any,
     ) -> Tensor:
-        """Return values [1, tokens] on the last stage; hidden states on the others."""
+        """Return values [1, tokens] on the last stage; hidden states on all others."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -294,5 +294,5 @@ class ValueModel(PackedModel):
         return packed_seq_params.spread_states(values)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return the state of the model's modules. GPTModel's own method would look for an output layer."""
+        """Return the state of the model's modules. GPTModel's own method expects an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

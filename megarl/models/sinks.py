@@ -1,4 +1,4 @@
-"""Attention with sinks, computed by kernels without sinks that return lse, the log of each query's sum of
+"""Attention with sinks, computed by kernels without sinks. The kernels return lse, the log of each query's sum of
 exponentials.
 
 A sink adds exp(sink) to the sum of a query's exponentials. With lse' = log(exp(lse) + exp(sink)), the output is the
@@ -28,12 +28,13 @@ class Kernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from that of out, `grad` [tokens, heads, head_dim]."""
+        """Return the gradients of q, k and v. `grad` [tokens, heads, head_dim] is the gradient of out."""
         ...
 
 
 class FlashKernel(NamedTuple):
-    """torch's variable-length flash kernel on CUDA. A query attends to `window` keys up to its own; 0: to all of them.
+    """torch's variable-length flash kernel on CUDA. A query attends to the last `window` keys up to its own token; 0:
+    to all.
 
     `lengths`: cumulative numbers of queries and of keys, int32 [sequences + 1] each, and the largest of both.
     """

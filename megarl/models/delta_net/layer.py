@@ -1,7 +1,7 @@
 """Gated delta-net (arXiv:2412.06464) over packed rows and with context parallelism, as a module of Megatron's layers.
 
-The forward pass of Megatron-Core 0.16.1 supports neither, and that of 0.19 has no kernel for CPUs. Parameters, tensor
-parallelism and checkpoint keys are Megatron's.
+Megatron-Core 0.16.1's own layer supports neither packed rows nor context parallelism; 0.19's has no kernel for CPUs.
+Parameters, tensor parallelism and checkpoint keys are Megatron's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megarl.models.norms import RMSNorm
 
 
 class _Inputs(NamedTuple):
-    """Inputs of the delta rule for some heads: [tokens, channels of these heads], as projected."""
+    """Inputs of the delta rule for some heads, as projected: [tokens, channels of these heads]."""
 
     query: Tensor
     key: Tensor
@@ -37,7 +37,7 @@ class _Inputs(NamedTuple):
 
 
 class PlainRMSNorm(RMSNorm):
-    """Norm of the layer's output with the factor `weight`. The model's other norms may multiply by 1 + weight."""
+    """Norm of the layer's output with the factor `weight`, even if the model's other norms multiply by 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
@@ -49,7 +49,7 @@ class DeltaNet(GatedDeltaNet):
     """A gated delta-net layer over packed rows.
 
     With context parallelism, an all-to-all gives each rank all tokens of some heads, in the order of the row. A second
-    one returns the outputs to the tokens' ranks. The results are as without context parallelism.
+    all-to-all returns the outputs to the tokens' ranks. The results equal those without context parallelism.
     """
 
     # Megatron declares these sizes as optional.
@@ -92,7 +92,7 @@ class DeltaNet(GatedDeltaNet):
 
     @property
     def _widths(self) -> list[int]:
-        """Numbers of channels of the six parts of the projected input on a tensor-parallel rank."""
+        """Channels of the six parts of the projected input on a tensor-parallel rank."""
         heads = self.num_value_heads
         return [width // self.tp_size for width in (self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, heads, heads)]
 
@@ -127,7 +127,7 @@ class DeltaNet(GatedDeltaNet):
     def _own_heads(self, weight: Tensor) -> Tensor:
         """Return the rows of a weight for this context-parallel rank's heads.
 
-        The other rows have no gradient on this rank. Megatron sums the gradient over the ranks.
+        All further rows have no gradient on this rank. Megatron sums the gradient over the ranks.
         """
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
@@ -204,9 +204,7 @@ def _lengths(row: PackedRow, cp: int) -> list[int]:
 
 
 def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
-    """Return Megatron's spec of a delta-net. With Transformer Engine, the input norm is part of the input
-    projection.
-    """
+    """Return Megatron's spec of a delta-net. Transformer Engine's input projection contains the input norm."""
     linears = (ColumnParallelLinear, RowParallelLinear)
     if transformer_engine:
         # Only importable with Transformer Engine.
@@ -219,7 +217,7 @@ def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
 
 
 def with_delta_net(layer: Any, *, transformer_engine: bool) -> Any:
-    """Return the spec of an attention layer with its attention replaced by a delta-net."""
+    """Return the spec of an attention layer with a delta-net in place of attention."""
     modules = replace(
         layer.submodules,
         self_attention=delta_net_spec(transformer_engine=transformer_engine),

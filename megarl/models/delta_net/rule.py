@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.data.token_batch import ranges
 
 _CHUNK_TOKENS = 64
-"""Chunk length in tokens, as in the paper. Work grows with its square; the number of steps falls with it."""
+"""Chunk length in tokens, as in the paper. Longer chunks need fewer steps; their work grows with the square."""
 _NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers 5 and FLA."""
 
@@ -22,8 +22,8 @@ _NORM_EPSILON = 1e-6
 class _Chunks(NamedTuple):
     """Chunks of the sequences of a row, sequence by sequence.
 
-    `places` [tokens] are the tokens' indices in the padded chunks, flattened. `steps` has the chunks [sequences] of
-    each step, longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
+    `places` [tokens] are the tokens' indices in the padded chunks, flattened. `steps` lists the chunks of each step
+    [sequences], longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
     """
 
     num_chunks: int
@@ -55,10 +55,10 @@ def gated_delta_rule(
     """Return the outputs of the gated delta rule, with a state per sequence and head (arXiv:2412.06464, eq. 10).
 
     state_t = exp(log_decay_t) * state_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T; output_t = state_t q_t. Queries
-    and keys are normalised first, and queries divided by sqrt(key_dim). All is computed in float32 or wider.
+    and keys are normalised first, and queries divided by sqrt(key_dim). Arithmetic is float32 or wider.
 
     Shapes: query and key [tokens, heads, key_dim], value [tokens, heads, value_dim], log_decay and beta [tokens,
-    heads], the sequences one after another with these `lengths`; returns [tokens, heads, value_dim].
+    heads]; returns [tokens, heads, value_dim]. The tokens are consecutive sequences with these `lengths`.
     """
     chunks = _chunks(tuple(lengths), value.device)
     q = _in_chunks(_normalise(query) * query.size(-1) ** -0.5, chunks)

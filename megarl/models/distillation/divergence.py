@@ -14,7 +14,9 @@ from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabu
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A divergence of `algorithms.divergences` with its keyword arguments set."""
 _BLOCK_SHARE = 3
-"""Memory of a block of the vocabulary, in multiples of one model's log-probs: both models' and the results."""
+"""Memory of a vocabulary block, in multiples of one model's log-probs. It holds both models' log-probs and the
+result.
+"""
 
 
 def vocab_parallel_divergence(
@@ -36,7 +38,7 @@ def vocab_parallel_divergence(
     result is equal on all ranks of `group`.
 
     Forward and backward need about the memory of log-probs with these `chunk_tokens`. Gradient flows to hidden and
-    weight. That of `hidden` is partial; the caller's tensor-parallel mapping all-reduces it.
+    weight. Each rank's gradient of `hidden` is partial; the caller's tensor-parallel mapping all-reduces it.
     """
     return _VocabParallelDivergence.apply(
         hidden, weight, teacher_hidden, teacher_weight, divergence, group, temperature, chunk_tokens
@@ -103,14 +105,14 @@ def vocab_parallel_gathered(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of k tokens at each position, and the joint log-prob of all others.
+    """Return the log-probs of k tokens at each position, and the joint log-prob of the remaining vocabulary.
 
-    The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is a sum over all other tokens: one
-    minus the sum of the k would lose all digits if these have nearly all probability.
+    The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is summed over the remaining
+    tokens. One minus the sum of the k would lose all digits if the k have nearly all probability.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; token_ids int64 [tokens, k], global ids, distinct at each position. Returns float32 [tokens,
-    k] and [tokens], in nats, equal on all ranks of `group`; the second is minus infinity without other tokens. At most
+    k] and [tokens], in nats, equal on all ranks of `group`; the second is minus infinity if no token remains. At most
     `chunk_tokens` * local_vocabulary logits exist at once. Gradients as in `vocab_parallel_divergence`.
     """
     return _VocabParallelGathered.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
@@ -177,7 +179,8 @@ def vocab_parallel_top_k(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k most likely tokens at each position, their log-probs, and the joint log-prob of all others.
+    """Return the k most likely tokens at each position, their log-probs, and the joint log-prob of the remaining
+    vocabulary.
 
     The most likely token comes first. Shapes as in `vocab_parallel_gathered`; returns int64 and float32 [tokens, k] and
     float32 [tokens], without gradient. All ranks choose the same among equally likely tokens.
@@ -205,14 +208,16 @@ def vocab_parallel_top_k(
 
 
 def _select_top_k(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k largest logits [tokens, k] of all parts, their tokens, and the log total [tokens] of the others."""
+    """Return the k largest logits [tokens, k] of all parts, their token ids, and the log total [tokens] of all further
+    logits.
+    """
     logits, token_ids = (torch.cat(list(part), -1) for part in zip(*parts, strict=True))
     logits, places = logits.sort(dim=-1, descending=True)
     return logits[:, :k].contiguous(), token_ids.gather(-1, places[:, :k]), logits[:, k:].logsumexp(-1)
 
 
 def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
-    """Set the local columns [tokens, k] of the logits to minus infinity, in place. Returns the logits."""
+    """Set the columns [tokens, k] of the local logits to minus infinity, in place. Returns the logits."""
     # Minus infinity is added, not assigned: tokens of other ranks have clamped columns and must change nothing.
     return logits.scatter_add_(
         1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)
@@ -228,7 +233,7 @@ def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature
 
 
 def _empty_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
-    """Return the log of a sum over no tokens for each block: minus infinity, float32 [blocks or 1, tokens]."""
+    """Return minus infinity, the log of an empty sum, for each block: float32 [blocks or 1, tokens]."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 
@@ -245,5 +250,5 @@ def _log_total(parts: Tensor, group: Any) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float) -> Tensor:
-    """Return the logits of a block of the vocabulary, float32 [tokens, block], multiplied in the model's dtype."""
+    """Return the logits of a block of the vocabulary, float32 [tokens, block]. The product is in the model's dtype."""
     return (hidden @ weight[block.start : block.stop].T).float().div_(temperature)

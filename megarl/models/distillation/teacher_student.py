@@ -1,8 +1,8 @@
 """The models of distillation: a teacher that computes targets, and a policy that learns from them.
 
 A target is a row of bytes for one trained token, because one tensor is easier to send than several. With
-full_vocabulary it is the teacher's hidden state before its head. With top_k it is the ids of the most likely tokens,
-their log-probs and the joint log-prob of all others.
+full_vocabulary it is the teacher's hidden state before its head. With top_k it has the ids of the most likely tokens,
+their log-probs, and the joint log-prob of the remaining tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.models.policy import PolicyModel
 _TOP_K_BYTES = 8
 """Bytes per likely token: its id, int32, and its log-prob, float32."""
 _OTHERS_BYTES = 4
-"""Bytes for all other tokens: their joint log-prob, float32."""
+"""Bytes of the joint log-prob of the remaining tokens, float32."""
 
 
 def bind_divergence(config: DistillationConfig) -> DivergenceFunction:
@@ -39,7 +39,7 @@ def bind_divergence(config: DistillationConfig) -> DivergenceFunction:
 
 
 def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's target, for a teacher with this hidden size and dtype."""
+    """Return the bytes of one token's target. `hidden_size` and `dtype` are the teacher's."""
     top_k_bytes = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
     return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
@@ -53,13 +53,13 @@ class TargetModel(PolicyModel):
         self._is_wanted: Tensor | None = None
 
     def request_targets(self, is_wanted: Tensor) -> None:
-        """Request targets from the next forward pass at the positions where `is_wanted`, bool [tokens], is True."""
+        """Request targets from the next forward pass. `is_wanted`, bool [tokens], selects the positions."""
         self._is_wanted = is_wanted
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        """Return the targets of all positions in order, zeros at positions not requested.
+        """Return the targets of all positions in order, with zeros at positions without a request.
 
-        Without a request it returns a policy's outputs.
+        Without any request, return a policy's outputs.
         """
         # A request is valid for one pass only: the next pass may be an update of this model.
         is_wanted, self._is_wanted = self._is_wanted, None
@@ -86,7 +86,7 @@ class TargetModel(PolicyModel):
 
 
 class TeacherModel(TargetModel):
-    """A teacher with weights of its own. `num_common_tokens` counts the tokens that both vocabularies share."""
+    """A teacher with weights of its own. `num_common_tokens` counts the tokens in both vocabularies."""
 
     def __init__(self, *args: Any, num_common_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,9 +103,9 @@ class TeacherTargets(NamedTuple):
     places: Tensor
     rows: Tensor
     num_local_tokens: int
-    """Number of tokens known to the teacher in this rank's part of the policy's vocabulary. They come first."""
+    """Number of the teacher's tokens in this rank's part of the policy's vocabulary. They come first in the part."""
     head: Tensor | None
-    """The teacher's rows for these tokens, [local tokens, teacher's hidden_size] (full_vocabulary; else None)."""
+    """The teacher's head rows of these tokens, [local tokens, teacher's hidden_size]; None with top_k."""
 
 
 class StudentModel(TargetModel):
@@ -120,7 +120,7 @@ class StudentModel(TargetModel):
         self._targets: Sequence[TeacherTargets] = ()
 
     def set_targets(self, all_targets: Sequence[TeacherTargets]) -> None:
-        """Set the targets of the next forward pass, by teacher. Their places must be disjoint."""
+        """Set the targets of the next forward pass, by teacher. No position may have two teachers."""
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
@@ -151,7 +151,7 @@ class StudentModel(TargetModel):
         )
 
     def _top_k_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
-        """Return divergences [target tokens] over the teacher's most likely tokens, and all others as one."""
+        """Return divergences [target tokens]. All tokens outside the teacher's top k count as one token."""
         token_ids, logprob_bytes = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = logprob_bytes.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(

@@ -14,7 +14,7 @@ from megarl.platform.exact import attention
 
 
 class ExactAttention(PackedAttention):
-    """Core attention for packed rows that rounds as the engine does. It also rotates queries and keys.
+    """Core attention for packed rows with the engine's rounding. It also rotates queries and keys.
 
     Set `rotary` before the first pass; Megatron must not rotate them too.
     """
@@ -47,7 +47,7 @@ class ExactAttention(PackedAttention):
 class _TwoKernels(torch.autograd.Function):
     """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's kernel.
 
-    The engine's kernel has no backward pass, so the trainer's kernel computes attention again there.
+    The engine's kernel has no backward pass. The trainer's kernel computes attention again in the backward pass.
     """
 
     @staticmethod

@@ -35,7 +35,7 @@ class ExactRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and choices, bool, both [tokens, experts], for logits [tokens, 1, experts].
 
-        Experts that are not chosen have weight 0.
+        Experts without a choice have weight 0.
         """
         logits = logits.flatten(0, -2)
         rounded = logits.detach().to(self.weight.dtype)
@@ -52,7 +52,7 @@ class ExactRouter(TopKRouter):
 
 
 class ExactExperts(SequentialMLP):
-    """Experts whose outputs are not yet weighted. Rows of an expert are padded, as in the engine."""
+    """Experts that return unweighted outputs. Rows of an expert are padded, as in the engine."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -70,12 +70,14 @@ class ExactExperts(SequentialMLP):
 
 
 class ExactDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher, except that a token's own rank weights and adds the outputs of its experts."""
+    """Megatron's all-to-all dispatcher with one change: a token's own rank weights and adds the outputs of its
+    experts.
+    """
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' outputs [rows of this rank, hidden_size], in the order of the ranks that sent the rows.
 
-        `hidden_states` [rows, hidden_size] are in the order of the experts. If experts are split over ranks, they are
+        `hidden_states` [rows, hidden_size] are in the order of the experts. If experts are split over ranks, it has
         this rank's products, float32, for the rows of all these ranks.
         """
         if self.num_local_experts > 1:
@@ -87,8 +89,7 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
         return _OwnRows.apply(hidden_states, self.tp_group, sizes.tolist(), self.config.params_dtype)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, in the shape of the layer's input, [tokens, 1,
-        hidden_size].
+        """Return the weighted sum of each token's experts, in the shape of the layer's input [tokens, 1, hidden_size].
 
         The argument [tokens * top_k, hidden_size] is in the order of the experts.
         """
@@ -100,7 +101,7 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class _OwnRows(torch.autograd.Function):
-    """The sum of all ranks' products, rounded, for this rank's rows. `sizes` are the numbers of rows of all ranks."""
+    """The rounded sum of all ranks' products for this rank's rows. `sizes` lists each rank's number of rows."""
 
     @staticmethod
     def forward(ctx: Any, products: Tensor, group: Any, sizes: list[int], dtype: torch.dtype) -> Tensor:

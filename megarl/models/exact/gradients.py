@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def with_gradient_of(usual: Tensor, exact: Tensor) -> Tensor:
-    """Return the values of `exact` with the gradient of exact + usual, both [*shape]. `exact` may be detached."""
+    """Return the values of `exact` [*shape] with the gradient of exact + usual. `exact` may be detached."""
     return _WithGradientOf.apply(usual, exact)
 
 

@@ -69,9 +69,7 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 
 
 def _widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the number of tokens in each rank's part of the vocabulary. `weight` is [local_vocabulary,
-    hidden_size].
-    """
+    """Return the number of tokens in each rank's vocabulary part. `weight` is [local_vocabulary, hidden_size]."""
     if group is None or group.size() == 1:
         return [weight.size(0)]
     width = torch.tensor([weight.size(0)], device=weight.device)
@@ -92,7 +90,10 @@ def _gather_vocabulary(logits: Tensor, widths: Sequence[int], group: dist.Proces
 
 
 def _outside_mask(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
-    """Return bool [count, vocabulary] for the tokens from `first` on: True outside a token's set, if it has one."""
+    """Return bool [count, vocabulary] for `count` tokens from token `first` on: True for ids outside a token's set.
+
+    A token without a set has only False.
+    """
     ends = support.counts.long().cumsum(0)
     counts = support.counts[first : first + count].long()
     stop = int(ends[first + count - 1])

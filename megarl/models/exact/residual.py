@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """Return the function that adds a layer's output [tokens, 1, hidden_size] to its residual [tokens, 1,
-    hidden_size].
+    """Return the function that adds a layer's output [tokens, 1, hidden_size] to its residual of the same shape.
 
     It replaces Megatron's `get_bias_dropout_add`. The arguments have no effect: exact models have neither biases nor
     dropout.
@@ -18,11 +17,10 @@ def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 
 
 def _add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-    """Return the sum of a layer's output and the rounded residual, in float32 and not rounded: all [tokens, 1,
-    hidden_size].
+    """Return the unrounded float32 sum of a layer's output and the rounded residual, all [tokens, 1, hidden_size].
 
-    vLLM normalises the unrounded sum, and keeps the rounded sum as the next residual. So here the sum stays float32,
-    and is rounded when it comes back as the residual.
+    vLLM normalises the unrounded sum, and keeps the rounded sum as the next residual. So the sum stays float32 here. It
+    is rounded when it comes back as the residual.
     """
     values, bias = output
     assert bias is None, "exact models have no biases in their linear layers"

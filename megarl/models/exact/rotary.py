@@ -9,7 +9,7 @@ from megarl.platform.exact import rotary
 
 
 class RotaryTable:
-    """Cosines and sines of all positions, rounded to the model's dtype as vLLM does.
+    """Cosines and sines of all positions, rounded to the model's dtype like vLLM's table.
 
     `frequencies` is float32 [rotary_channels / 2], in radians per position.
     """
@@ -20,10 +20,10 @@ class RotaryTable:
         self._cosines, self._sines = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return queries or keys [tokens, heads, head_dim], rotated by their positions [tokens].
+        """Rotate queries or keys [tokens, heads, head_dim] by their positions [tokens].
 
-        Only the first channels rotate. Products and sums are float32. They are rounded once, or truncated where vLLM's
-        kernel truncates.
+        Only the first channels rotate. Products and sums are float32. Results are rounded once, or truncated where
+        vLLM's kernel truncates.
         """
         # Padding after a sequence of full length has positions beyond the table. Any angle will do there.
         positions = positions.clamp(max=len(self._cosines) - 1)
@@ -38,7 +38,7 @@ class RotaryTable:
 
 
 def _truncate(values: Tensor) -> Tensor:
-    """Return float32 values [*shape] cut to the bits of bfloat16. The gradient passes unchanged."""
+    """Cut float32 values [*shape] to the bits of bfloat16. The gradient passes unchanged."""
     cut = (values.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
     # Both differences are exact, because the values are so close to each other.
     return values + (cut - values.detach())

@@ -1,4 +1,4 @@
-"""Row-parallel linear layers whose sums do not depend on the tensor-parallel size."""
+"""Row-parallel linear layers with sums that do not depend on the tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megarl.platform.exact.block_products import block_product, sum_over_ranks
 
 
 class BlockRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer without bias that adds its products as the engine does (`platform.exact.block_products`)."""
+    """A row-parallel layer without bias. It adds its products in the engine's order
+    (`platform.exact.block_products`).
+    """
 
     num_blocks: int = 1
     """Number of blocks on this rank. Set it after construction."""
@@ -20,9 +22,9 @@ class BlockRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         """Return the sum of all ranks' outputs [tokens, 1, out] for this rank's input [tokens, 1, in].
 
-        Under sequence parallelism the output has this rank's tokens only. A layer of an expert takes and returns
-        [tokens, in] and [tokens, out]. If the expert is split over ranks, its output is this rank's product, float32.
-        `weight` [out, in] replaces the layer's own.
+        Under sequence parallelism the output has this rank's tokens only. An expert's layer maps [tokens, in] to
+        [tokens, out]. If the expert is split over ranks, its output is this rank's product, float32. `weight` [out, in]
+        replaces the layer's own.
         """
         part = _BlockProduct.apply(input_, self.weight if weight is None else weight, self.num_blocks)
         group: Any = self.tp_group
@@ -48,7 +50,7 @@ class _BlockProduct(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """`sum_over_ranks`, rounded to a dtype. Under sequence parallelism each rank gets the sum of its own tokens."""
+    """`sum_over_ranks`, rounded to a dtype. Under sequence parallelism each rank receives the sum of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, is_split: bool, dtype: torch.dtype) -> Tensor:

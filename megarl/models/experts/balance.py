@@ -49,8 +49,8 @@ _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
 class RowTokens:
     """The tokens of one row on one rank.
 
-    Shapes: `sequences` int64 [tokens], each token's sequence in the row; `weights` [tokens], False or 0 on padding;
-    `lengths` float32 [sequences], without padding.
+    `sequences` int64 [tokens] is each token's sequence in the row. `weights` [tokens] is False or 0 on padding.
+    `lengths` float32 [sequences] excludes padding.
     """
 
     sequences: Tensor
@@ -58,7 +58,7 @@ class RowTokens:
     lengths: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return `values` [tokens that the layer computed, ...] for each token of the sequences."""
+        """Return the entries of `values` [computed tokens, ...] for each token of the sequences."""
         return values
 
     def weigh(self, values: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class UpdateRouter(TopKRouter):
         """Number of tokens of the update, on all ranks."""
         self.is_counting = False
         self.tokens_per_expert: Tensor | None = None
-        """[experts], float32: number of the update's tokens that chose each expert."""
+        """Number of the update's tokens for each expert: float32 [experts]."""
         self.sums: dict[str, Tensor] = {}
         """This rank's part of each loss, without its coefficient."""
         self._recomputed: deque[RowTokens] = deque()
@@ -128,7 +128,7 @@ class UpdateRouter(TopKRouter):
         return self._with_batch_loss(probs, scores_for_aux_loss, "global_aux_loss")
 
     def _with_batch_loss(self, probs: Tensor, scores: Tensor, name: str) -> Tensor:
-        """Attach the Switch balancing loss, experts / top_k * sum_i f_i P_i, with f and P means over the update's
+        """Attach the Switch balancing loss, experts / top_k * sum_i f_i P_i. f and P are means over the update's
         tokens.
 
         Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch like Qiu et
@@ -191,7 +191,7 @@ class UpdateRouter(TopKRouter):
         """Select the row of this pass.
 
         A recomputed layer runs first without gradients, then again in the backward pass, row by row in the same order.
-        Other rows may pass between the two.
+        The backward pass of one row may run after the forward pass of the next rows.
         """
         assert self.row is not None
         if not torch.is_grad_enabled():
@@ -218,19 +218,17 @@ class ExpertBalance:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether a loss needs the update's tokens per expert before its gradients."""
+        """Whether a loss needs the update's tokens per expert before the gradients are computed."""
         return any(name in self._losses for name in _WHOLE_BATCH)
 
     def begin(self, num_tokens: int) -> None:
-        """Prepare for an update of `num_tokens` on all ranks together."""
+        """Prepare for an update of `num_tokens` tokens, summed over all ranks."""
         for router in self._routers:
             router.begin(num_tokens)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Context with forward passes that count the tokens per expert. At its end, counts are summed over the
-        ranks.
-        """
+        """Context for forward passes that count the tokens per expert. At its end, counts are summed over the ranks."""
         for router in self._routers:
             router.is_counting = True
         try:
@@ -245,7 +243,7 @@ class ExpertBalance:
             router.tokens_per_expert = router.tokens_per_expert.float()
 
     def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
-        """Return the update's losses by metric, means over layers. A collective over all ranks."""
+        """Return the update's losses by metric name, averaged over layers. A collective over all ranks."""
         names = sorted(self._losses)
         # All ranks of a stage have the same layers, and each has a part of the tokens. Each thus counts a fraction of a
         # layer.
@@ -260,5 +258,5 @@ class ExpertBalance:
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
-    """Return the routers with balancing losses or noise of model chunks."""
+    """Return the model chunks' routers with balancing losses or noise."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]

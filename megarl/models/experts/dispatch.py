@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts with counts known to the host before the pass."""
+"""Dispatch of tokens to experts, with counts that the host knows before the pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExpertCounts(NamedTuple):
 
 
 def takes_known_counts(config: TransformerConfig) -> bool:
-    """Return whether replayed experts determine all counts: no token is dropped or added."""
+    """Return whether replayed experts determine all counts, because no token is dropped or added."""
     return (
         config.moe_enable_routing_replay
         and config.moe_token_dispatcher_type == "alltoall"
@@ -32,16 +32,16 @@ def takes_known_counts(config: TransformerConfig) -> bool:
 
 
 class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher. If `counts` is set, the host does not wait for the device.
+    """Megatron's all-to-all dispatcher. With `counts` set, the host does not wait for the device.
 
-    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass, and the host waits for these sizes. With
-    router replay the experts are known earlier, so `counts` is computed before the pass.
+    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass, and the host waits for the counts. Router
+    replay knows the experts earlier, so `counts` is computed before the pass.
     """
 
     counts: ExpertCounts | None = None
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Set the sizes of the exchanges and return the tokens [own experts] for each expert of this rank.
+        """Set the sizes of the exchanges. Return the number of tokens for each expert of this rank: [own experts].
 
         `routing_map` [tokens, experts] is True where a token goes to an expert.
         """

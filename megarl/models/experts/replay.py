@@ -1,4 +1,4 @@
-"""Router replay: the tokens of a forward pass go to the experts that the engine chose for them."""
+"""Router replay: the forward pass sends each token to the experts that the engine chose for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.models.experts.layers import has_router
 
 
 def routed_layers(chunk: Any) -> list[Any]:
-    """Return the layers with a router of a model chunk, without draft layers."""
+    """Return a model chunk's layers with a router, without draft layers."""
     return [layer for layer in chunk.decoder.layers if has_router(layer)]
 
 
@@ -39,7 +39,7 @@ def replay_routes(
 
 
 def choose_routes(chunk: Any) -> None:
-    """Make a chunk's routers choose the experts in the next forward pass."""
+    """End the replay: a chunk's routers choose the experts of the next forward pass themselves."""
     for layer in routed_layers(chunk):
         layer.mlp.router.router_replay.clear_router_replay_action()
         layer.mlp.token_dispatcher.counts = None

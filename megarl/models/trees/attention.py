@@ -1,9 +1,9 @@
-"""Attention over a tree of prefixes: each token attends to itself and to the tokens before it in its sequences.
+"""Attention over a tree of prefixes: each token attends to itself and to all tokens before it in its sequences.
 
-In depth-first order, token q attends to token k if k <= q < reach[k], where `reach` is the end of the subtree below k's
-segment. On a CPU, flash kernels compute each segment's attention to itself (causal) and its subtree's attention to the
-segment (full). The parts are merged by their sums of exponentials, as in Ring Attention (arXiv:2310.01889, section 3).
-On a GPU, FlexAttention reads a mask of blocks.
+A segment is a run of tokens shared by the same sequences. In depth-first order, token q attends to token k if k <= q <
+reach[k]; `reach` is the end of the subtree below k's segment. On a CPU, flash kernels compute each segment's attention
+to itself (causal) and its subtree's attention to the segment (full). The parts are merged by their sums of
+exponentials, as in Ring Attention (arXiv:2310.01889, section 3). On a GPU, FlexAttention reads a mask of blocks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megarl.data.token_batch import ranges
 
 _MASK_BLOCK = 128
-"""Tokens of a block of FlexAttention's mask: its default, for which its kernels are tuned."""
+"""Tokens of a block of FlexAttention's mask. This is its default; its kernels are tuned for it."""
 _WASTED_SHARE = 0.25
-"""Maximum share of scores computed for padding if parts of unequal sizes use one call, relative to the other scores."""
+"""Parts of unequal sizes share a call if padding adds at most this share of scores."""
 _CALL_SCORES = 4096
 """Number of padding scores that take as much time as one more call: 64 queries and keys of a few heads."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """The stored tokens of a row, and how the outputs of the model belong to the row's sequences.
+    """The stored tokens of a row, and the map from the model's outputs to the row's sequences.
 
     Shapes: `reach` [stored tokens], with padding. `starts`, `ends` and `reaches` [segments], on the host, are each
     segment's first token, its end, and the end of its subtree. `positions` [stored tokens], on the host, are positions
@@ -43,11 +43,11 @@ class TokenTree:
     of the chunk's segment, the chunk's first token and its end. `place` [stored tokens] is the index of each stored
     token in the ranks' tokens, rank after rank; None on a single rank.
 
-    All other fields are this rank's. `num_represented` [own tokens], on the host, counts the tokens of sequences stored
-    at each place: 0 for padding. `stored_of` [tokens] is the place among the own tokens of each token of the sequences
-    stored on this rank (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next
-    one. `edge_sources` [edges] are the places of the own tokens before it. `edges` [tokens] is the edge to the token
-    after each token; any edge for the last one.
+    All further fields are this rank's. `num_represented` [own tokens], on the host, counts the tokens of sequences
+    stored at each place: 0 for padding. `stored_of` [tokens] maps each token of the sequences on this rank to its place
+    among the own tokens (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next
+    one. `edge_sources` [edges] are the places of the own tokens before each edge. `edges` [tokens] is the edge to the
+    token after each token; any edge for the last token.
     """
 
     reach: Tensor
@@ -68,8 +68,7 @@ class TokenTree:
     def parts(self) -> tuple[TreePart, ...]:
         """The calls of the attention kernel for one layer. Queries are this rank's tokens, keys are all stored tokens.
 
-        The chunks of this rank come first, then the tokens before them in their segments, then ancestors from the root
-        on.
+        The order is: chunks of this rank, then earlier tokens of their segments, then ancestors from the root on.
         """
         device = self.reach.device
         segments, starts, ends = self.chunks.T
@@ -92,7 +91,9 @@ class TokenTree:
         return tuple(calls)
 
     def windowed_parts(self, window: int) -> tuple[TreePart, ...]:
-        """Return one call with a mask, for layers in which a query attends to `window` keys up to its own."""
+        """Return one call with a mask, for layers in which a query attends to the last `window` keys up to its own
+        token.
+        """
         if window not in self._window_calls:
             queries, keys = len(self.own_tokens), len(self.positions)
             all_tokens = slice(0, queries), slice(0, keys)
@@ -116,7 +117,7 @@ class TokenTree:
         return self._block_masks[window]
 
     def limits(self, window: int) -> bool:
-        """Return whether a window (0: none) excludes a token of the row's sequences."""
+        """Return whether a window (0: none) is at most the largest position, so that it excludes tokens."""
         return 0 < window <= int(self.positions.max(initial=0))
 
     @cached_property
@@ -128,7 +129,9 @@ class TokenTree:
         return torch.from_numpy(self.positions).to(self.reach.device)
 
     def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens owned by this rank precede each of the stored tokens `tokens`, in the same shape."""
+        """Return for each of the stored tokens `tokens` [*shape] how many of this rank's own tokens precede it:
+        [*shape].
+        """
         return np.searchsorted(self.own_tokens, tokens)
 
     @cached_property
@@ -182,9 +185,9 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
-    """One call of a kernel: some blocks of queries and the keys of each, padded to the largest block.
+    """One call of a kernel: some blocks of queries and the keys of each block, padded to the largest block.
 
-    `queries` are own tokens, `keys` stored tokens: a slice, or places in padded arrays with the tokens for them. Shapes
+    `queries` are own tokens, `keys` stored tokens. Both are a slice, or (places in padded arrays, tokens). Shapes
     without heads: `query_shape` and `key_shape` (blocks, length); `mask` bool broadcast to [blocks, 1, queries, keys].
     """
 
@@ -195,7 +198,7 @@ class TreePart:
     is_causal: bool
     mask: Tensor | None
     is_first: bool
-    """Whether the part computes its queries' first output. Other parts are merged into this output."""
+    """Whether the part computes the first output of its queries. Later parts are merged into this output."""
 
     @property
     def query_tokens(self) -> slice | Tensor:
@@ -224,7 +227,7 @@ class TreePart:
         return _unpad(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as a score to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without a
+        """Return the mask as scores to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without a
         mask.
         """
         if self.mask is None:
@@ -238,7 +241,7 @@ def attend(
     """Return the attention of this rank's tokens of a tree: [own tokens, heads, v].
 
     Shapes: q [own tokens, heads, head_dim], k [stored tokens, groups, head_dim], v [stored tokens, groups, v], sinks
-    [heads]. A query attends to `window` keys up to its own; 0: to all.
+    [heads]. A query attends to the last `window` keys up to its own token; 0: to all.
     """
     width = v.size(-1)
     # The kernels take one size for all heads. Padded values give outputs of zero, cut off below.
@@ -250,7 +253,7 @@ def attend(
 
 
 def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """Return the entries of `x` [*shape] at `index` [n] along `dim`. Repeated entries have the sum of the gradients.
+    """Return the entries of `x` [*shape] at `index` [n] along `dim`. The gradients of repeated entries are summed.
 
     The sum has a fixed order: equal inputs give equal bits.
     """
@@ -297,7 +300,7 @@ def _compiled_flex() -> Any:
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Attention merged from parts. Each part's backward pass needs only the merged output and sum of exponentials."""
+    """Attention merged from parts. A part's backward pass needs only the merged output and sum of exponentials."""
 
     @staticmethod
     def forward(
@@ -407,7 +410,7 @@ def _part(
 
 
 def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device) -> slice | tuple[Tensor, Tensor]:
-    """Return the tokens of some blocks: a slice for one block, else places in the padded array and tokens, [tokens]
+    """Return the tokens of some blocks: a slice for one block, else (places in the padded array, tokens), [tokens]
     each.
     """
     if len(starts) == 1:
@@ -431,15 +434,16 @@ def _unpad(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and the last token of each block of a mask over `size` tokens: [blocks] each."""
+    """Return the first and the last token of each mask block over `size` tokens: [blocks] each."""
     firsts = np.arange(0, size, _MASK_BLOCK)
     return firsts, np.minimum(firsts + _MASK_BLOCK, size) - 1
 
 
 def _block_lists(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of listed blocks in each row, [1, 1, rows], and their columns first, [1, 1, rows, columns].
+    """Return the number of listed blocks in each row, [1, 1, rows], and all columns, listed ones first, [1, 1, rows,
+    columns].
 
-    `is_listed` is [rows, columns].
+    `is_listed` is bool [rows, columns].
     """
     counts = is_listed.sum(1).astype(np.int32)
     columns = np.argsort(~is_listed, axis=1, kind="stable").astype(np.int32)

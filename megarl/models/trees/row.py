@@ -19,8 +19,8 @@ from megarl.models.trees.attention import TokenTree, gather
 class TreeRow(PackedRow):
     """The row of sequences stored as a tree of prefixes.
 
-    The model's layers compute stored tokens only, and `positions` has one entry for each of this rank. The model's
-    outputs, `local` and `place` are those of the sequences' tokens.
+    The model's layers compute stored tokens only; `positions` has an entry for each stored token of this rank. The
+    model's outputs, `local` and `place` have an entry for each token of the sequences.
     """
 
     tree: TokenTree = field(kw_only=True)
@@ -29,7 +29,7 @@ class TreeRow(PackedRow):
     def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> TreeRow:
         """Return the row of sequences stored as a tree. `longest` is the length of the longest sequence.
 
-        `holders` [tokens] is the context-parallel rank storing each token of the sequences.
+        `holders` [tokens] has the context-parallel rank that stores each token of the sequences.
         """
         device = tree.reach.device
         lengths = torch.tensor([0, len(tree.own_tokens)], dtype=torch.int32, device=device)
@@ -54,17 +54,17 @@ class TreeRow(PackedRow):
         )
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
-        """Return the states [edges, hidden_size] of the stored tokens before each edge."""
+        """Return the states [edges, hidden_size] of the stored token before each edge."""
         return gather(hidden, self.tree.edge_sources)
 
     def spread_predictions(self, outputs: Tensor) -> Tensor:
-        """Return outputs [values, edges] for each token of the sequences. An edge's gradient is the sum over its
+        """Copy outputs [values, edges] to each token of the sequences. An edge's gradient is the sum over its
         tokens.
         """
         return gather(outputs, self.tree.edges, dim=1)
 
     def spread_states(self, values: Tensor) -> Tensor:
-        """Return values [values, stored tokens] for each token of the sequences."""
+        """Copy values [values, stored tokens] to each token of the sequences."""
         return gather(values, self.tree.stored_of, dim=1)
 
     def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class TreeRow(PackedRow):
 class TreeTokens(RowTokens):
     """The stored tokens of a tree on one rank.
 
-    `weights` is int64 [stored tokens], the number of sequences' tokens stored at each place. `sequences` [tokens] has
-    the sequences' own tokens, `stored_of` int64 [tokens] the stored token of each.
+    `weights` int64 [stored tokens] counts the sequences' tokens stored at each place. `sequences` describes the tokens
+    [tokens] of the sequences, and `stored_of` int64 [tokens] has the stored token of each.
     """
 
     stored_of: Tensor
@@ -85,5 +85,5 @@ class TreeTokens(RowTokens):
         return gather(values, self.stored_of)
 
     def weigh(self, values: Tensor) -> Tensor:
-        """Return the values [tokens] unchanged, because no token of the sequences is padding."""
+        """Return the values [tokens] unchanged: no token of the sequences is padding."""
         return values
