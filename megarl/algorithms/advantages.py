@@ -4,14 +4,14 @@ A sample function has this form, in this module or in the user's file (`algorith
 
     def name(rewards, groups, *, ...) -> Tensor
 
-It takes `rewards` float64 [samples] and `groups` int [samples]. Equal numbers form a group, in any order and of any
-size. It returns advantages, float [samples]. Optional keywords are `lengths` int [samples] (completion tokens) and
-`passes` bool [samples] (correct answers). Other keywords are fields of the recipe, or of `algorithm.advantage_kwargs`.
-`trial` checks the result.
+It takes `rewards` float64 [samples] and `groups` int [samples]. Samples with equal numbers form a group, in any order
+and of any size. It returns advantages, float [samples]. Optional keywords are `lengths` int [samples] (completion
+tokens) and `passes` bool [samples] (correct answers). Further keywords are fields of the recipe, or of
+`algorithm.advantage_kwargs`. `trial` checks the result.
 
-If the group is the baseline, a group with equal rewards has advantages of exactly zero. With `lone_sample` zero, the
-only sample of a group has advantage zero too. With `lone_sample` reward, its baseline is 0 and its standard deviation
-1: its advantage is its reward (verl).
+If the group is the baseline, a group with equal rewards has advantages of exactly zero. The only sample of a group has
+advantage zero with `lone_sample` zero. With `lone_sample` reward, its advantage is its reward: baseline 0, standard
+deviation 1 (verl).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def grpo(
 
 
 def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
-    """Return each reward minus the mean of the others in its group: [samples]. Source: arXiv 2402.14740."""
+    """Return each reward minus the mean of its group's remaining rewards: [samples]. Source: arXiv 2402.14740."""
     group, sizes = _index_groups(groups, rewards)
     # Reward minus the mean of the others equals n / (n - 1) times reward minus the mean of all n.
     advantages = _center(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
@@ -54,10 +54,10 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
 def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
     """Return (reward - group mean) / group mean, [samples]; zero in groups with a mean of zero or below.
 
-    Meant for rewards that are not negative. Hard prompts weigh more: for rewards 0 and 1 the gradient tends to that of
-    the log of the pass rate. With N samples of a prompt it is exact for the expansion of this logarithm truncated at
-    order N - 1: the sum of pass@k / k for k from 1 to N - 1. (Without subtracting the mean, the order would be N.)
-    Source: Maximum likelihood RL (arXiv 2602.02710).
+    Meant for rewards of zero or more. Hard prompts weigh more. For rewards 0 and 1 the gradient tends to the gradient
+    of log(pass rate). With N samples of a prompt it is exact for this logarithm's expansion truncated at order N - 1:
+    the sum of pass@k / k for k from 1 to N - 1. (Without subtracting the mean, the order would be N.) Source: Maximum
+    likelihood RL (arXiv 2602.02710).
     """
     group, sizes = _index_groups(groups, rewards)
     means = (_sums(rewards, group, sizes) / sizes)[group]
@@ -97,8 +97,7 @@ def reinforce_plus_plus_baseline(
     lone_sample: str = "zero",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Return each reward minus its group's mean, divided by the batch's standard deviation of these differences:
-    [samples].
+    """Return (reward - group mean) / (batch standard deviation of these differences + `epsilon`): [samples].
 
     verl instead whitens over the batch's tokens. The recipe's preset of this name does the same: `normalize_by_std`
     False, then `whiten`. Source: REINFORCE++ with baseline (arXiv 2501.03262).
@@ -118,8 +117,8 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     """Return each sample's advantage for the goal that one of `k` samples of its group passes: [samples].
 
     `passes` is bool [samples]; by default a sample passes if its reward is positive. The reward of a set of `k` samples
-    is 1 if one of them passes. The advantage is the mean reward of all sets containing the sample, minus the mean
-    reward of all sets. It is divided by the standard deviation of the sets' rewards, and computed in closed form. It is
+    is 1 if one of them passes. A sample's advantage is the mean reward of all sets with the sample, minus the mean
+    reward of all sets, divided by the standard deviation of the sets' rewards. It is computed in closed form. It is
     zero in groups with only passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training
     (arXiv 2508.10751).
     """
@@ -142,8 +141,8 @@ def gae(
     """Return generalised advantage estimates and returns of packed tokens: both [tokens].
 
     `rewards` and `values` are float [tokens], `cu_seqlens` int [sequences + 1]. The value after a sequence's last token
-    is zero. Tokens where `mask` (bool [tokens]) is False, like prompts and tool results, get zeros and are skipped:
-    the tokens before and after them count as neighbours. Source: arXiv 1506.02438, eqs. 11 and 16.
+    is zero. Tokens with `mask` (bool [tokens]) False, like prompts and tool results, get zeros and are skipped: the
+    tokens before and after them are neighbours. Source: arXiv 1506.02438, eqs. 11 and 16.
     """
     trained = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
     sequence = sequence_of_tokens(cu_seqlens, len(rewards))[trained]
@@ -168,9 +167,8 @@ def gae(
 def rae(rewards: Tensor, roles: Tensor, baselines: Tensor, *, role_decay: float) -> tuple[Tensor, Tensor]:
     """Return each reward minus the baseline of its role, [samples], and the roles' new baselines, [roles].
 
-    `roles` int [samples] are indices into `baselines` [roles]. Samples follow one another in the given order: after
-    each one its role's baseline becomes `role_decay` * baseline + (1 - `role_decay`) * reward. Source: SPIRAL (arXiv
-    2506.24119, section 3.3).
+    `roles` int [samples] are indices into `baselines` [roles]. After each sample, in order, its role's baseline becomes
+    `role_decay` * baseline + (1 - `role_decay`) * reward. Source: SPIRAL (arXiv 2506.24119, section 3.3).
     """
     advantages, baselines = torch.zeros_like(rewards), baselines.clone()
     for sample, role in enumerate(roles.tolist()):
@@ -180,12 +178,12 @@ def rae(rewards: Tensor, roles: Tensor, baselines: Tensor, *, role_decay: float)
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor, turns: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Return the rewards of packed tokens for `gae`: [tokens], like `scores`. Their sums are the sequences' scores.
+    """Return the rewards of packed tokens for `gae`: [tokens]. Their sum over a sequence is the sequence's score.
 
-    `scores` are [sequences]; `turn_rewards` [sequences, turns] are the parts given for single turns. `turns` int
-    [tokens] is each token's turn, `mask` bool [tokens] marks trained tokens. A turn's reward is at its last trained
-    token. A turn without one gives its reward to the turn before it. All other rewards are at a sequence's last trained
-    token.
+    `scores` is [sequences]. `turn_rewards` [sequences, turns] is the part of the score for each turn. `turns` int
+    [tokens] is each token's turn; `mask` bool [tokens] marks trained tokens. A turn's reward is at its last trained
+    token. A turn without trained tokens gives its reward to the turn before it. The rest of the score is at a
+    sequence's last trained token.
     """
     rewards = torch.zeros(len(mask), dtype=scores.dtype, device=scores.device)
     carried = torch.zeros_like(scores)
@@ -217,8 +215,9 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 def state_advantages(returns: Tensor, state_groups: Tensor) -> Tensor:
     """Return each turn's return minus the mean of its step group: [samples, turns], like `returns`.
 
-    `state_groups` int [samples, turns] numbers the turns that act in the same state of the same prompt. A turn alone in
-    its group, or with the number -1, has zero. Source: GiGPO (arXiv 2505.10978, section 4.2), without the deviation.
+    `state_groups` int [samples, turns] numbers the turns that act in the same state of the same prompt. The result is
+    zero for a turn alone in its group, or with the number -1. Source: GiGPO (arXiv 2505.10978, section 4.2), without
+    the deviation.
     """
     has_group = state_groups >= 0
     advantages = torch.zeros_like(returns)
@@ -248,7 +247,7 @@ def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _with_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
-    """Return the advantages [samples], with the rule `lone_sample` applied to samples that are alone in their group."""
+    """Return the advantages [samples], with the rule `lone_sample` applied to groups of one sample."""
     if lone_sample == "zero":
         return advantages
     return torch.where(group_sizes == 1, rewards, advantages)

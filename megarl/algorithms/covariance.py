@@ -1,6 +1,6 @@
 """Choice of the tokens whose log-prob and advantage vary together: they lower the policy's entropy most.
 
-All functions are over the tokens of a whole step: the choice does not depend on its split into microbatches.
+All functions take the tokens of a whole step, so the choice does not depend on the step's split into microbatches.
 Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617).
 """
 
@@ -13,7 +13,8 @@ from torch import Tensor
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return each token's part of the covariance of log-probs and advantages: float64 [tokens], 0 where not masked.
 
-    It is the product of both differences from their means over the masked tokens (eq. 10). All arguments are [tokens].
+    It is (log-prob - mean log-prob) * (advantage - mean advantage), with means over the masked tokens (eq. 10). All
+    arguments are [tokens].
     """
     # float64: over millions of tokens, float32 sums would move the means, and with them tokens at the bounds.
     logprobs, advantages = (torch.where(mask, values, 0.0).double() for values in (logprobs, advantages))
@@ -26,8 +27,8 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def highest_covariance_mask(parts: Tensor, mask: Tensor, draws: Tensor, *, share: float) -> Tensor:
     """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance.
 
-    Of equal tokens, those with the smallest `draws` are taken. `parts` are those of `covariances`, all [tokens].
-    KL-Cov adds a penalty to these tokens.
+    Among equal tokens, the smallest `draws` decide. `parts` is the result of `covariances`. All arguments are [tokens].
+    KL-Cov adds a penalty to the chosen tokens.
     """
     if not mask.any():
         return mask
@@ -43,8 +44,8 @@ def drawn_covariance_mask(
 ) -> Tensor:
     """Return bool [tokens]: tokens drawn at random among those with a covariance between `low` and `high`.
 
-    Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds. `parts` are
-    those of `covariances`; the tokens with the smallest `draws` are taken, both [tokens]. Clip-Cov drops their loss.
+    Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds. `parts` [tokens]
+    is the result of `covariances`. The tokens with the smallest `draws` [tokens] are chosen. Clip-Cov drops their loss.
     """
     is_candidate = mask & (parts > low) & (parts < high)
     count = min(_num_tokens(mask, share), int(is_candidate.sum()))
@@ -52,7 +53,7 @@ def drawn_covariance_mask(
 
 
 def _smallest(draws: Tensor, is_candidate: Tensor, count: int) -> Tensor:
-    """Return bool [tokens]: the `count` candidates with the smallest draws. Draws differ from each other."""
+    """Return bool [tokens]: the `count` candidates with the smallest draws. All draws differ."""
     if not count:
         return torch.zeros_like(is_candidate)
     last = torch.topk(draws[is_candidate], count, largest=False).values[-1]

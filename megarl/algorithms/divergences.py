@@ -1,10 +1,9 @@
 """Divergences of two distributions over the same tokens, from their log-probs.
 
-All take `policy_logprobs` and `teacher_logprobs`, both [..., vocabulary tokens]: natural logarithms of probabilities
-summing to one over the last dimension, or over all its parts if it is split. They return two tensors of the same shape:
-`terms` and `slopes`. The sum of `terms` over the vocabulary is the divergence D in nats. `slopes` is p_j * dD/dp_j,
-with p the policy's probabilities, up to p_j times a constant. The gradient with respect to the policy's logits is then
-slopes_j - p_j * sum(slopes).
+All take `policy_logprobs` and `teacher_logprobs`, both [..., vocabulary tokens]. The probabilities sum to one over the
+last dimension, or over all its parts if it is split. All return `(terms, slopes)`, two tensors of the same shape. The
+sum of `terms` over the vocabulary is the divergence D in nats. With p the policy's probabilities, `slopes` is p_j *
+dD/dp_j, up to p_j times a constant. The gradient for the policy's logits is then slopes_j - p_j * sum(slopes).
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from torch import Tensor
 TermsAndSlopes = tuple[Tensor, Tensor]
 
 _LEAST_LOGPROB = -1e4
-"""Lower bound, in nats, of the log-prob of all tokens outside the selected ones. It must be finite: 0 * infinity is
-NaN.
-"""
+"""Lower bound, in nats, of the joint log-prob of all unselected tokens. It must be finite: 0 * infinity is NaN."""
 
 
 def reverse_kl(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> TermsAndSlopes:
@@ -53,10 +50,10 @@ def jsd(policy_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> Te
 
 
 def with_tail(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
-    """Append one outcome, standing for all other tokens, to log-probs [..., k]: [..., k + 1].
+    """Append to log-probs [..., k] one outcome that stands for all remaining tokens: [..., k + 1].
 
-    `others_logprobs` [...] is the log-prob of all other tokens together. The divergence of two such distributions is at
-    most that of the full ones (data processing inequality).
+    `others_logprobs` [...] is the joint log-prob of the remaining tokens. The divergence of two results is at most the
+    divergence of the full distributions (data processing inequality).
     """
     return torch.cat([logprobs, others_logprobs[..., None].clamp(min=_LEAST_LOGPROB)], -1)
 
@@ -64,7 +61,7 @@ def with_tail(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
 def renormalize(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
     """Return log-probs [..., k] renormalised to a distribution over these k tokens alone.
 
-    `others_logprobs`, the log-prob of all other tokens, is ignored.
+    `others_logprobs`, the joint log-prob of the remaining tokens, is ignored.
     """
     return logprobs.log_softmax(-1)
 

@@ -51,11 +51,10 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
     """Return the unbiased estimate that the most frequent of k answers is correct: the mean over all subsets of k
     attempts.
 
-    Correct attempts count as one answer, however written. Wrong attempts are distinguished by `answers`. An attempt
-    with answer None does not vote. Answers with equally many votes are equally likely to be chosen. Above `MAX_EXACT`
-    attempts, the mean is over `NUM_DRAWN` random subsets, seeded by `problem`. Distinct seeds give problems independent
-    errors. With k = 1 the value is exactly the fraction of correct attempts. Raises ValueError for k above the number
-    of attempts.
+    All correct attempts count as one answer. Wrong attempts are distinguished by `answers`. An attempt with answer None
+    does not vote. Answers with equally many votes are equally likely to be chosen. Above `MAX_EXACT` attempts, the mean
+    is over `NUM_DRAWN` random subsets, seeded by `problem`. Distinct seeds give problems independent errors. With k = 1
+    the value is exactly the fraction of correct attempts. Raises ValueError for k above the number of attempts.
 
     Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
     """
@@ -74,7 +73,7 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
 
 @lru_cache(maxsize=1 << 14)
 def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
-    """Estimate majority@k from random subsets of the attempts. Arguments as in `_majority`, and the random seed."""
+    """Estimate majority@k from random subsets of the attempts. The arguments are those of `_majority`, and the seed."""
     generator = np.random.default_rng(seed)
     drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
     votes = drawn[:, :-1]
@@ -85,7 +84,9 @@ def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int
 
 @lru_cache(maxsize=1 << 14)
 def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
-    """Return majority@k exactly, from counts of attempts: correct, each wrong answer (ascending), without answer."""
+    """Return majority@k exactly, from counts of attempts: correct, with each wrong answer (ascending), without
+    answer.
+    """
     won = 0.0
     for votes in range(1, min(num_correct, k) + 1):
         # ways[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and none has
@@ -119,8 +120,8 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
 
     Wilson's score interval is used if each number is 0 or 1. It is also used if all are equal, although it is then too
     wide. Otherwise the interval is the percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed
-    seed. Both describe other problems of the same kind. Raises ValueError without problems. Source: Wilson 1927; Efron
-    1979.
+    seed. Both intervals treat the problems as a sample of all similar problems. Raises ValueError without problems.
+    Source: Wilson 1927; Efron 1979.
     """
     if not len(values):
         raise ValueError("the mean over problems cannot be computed: there are no problems")
@@ -132,7 +133,7 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
 
 
 def mean_score(values: Sequence[float]) -> Measure:
-    """Return the mean of one score or difference of scores per problem, any finite numbers, with a 95 % interval.
+    """Return the mean of one score (or difference) per problem, any finite numbers, with a 95 % interval.
 
     The interval is the percentile bootstrap of `mean_with_interval`; if all values are equal, it has no width. Raises
     ValueError without problems.
@@ -146,7 +147,7 @@ def mean_score(values: Sequence[float]) -> Measure:
 def paired_difference(differences: Sequence[float]) -> Measure:
     """Return the mean of one difference per problem, each between -1 and 1, with a 95 % interval.
 
-    Agresti and Min's interval is used if each difference is -1, 0 or 1. It has a width even if no problem differs.
+    Agresti and Min's interval is used if each difference is -1, 0 or 1. It has a width even if all differences are 0.
     Otherwise the interval is the percentile bootstrap over problems of `mean_with_interval`. Raises ValueError without
     problems. Source: Agresti and Min 2005 (Statistics in Medicine 24), adding one half to each of the four counts.
     """

@@ -2,8 +2,8 @@
 
 A correction takes `log_ratios` float [tokens], `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on
 trained tokens. A log-ratio is the trainer's log-prob before the update minus the engine's log-prob of the same token.
-The correction returns one weight per token, [tokens], without gradient. The policy loss is multiplied with it; zero
-rejects a token. `low` and `high` bound ratios.
+The correction returns one weight per token, [tokens], without gradient. The policy loss is multiplied by the weight;
+zero rejects a token. `low` and `high` bound ratios, not log-ratios.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def icepop(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, 
 
 
 def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
-    """Return the product of a sequence's ratios, at most `high`, on all its tokens: [tokens].
+    """Return the product of the sequence's ratios, at most `high`, for each token: [tokens].
 
     Source: sequence-level importance sampling (Liu et al. 2025, "When speed kills stability").
     """
@@ -73,12 +73,12 @@ def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: 
 
 
 def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Return one on sequences with a product of ratios between `low` and `high`, zero on the others: [tokens]."""
+    """Return 1 for tokens of sequences with a product of ratios between `low` and `high`, else 0: [tokens]."""
     return _within(broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Return the product of a sequence's ratios on its tokens if between `low` and `high`, else zero: [tokens].
+    """Return for each token the product of its sequence's ratios if between `low` and `high`, else zero: [tokens].
 
     Unlike `sequence_rejection`, accepted sequences keep their ratio (TRL's sequence_mask; 0 and 3 there).
     """
@@ -87,7 +87,7 @@ def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: 
 
 
 def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Return one on sequences with a geometric mean of ratios between `low` and `high`, zero on the others: [tokens].
+    """Return 1 for tokens of sequences with a geometric mean of ratios between `low` and `high`, else 0: [tokens].
 
     The bounds are close to 1. Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
     """
@@ -95,7 +95,7 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
 
 
 def is_of_single_tokens(name: str) -> bool:
-    """Return whether a named correction gives each token the weight of its own ratio, without those of others."""
+    """Return whether a named correction computes each token's weight from the token's own ratio alone."""
     return IMPORTANCE_SAMPLING[name] in (tis, icepop)
 
 
@@ -121,7 +121,7 @@ def importance_weights(
 def unbounded_weights(
     name: str, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return the weights [tokens] that a named correction would give without bounds; arguments as in
+    """Return the weights [tokens] of a named correction without bounds. The arguments are those of
     `importance_weights`.
 
     They are ratios of tokens or sequences, or ones if the correction only rejects.
@@ -132,8 +132,8 @@ def unbounded_weights(
 def weight_metrics(weights: Tensor, unbounded: Tensor) -> dict[str, Tensor]:
     """Return metrics of a correction's weights for each token; all tensors are [tokens].
 
-    `importance/mean` is the weight. `importance/rejected` is 1 on weights of zero. `importance/clipped_share` is 1 on
-    weights that a bound made smaller, compared with `unbounded_weights`.
+    `importance/mean` is the weight. `importance/rejected` is 1 where the weight is zero. `importance/clipped_share` is
+    1 where a bound made the weight smaller than `unbounded`.
     """
     return {
         "importance/mean": weights,
@@ -144,7 +144,9 @@ def weight_metrics(weights: Tensor, unbounded: Tensor) -> dict[str, Tensor]:
 
 
 def mismatch_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the per-token values, [tokens] each, from whose means `mismatch_metrics` computes the mismatch metrics."""
+    """Return values [tokens] by name. From their means `mismatch_metrics` computes the mismatch of trainer and
+    engine.
+    """
     ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()
     log_ratios = log_ratio(ours, theirs)
     ratios = log_ratios.exp()
@@ -161,7 +163,7 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
 
     `mean` is |trainer - engine| in nats. `k1` and `k3` estimate the engine's KL divergence from the trainer. `ess` is
     the effective share of the samples. `chi2` is the chi-squared divergence. `perplexity_ratio` is the trainer's
-    perplexity over the engine's. `correlation` is the correlation of the log-probs.
+    perplexity divided by the engine's. `correlation` is the correlation of the log-probs.
     """
     covariance = means["product"] - means["trainer"] * means["rollout"]
     spread = (means["trainer_squared"] - means["trainer"] ** 2) * (means["rollout_squared"] - means["rollout"] ** 2)

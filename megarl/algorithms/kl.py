@@ -1,6 +1,6 @@
 """Estimators per token of the KL divergence of the policy from the reference, on tokens sampled by the policy.
 
-All take `policy_logprobs` and `reference_logprobs`, both [tokens], and return [tokens]; both may carry gradient.
+All take `policy_logprobs` and `reference_logprobs`, both [tokens], and return [tokens]. Gradient may flow through both.
 Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html.
 """
 
@@ -17,7 +17,7 @@ def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return half the squared log-prob difference [tokens]: a biased KL estimate whose gradient is the KL's."""
+    """Return half the squared log-prob difference [tokens]: a biased KL estimate with an unbiased gradient."""
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
@@ -40,7 +40,7 @@ def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def adapted_coefficient(
     coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int
 ) -> float:
-    """Return the KL coefficient after a step whose mean divergence is `divergence` (nats).
+    """Return the KL coefficient after a step with mean divergence `divergence` (nats).
 
     The coefficient grows if the divergence is above `target` and falls if it is below. The change is at most a fifth
     per `horizon` samples and per step. Source: arXiv 1909.08593, section 2.2.

@@ -9,9 +9,9 @@ _BOUND = 20.0
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
-    """Return numerator minus denominator log-probs, [tokens] like both, clamped to +-20.
+    """Return numerator minus denominator log-probs, clamped to +-20: [tokens], like both.
 
-    The exponential and its square thus stay finite in float32. The gradient is zero beyond the bound. Untrained tokens
-    may have a placeholder as denominator: the bound prevents a zero weight from becoming NaN.
+    The exponential and its square thus stay finite in float32. Beyond the bound the gradient is zero. The denominator
+    of an untrained token may be a placeholder: without the bound, its weight of zero would become NaN.
     """
     return (numerator_logprobs - denominator_logprobs).clamp(-_BOUND, _BOUND)

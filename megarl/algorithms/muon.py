@@ -56,15 +56,17 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 """
 
 _SMALLEST_NORM = 1e-7
-"""A smaller matrix stays smaller than orthogonal. Gradients of zero, as of an unused expert, stay zero."""
+"""Lower bound of a matrix's norm in the division. A smaller matrix ends smaller than orthogonal. Zero gradients, as of
+an unused expert, stay zero.
+"""
 
 
 @torch.no_grad()
 def newton_schulz(matrix: Tensor, coefficients: str, dtype: torch.dtype) -> Tensor:
     """Return a nearly orthogonal matrix [rows, columns] with the singular vectors of `matrix`, in its dtype.
 
-    The iterations multiply matrices of `dtype`. X = matrix / norm, then for each polynomial, with Y = X X':
-    X = a X + (b Y + c Y^2) X.
+    The iterations multiply matrices of `dtype`. First X = matrix / norm. Each polynomial then sets, with Y = X X': X =
+    a X + (b Y + c Y^2) X.
     """
     # The smaller side comes first, so that Y is as small as possible.
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -93,10 +95,10 @@ def orthogonal_update(matrix: Tensor, coefficients: str, scale: str, factor: flo
 
 @torch.no_grad()
 def add_gradient(momentum: Tensor, gradient: Tensor, decay: float, *, nesterov: bool) -> None:
-    """Set `momentum` [*shape] to B, and `gradient` [*shape] to the matrix that is made orthogonal.
+    """Set `momentum` [*shape] to B. Set `gradient` [*shape] to the matrix that Newton-Schulz makes orthogonal.
 
-    That is B, or m B + (1 - m) G with `nesterov`. Each operation rounds once. So an element's value does not depend on
-    its place in memory, which decides whether a processor fuses two operations.
+    This matrix is B, or with `nesterov` m B + (1 - m) G. Each operation rounds once. A processor may fuse two
+    operations at some places in memory only, and an element's value must not depend on its place.
     """
     gradient.mul_(1 - decay)
     momentum.mul_(decay).add_(gradient)
@@ -108,5 +110,7 @@ def add_gradient(momentum: Tensor, gradient: Tensor, decay: float, *, nesterov: 
 
 @torch.no_grad()
 def apply_update(weight: Tensor, update: Tensor, learning_rate: float, weight_decay: float) -> None:
-    """Set `weight` [*shape] to (1 - r d) W - r `update` [*shape], which is overwritten. Each operation rounds once."""
+    """Set `weight` [*shape] to (1 - r d) W - r `update`, and overwrite `update` [*shape]. Each operation rounds
+    once.
+    """
     weight.mul_(1 - learning_rate * weight_decay).sub_(update.mul_(learning_rate))

@@ -6,13 +6,14 @@ A policy loss has this form, in this module or in the user's file (`algorithm.po
 
 The tensors are float [tokens]. It returns `(loss, metrics)`: the loss float [tokens], and metrics by name, each float
 [tokens] and detached, or {}. The caller sums weight times loss, and averages metrics with the same weights. Gradient
-flows through `policy_logprobs` alone. Keywords are fields of the recipe, or of `algorithm.policy_loss_kwargs`.
-`trial` checks the result.
+flows through `policy_logprobs` alone. Keywords are fields of the recipe, or of `algorithm.policy_loss_kwargs`. `trial`
+checks the result.
 
 Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens,
-as fourth and fifth argument. A sequence is a trajectory here: all its segments, one after the other. The contribution
-of other tokens is a constant to the gradient. A token therefore needs the gradient of its own log-prob only, even if
-other ranks hold the rest of the sequence. The loss equals its paper's if all tokens of a sequence have equal weights.
+as fourth and fifth argument. Here a sequence is a trajectory: all its segments, one after the other. For a token's
+gradient, all further tokens of its sequence are constants. So a token needs the gradient of its own log-prob only, even
+if the rest of the sequence is on another rank. The loss equals its paper's if all tokens of a sequence have equal
+weights.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ METRICS = (
 _VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)
 """Bounds of a sequence's summed log-ratio in `vespo`, as in its authors' code and TRL."""
 _PROBABILITY_EPSILON = 1e-8
-"""Added to probabilities of all other tokens in `dppo_kl`, to keep the logarithm finite (verl has the same)."""
+"""Added to the joint probability of all other tokens in `dppo_kl`: its logarithm stays finite (verl has the same)."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 def is_sequence_loss(policy_loss: Callable[..., object]) -> bool:
-    """Return whether a policy loss works on whole sequences, with `cu_seqlens` as argument."""
+    """Return whether a policy loss takes whole sequences: it has the argument `cu_seqlens`."""
     return "cu_seqlens" in signature(policy_loss).parameters
 
 
@@ -94,8 +95,8 @@ def clipped(
 ) -> LossAndMetrics:
     """Return PPO's clipped loss: minus the lesser of ratio * advantage and clipped ratio * advantage, [tokens].
 
-    With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times its size. With `max_ratio`,
-    ratios are first limited to it. Metrics per token: `ratio` (without limit), `clip_fraction` and, with `dual_clip`,
+    With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times |advantage|. `max_ratio`
+    limits ratios first. Metrics per token: `ratio` (without limit), `clip_fraction` and, with `dual_clip`,
     `dual_clip_fraction`. `clip_fraction` is 1 where the clip or `max_ratio` stops the gradient.
 
     Source: PPO (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 10); dual clip: arXiv 1912.09729,
@@ -121,9 +122,9 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> LossAndMetrics:
-    """Return the clipped surrogate of the sequence's ratio, the geometric mean of its tokens' ratios: [tokens].
+    """Return the clipped loss of the sequence's ratio, the geometric mean of its tokens' ratios: [tokens].
 
-    Its clip range is two to three orders of magnitude narrower than for single tokens (paper: 3e-4 below, 4e-4 above).
+    The clip range is two to three orders of magnitude narrower than for single tokens (paper: 3e-4 below, 4e-4 above).
     `cu_seqlens` is [sequences + 1]. Metrics as in `clipped`. Source: Group Sequence Policy Optimization (arXiv
     2507.18071, eqs. 5, 7 and 13).
     """
@@ -144,7 +145,7 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> LossAndMetrics:
-    """Return minus advantage times the geometric mean of the tokens' ratios, each clipped by itself: [tokens].
+    """Return minus advantage times the geometric mean of the sequence's ratios, clipped token by token: [tokens].
 
     A log-ratio is at least -`clip_low` for a negative advantage, and at most `clip_high` otherwise (paper: 0.4 both).
     Metrics as in `clipped`; `ratio` is the geometric mean. Source: Geometric-Mean Policy Optimization (arXiv
@@ -212,8 +213,8 @@ def dppo_tv(
 ) -> LossAndMetrics:
     """Return minus ratio times advantage, masked where a token's probability moved too far: [tokens].
 
-    A token is masked if its probability rose by more than `clip_high` with a positive advantage, or fell by more than
-    `clip_low` with a negative one. Unlike PPO's clip, this spares rare tokens: from 0.01 to 0.05 the ratio is 5.
+    A positive advantage is masked if the probability rose by more than `clip_high`. A negative advantage is masked if
+    it fell by more than `clip_low`. Unlike PPO's clip, this spares rare tokens: from 0.01 to 0.05 the ratio is 5.
     `log_ratio_penalty` times the squared log-ratio is added, also where masked. Metrics as in `clipped`.
 
     Source: DPPO, total variation of the binary distribution (arXiv 2602.04879); penalty: Kimi K2.5 (arXiv 2602.02276).
@@ -235,9 +236,9 @@ def dppo_kl(
 ) -> LossAndMetrics:
     """Return minus ratio times advantage, masked where the KL divergence of a token's probability is large: [tokens].
 
-    The KL is that of two outcomes, this token or any other, under the old policy. A token is masked if its probability
-    rose with a positive advantage and the KL exceeds `clip_high`. It is also masked if its probability fell with a
-    negative advantage and the KL exceeds `clip_low`. Penalty, metrics and source as in `dppo_tv`.
+    The KL has two outcomes, this token or any other token, under the old policy. A positive advantage is masked if the
+    probability rose and the KL exceeds `clip_high`. A negative advantage is masked if the probability fell and the KL
+    exceeds `clip_low`. Penalty, metrics and source as in `dppo_tv`.
     """
     policy, old = policy_logprobs.detach(), old_logprobs.detach()
     # A log-prob of 0 may be rounded to slightly above 0.
@@ -252,8 +253,8 @@ def dppo_kl(
 def dro(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float) -> LossAndMetrics:
     """Return minus advantage times log-prob, plus `beta` / 2 times the squared log-ratio: [tokens].
 
-    The advantage is a reward minus a value or baseline. The penalty replaces ratio and clip. Samples of another policy
-    can thus be trained. Source: Direct Reward Optimisation (arXiv 2405.19107).
+    The advantage is a reward minus a value or baseline. The penalty replaces ratio and clip, so samples of any policy
+    can be trained. Source: Direct Reward Optimisation (arXiv 2405.19107).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     loss = -advantages.detach() * policy_logprobs + beta / 2 * log_ratios.square()
@@ -275,8 +276,8 @@ def vespo(
     """Return minus weight times advantage times log-prob, [tokens], with one smooth weight for each sequence.
 
     The weight is exp(decay) * W^power * exp(-decay * W), without gradient. W is the product of the sequence's ratios.
-    The weight is 1 at W = 1, and fades far from W = power / decay. Power and decay differ for advantages below 0. Needs
-    one advantage for all tokens of a sequence. Metrics: `ratio` of each token, `sequence_weight`.
+    The weight is 1 at W = 1, and fades far from W = power / decay. Advantages below 0 have their own power and decay.
+    All tokens of a sequence must have the same advantage. Metrics: `ratio` of each token, `sequence_weight`.
 
     Source: Variational Sequence-Level Soft Policy Optimization (arXiv 2602.10693).
     """
@@ -294,7 +295,9 @@ def vespo(
 def _masked_surrogate(
     policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, is_masked: Tensor, log_ratio_penalty: float
 ) -> LossAndMetrics:
-    """Return minus ratio times advantage, zero where masked, plus the penalty everywhere; and metrics, all [tokens]."""
+    """Return (loss, metrics), all [tokens]: minus ratio times advantage, zero where masked, plus the penalty
+    everywhere.
+    """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     ratios = log_ratios.exp()
     loss = torch.where(is_masked, 0.0, -ratios * advantages.detach()) + log_ratio_penalty * log_ratios.square()
@@ -304,7 +307,7 @@ def _masked_surrogate(
 def _surrogate(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossAndMetrics:
-    """Return the clipped loss of given probability ratios [tokens], and its metrics, all [tokens]."""
+    """Return the clipped loss of probability ratios [tokens], and its metrics, all [tokens]."""
     unclipped = ratios * advantages
     bounded = clip(ratios, clip_low=clip_low, clip_high=clip_high) * advantages
     objective = torch.minimum(unclipped, bounded)

@@ -2,7 +2,8 @@
 
 All except `kto` take `policy` and `reference` float [pairs, 2]: the summed log-probs of the answers' tokens, the chosen
 answer first. `lengths` [pairs, 2] counts these tokens. They return `(loss [pairs], rewards [pairs, 2])`. A reward is
-the loss's implicit value of an answer, without gradient. A pair is won if the chosen answer has the higher reward.
+the value that the loss assigns to an answer, without gradient. A pair is won if the chosen answer has the higher
+reward.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ def kto(
 ) -> LossAndRewards:
     """Return weight * (1 - sigmoid(`beta` * distance)): [answers].
 
-    The distance is how far an answer's log-ratio is on its correct side of `kl`: above it for desirable answers, below
-    it for others. Each answer counts alone: `policy` and `reference` are float [answers], `desirable` is bool
-    [answers], and loss and rewards are [answers]. `kl` is the policy's divergence from the reference (nats per answer,
-    not negative), estimated on answers to other prompts. Source: arXiv 2402.01306, eqs. 7 and 8.
+    For desirable answers the distance is log-ratio - `kl`, for undesirable answers `kl` - log-ratio. Each answer counts
+    alone: `policy` and `reference` are float [answers], `desirable` is bool [answers], and loss and rewards are
+    [answers]. `kl` is the policy's divergence from the reference (nats per answer, not negative), estimated on answers
+    to other prompts. Source: arXiv 2402.01306, eqs. 7 and 8.
     """
     rewards = beta * (policy - reference)
     side = torch.where(desirable, rewards - beta * kl, beta * kl - rewards)

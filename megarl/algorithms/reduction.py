@@ -24,13 +24,13 @@ def token_weights(
 
     The sum does not depend on the split of the batch. `cu_seqlens` int [sequences + 1] holds cumulative sequence
     lengths from 0 to tokens. `mask` bool [tokens] is True on trained tokens; weights are zero elsewhere. Means over
-    sequences skip sequences without a trained token, unless `count_masked_sequences` is set (TRL's dr_grpo and grpo).
-    A batch without trained tokens has only zeros. Modes:
+    sequences skip sequences without a trained token, unless `count_masked_sequences` is set (TRL's dr_grpo and grpo). A
+    batch without trained tokens has only zeros. Modes:
 
     - `token_mean`: mean over all trained tokens (DAPO, arXiv 2503.14476, eq. 8)
-    - `sequence_mean_token_mean`: mean over the sequences' means (GRPO, arXiv 2402.03300, eq. 3)
-    - `sequence_mean_token_sum`: mean over the sequences' sums
-    - `constant_length`: like the sums, each divided by `constant_length` tokens (Dr. GRPO, arXiv 2503.20783)
+    - `sequence_mean_token_mean`: mean over sequences of each sequence's mean (GRPO, arXiv 2402.03300, eq. 3)
+    - `sequence_mean_token_sum`: mean over sequences of each sequence's sum
+    - `constant_length`: mean over sequences of each sequence's sum / `constant_length` (Dr. GRPO, arXiv 2503.20783)
     - `sample_level`: `sequence_mean_token_mean` with `count_masked_sequences` (ColossalRL)
 
     Raises ValueError for another mode, or if `constant_length` is needed and not positive.
@@ -61,11 +61,10 @@ def token_weights(
 
 
 def highest_entropy_mask(entropies: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, Tensor]:
-    """Return a mask, bool [tokens], of the fraction `share` of tokens with the highest entropy, and the lowest entropy
-    in it.
+    """Return the fraction `share` of tokens with the highest entropy, as mask bool [tokens], and their lowest entropy.
 
-    `entropies` (nats) and `mask` are [tokens]; only tokens where `mask` is True are considered. The number of tokens is
-    rounded up, and tokens with the same entropy as the last one are included. Raises ValueError without a masked token.
+    `entropies` (nats) and `mask` are [tokens]; only tokens in `mask` are considered. The number of tokens is rounded
+    up. Tokens with the same entropy as the last chosen token are included. Raises ValueError without a masked token.
 
     Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939, eq. 5). There the entropies are a batch's. The
     loss of each token has the factor I[H >= threshold]; the denominator counts all tokens.

@@ -28,18 +28,18 @@ def is_off_policy(
 ) -> Tensor:
     """Return whether each token's sequence has a negative advantage and left the policy: bool [tokens].
 
-    Arguments are those of a policy loss of sequences. A sequence left the policy if the mean of old minus policy
-    log-probs over its trained tokens is above `limit`, in nats. Learning from these failures is unstable: they are no
-    longer texts of this policy. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    The arguments are those of a policy loss of sequences. A sequence left the policy if old minus policy log-prob,
+    averaged over its trained tokens, is above `limit`, in nats. The policy no longer writes such texts, and learning
+    from them is unstable. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
     left_by = sequence_means((old_logprobs - policy_logprobs).detach(), cu_seqlens, mask)
     return (advantages < 0) & (broadcast_to_tokens(left_by, cu_seqlens, len(mask)) > limit)
 
 
 def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float) -> Callable[..., LossAndMetrics]:
-    """Return a policy loss of sequences: `policy_loss`, with zero on the tokens of `is_off_policy`.
+    """Return `policy_loss` as a loss of sequences, with a loss of zero on the tokens of `is_off_policy`.
 
-    Token weights stay as they are, so dropped sequences count in the loss's denominator (as in TRL and slime).
+    Token weights stay unchanged, so dropped sequences count in the loss's denominator (as in TRL and slime).
     """
     is_of_sequences = is_sequence_loss(policy_loss)
 

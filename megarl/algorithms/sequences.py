@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return the index of the sequence that each token belongs to: int [tokens].
+    """Return the index of each token's sequence: int [tokens].
 
     `cu_seqlens` int [sequences + 1] holds cumulative lengths from 0 to `num_tokens`.
     """
@@ -17,12 +17,12 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def broadcast_to_tokens(sequence_values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return each sequence's value on all its tokens: [sequences] to [tokens]."""
+    """Copy each sequence's value to all its tokens: [sequences] to [tokens]."""
     return sequence_values[sequence_of_tokens(cu_seqlens, num_tokens)]
 
 
 def place_at_last_tokens(sequence_values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Return each sequence's value at its last masked token, and zero elsewhere: [sequences] to [tokens]."""
+    """Put each sequence's value at its last masked token, and zero elsewhere: [sequences] to [tokens]."""
     sequence = sequence_of_tokens(cu_seqlens, len(mask))
     after = sequence_sums(mask.to(sequence_values.dtype), cu_seqlens, mask)[sequence]
     count = mask.cumsum(0)

@@ -1,7 +1,7 @@
 """Checks of a user's own policy loss or advantage function: the type of its result, and a trial call with toy tensors.
 
 The checks raise ResultError; the message names the result and the expected type. `policy_loss_fault` and
-`advantage_fault` call a function once on toy CPU tensors before a run starts. They return the same message.
+`advantage_fault` call a function once on toy CPU tensors before a run starts. They return the message.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ _NUM_GROUPS = 2
 
 
 class ResultError(Exception):
-    """Raised if a user's function returned a result that cannot be used. The message names the result and the expected
-    type.
-    """
+    """Raised for an unusable result of a user's function. The message names the result and the expected type."""
 
 
 def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetrics:
@@ -83,9 +81,8 @@ def policy_loss_fault(
 ) -> str | None:
     """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
 
-    `needed_metrics` maps a required metric's name to its reader. Returns a description of the fault:
-    the loss raises, has a wrong type or shape, lacks a metric, has no gradient, or is not finite on trained tokens.
-    Returns None if there is no fault.
+    `needed_metrics` maps a required metric's name to its reader. Returns a description of the fault, or None. A fault
+    is: the loss raises, has a wrong type or shape, lacks a metric, has no gradient, or is not finite on trained tokens.
     """
     try:
         _try_policy_loss(policy_loss, settings, needed_metrics)
@@ -99,9 +96,9 @@ def advantage_fault(
 ) -> str | None:
     """Call an advantage estimator with `settings` as keywords on two toy groups.
 
-    If it accepts them, it also gets the keywords measured in a run: `lengths` int64 [samples] and `passes` bool
-    [samples]. Returns a description of the fault: the estimator raises, returns a wrong type or shape, or is not
-    finite. Returns None if there is no fault.
+    If it accepts them, it also gets `lengths` int64 [samples] and `passes` bool [samples], as in a run. Returns a
+    description of the fault, or None. A fault is: the estimator raises, returns a wrong type or shape, or is not
+    finite.
     """
     try:
         _try_advantage(advantage, settings, samples_per_group)

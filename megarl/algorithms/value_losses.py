@@ -1,4 +1,4 @@
-"""Losses of a critic, which predicts returns."""
+"""Losses of a critic. A critic predicts returns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     """Return half the squared difference of values and returns, with PPO's clipping: [tokens].
 
     `values`, `old_values` and `returns` are [tokens]. A clipped value differs from its old value by at most `clip`;
-    None: no clipping. The larger one of the losses of the value and the clipped value is returned. Metric: `clipped`, 1
-    where it is the clipped value's.
+    None: no clipping. The result is the larger loss of the value and the clipped value. Metric `clipped` is 1 where it
+    is the clipped value's.
 
     Source: PPO's implementation (arXiv 1707.06347; described in arXiv 2005.12729, section 3).
     """
