@@ -40,7 +40,7 @@ class Conversion(Protocol):
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, convert them, and compare them with the live parameters. A collective.
 
-        Returns the checksum of each piece of `ledger` by index, int64 [], and the names of differing parameters.
+        Returns the checksum of each piece of `ledger` by index, int64 [scalar], and the names of differing parameters.
         """
         ...
 
@@ -59,7 +59,7 @@ class SameFormat:
         return nullcontext()
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Return the checksum of each live piece by index, int64 []. Sends nothing."""
+        """Return the checksum of each live piece by index, int64 [scalar]. Sends nothing."""
         return ledger.compute(), []
 
 

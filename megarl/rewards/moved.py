@@ -1,4 +1,4 @@
-"""Old names of modules of rewards. Users' reward files and recipes that import them run on, with a warning."""
+"""Old names of reward modules. Users' reward files and recipes that import them still run, with a warning."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ class _MovedModules(MetaPathFinder, Loader):
 
 
 def find_moved_modules() -> None:
-    """Make the old names importable. Python asks this finder last, after it found no file."""
+    """Make the old names importable. Python asks this finder only if no file has the name."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())

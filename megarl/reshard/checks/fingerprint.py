@@ -81,7 +81,7 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
 
 @torch.no_grad()
 def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
-    """Return the checksum of `values` [*shape], a box of a larger tensor: int64 [] on the device.
+    """Return the checksum of `values` [*shape], a box of a larger tensor: int64 [scalar] on the device.
 
     `start` is as in `fingerprint`. The checksums of disjoint boxes add up, modulo 2^64, to the whole tensor's checksum.
     """
@@ -92,7 +92,7 @@ def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
 
 
 def _checksum_of_block(block: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Return the checksum, int64 [], of a block [rows, columns].
+    """Return the checksum, int64 [scalar], of a block [rows, columns].
 
     `rows` has a random number for each row. `first` is the index of the block's first column in the tensor.
     """

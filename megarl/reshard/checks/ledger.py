@@ -127,8 +127,8 @@ class Ledger:
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
-        """Return the checksum, int64 [] on the device, of each piece in `storages` (None: all), by the piece's index in
-        the layout.
+        """Return the checksum, int64 [scalar] on the device, of each piece in `storages` (None: all), by index in the
+        layout.
         """
         names = self.storages if storages is None else storages
         return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}
@@ -147,7 +147,9 @@ class Ledger:
 
 
 def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the checksum, int64 [] on the device, of a piece in `storage` [*any]. A `dtype` casts the piece first."""
+    """Return the checksum of a piece in `storage` [*any], int64 [scalar] on the device. A `dtype` casts the piece
+    first.
+    """
     view = View(piece.storage, piece.offset, piece.strides)
     values = strided_view(storage, view, piece.box.shape, piece.box.name)
     return checksum(values.to(dtype or values.dtype), piece.box.start)

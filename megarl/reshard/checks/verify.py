@@ -66,9 +66,9 @@ class LedgerComparison:
     def verify(self, values: Mapping[int, Tensor], differing: Sequence[str] = ()) -> None:
         """Compare this rank's checksums with the checksums of all ranks. A collective.
 
-        `values` has the checksum of each engine piece by index, int64 []. `differing` lists live parameters that differ
-        from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs. If trainer
-        ranks with the same weights differ, the error names these ranks.
+        `values` has the checksum of each engine piece by index, int64 [scalar]. `differing` lists live parameters that
+        differ from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs. If
+        trainer ranks with the same weights differ, the error names these ranks.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)

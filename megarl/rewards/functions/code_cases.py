@@ -38,8 +38,8 @@ class Case:
     """One test of a program or a function.
 
     With `function`, calling it with `arguments` must return `expected`. Otherwise the program, with `stdin` as its
-    input, must print `expected`. `text` is the expected value as written, if the data do not say whether it is the text
-    "5" or the number 5. A function may then return either.
+    input, must print `expected`. `text` is the expected value as written in the data. It is set if the data leave open
+    whether 5 means a text or a number; a function may then return either.
     """
 
     expected: Any
@@ -135,7 +135,7 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
 
 
 def _finite(digits: str) -> float:
-    """Return a JSON number as float. Raises ValueError if it is infinite, because all such numbers would be equal."""
+    """Return a JSON number as float. Raises ValueError if it is infinite: different huge numbers would be equal."""
     value = float(digits)
     if math.isinf(value):
         raise ValueError(f"the number {digits[:80]} in a test is too large for a float")

@@ -37,7 +37,7 @@ from builtins import *
 """
 """Imports before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
 _LONG_INTEGERS = "import sys\nif hasattr(sys, 'set_int_max_str_digits'):\n    sys.set_int_max_str_digits(0)\n"
-"""Start of every program. By default Python 3.11 and later refuse to read or print integers above 4,300 digits."""
+"""Start of every program: it permits long integers. By default Python 3.11 and later refuse more than 4,300 digits."""
 _NUMPY = "import numpy\nimport numpy as np\n"
 _CALL = """
 import io, json, sys
@@ -60,7 +60,7 @@ _printed.flush()
 
 @contextmanager
 def long_integers() -> Iterator[None]:
-    """Context in which integers of up to 200,000 digits are read and written, for the comparison of results.
+    """Context that permits integers of up to 200,000 digits, for the comparison of results.
 
     Python's own limit is 4,300 digits. Without any limit, reading a million digits would take ten seconds.
     """
@@ -73,7 +73,9 @@ def long_integers() -> Iterator[None]:
 
 
 def last_block(text: str) -> str | None:
-    """Return the source code in the last fenced block of a text. None: there is none, or it is not closed."""
+    """Return the source code in the last fenced block of a text. None: no block exists, or the last one is not
+    closed.
+    """
     opening: tuple[str, int] | None = None
     block = None
     for fence in _FENCE.finditer(text):

@@ -36,7 +36,7 @@ _BARE = re.compile(
     r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
     re.ASCII,
 )
-r"""Regular expression of a \boxed without braces: contents beginning with a sign, a digit, a command or a single
+r"""Regular expression of a \boxed without braces. Its contents begin with a sign, a digit, a command or a single
 letter.
 """
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -45,7 +45,7 @@ _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
 class Marked(NamedTuple):
-    """A marked answer in a completion: the index at which its mark (or the answer itself) starts, and its text."""
+    """A marked answer in a completion: the index where its mark (or the answer itself) starts, and its text."""
 
     start: int
     text: str
@@ -167,7 +167,9 @@ def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerFo
 
 
 def has_valid_tags(completion_text: str) -> bool:
-    """Return whether each tag occurs once, in the order <think>, </think>, <answer>, </answer>, the last at the end."""
+    """Return whether <think>, </think>, <answer>, </answer> occur once each, in this order, with </answer> at the
+    end.
+    """
     places = [completion_text.find(tag) for tag in _TAGS]
     return (
         all(completion_text.count(tag) == 1 for tag in _TAGS)
@@ -177,21 +179,23 @@ def has_valid_tags(completion_text: str) -> bool:
 
 
 def answering_text(text: str, *, in_thoughts: bool = False) -> str:
-    """Return the text that may hold a final answer: empty if the completion ended inside its thoughts.
+    """Return the text that may contain a final answer: empty if the completion ended inside its thoughts.
 
-    An answer inside thoughts was only considered, so no reward function judges it. `in_thoughts` says so by the tokens,
-    because the text does not show thoughts that the prompt opened.
+    An answer inside thoughts was only considered, so no reward function judges it. `in_thoughts` comes from the tokens:
+    if the prompt opened the thoughts, the text does not show them.
     """
     return "" if in_thoughts or ends_in_thoughts(text) else text
 
 
 def read_boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    r"""Return the final answer in the last \boxed{}, as the reward `boxed` reads it. None: there is none."""
+    r"""Return the contents of the last \boxed{} as the final answer, like the reward `boxed`. None: no closed box."""
     return last_boxed(answering_text(text))
 
 
 def read_tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the final answer in the last answer tags, as `think_answer_tags` reads it. None: there is none."""
+    """Return the contents of the last answer tags as the final answer, like the reward `think_answer_tags`. None: no
+    tags.
+    """
     return last_tagged(answering_text(text))
 
 
@@ -203,7 +207,7 @@ def read_competition_answer(
     thoughts: Literal["optional", "required"] = "optional",
     **kwargs: Any,
 ) -> str | None:
-    """Return the final answer after the last </think>, as the reward `math_competition` reads it.
+    """Return the final answer after the last </think>, like the reward `math_competition`.
 
     None: no answer is in one of the `forms`, or the thoughts are not closed.
     """
@@ -215,7 +219,7 @@ def read_competition_answer(
 
 
 def gold_texts(answer: Any) -> list[str]:
-    """Return the acceptable gold answers as they stand in the data. Raises ValueError if there is none."""
+    """Return the acceptable gold answers as written in the data. Raises ValueError if there is none."""
     alternatives = answer if isinstance(answer, list) else [answer]
     # bool is a subclass of int, but True is not an answer.
     texts = [str(text) for text in alternatives if isinstance(text, str | int | float) and not isinstance(text, bool)]
@@ -230,12 +234,12 @@ def gold_answers(answer: Any) -> list[str]:
 
 
 def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a gold answer that is not a text, a number or a list of them."""
+    """Raise ValueError unless the gold answer is a text, a number or a list of texts and numbers."""
     gold_answers(answer)
 
 
 def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """Return the reader of final answers of the first reward function that has a reader.
+    """Return the reader of final answers that belongs to the first of these reward functions with a reader.
 
     `functions` are names of reward functions with their keyword arguments. None: no function has a reader.
     """

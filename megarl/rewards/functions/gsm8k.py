@@ -41,12 +41,11 @@ def gsm8k(
 
     The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, as far as `forms` lists them. After ####
     the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the four
-    tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any of the
-    forms is scored by its last number, but its format is invalid. A completion ending inside its thoughts has no
-    number.
+    tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any form is
+    scored by its last number, but its format is invalid. A completion ending inside its thoughts has no number.
 
     The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and
-    $1234.00. The score is `correct_score` for the right number, `format_score` for another number in one of the forms,
+    $1234.00. The score is `correct_score` for the right number, `format_score` for a wrong number in one of the forms,
     else zero. Metric: `fallback`, the share of completions scored by their last number. ColossalChat's gsm8k: forms
     [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold answer that is not a number.
     """
@@ -87,7 +86,7 @@ def final_answer(
     method: Literal["strict", "flexible"] = "strict",
     **kwargs: Any,
 ) -> str | None:
-    """Return the final number of a completion as text, as the reward `gsm8k` reads it. None: it has none."""
+    """Return the final number of a completion as text, like the reward `gsm8k`. None: the completion has no number."""
     number, _ = _read_final_number(answering_text(text), tuple(forms), method)
     return None if number is None else str(number)
 
@@ -95,7 +94,7 @@ def final_answer(
 def _read_final_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
-    """Return the final number of a completion, and whether it stands in one of the answer forms."""
+    """Return the final number of a completion, and whether it is in one of the answer forms."""
     text = with_ascii_signs(text)
     number = _read_marked_number(text, forms)
     if number is not None or method == "strict":
@@ -117,7 +116,9 @@ def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
 
 
 def _read_quantity_text(text: str) -> Fraction | None:
-    """Return the number in a text that is a number, optionally with a unit. None: other texts, like `5 or 6`."""
+    """Return the number in a text like `5` or `5 apples`. None: the text is more than a number and its unit, like `5 or
+    6`.
+    """
     text = _without_marks(text.strip())
     # The limit keeps huge numbers and long texts from taking time.
     quantity = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None

@@ -28,15 +28,15 @@ FORMULAS = frozenset(
 
 
 CORRECT_FROM = 0.99
-"""Lowest score of a right answer. Scores are sums of floats, so a perfect one may be slightly below 1."""
+"""Lowest score of a right answer. Scores are sums of floats, so a perfect score may be slightly below 1."""
 _NO_GOLD = ("null", "", "None")
 
 
 def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
     """Return the score of an answer by reasoning-gym's scorer of `task`.
 
-    `dataset` has the scorer, and `entry` is the problem. An answer of None: the completion has none. The score is 0 if
-    the scorer raises an error on the answer but not on the gold answer.
+    `dataset` has the scorer; `entry` is the problem. `answer` None: the completion has no answer. The score is 0 if the
+    scorer raises an error on the answer. If it also raises one on the gold answer, the error is raised.
     """
     if task == "game_of_life_halting":
         # Its scorer evaluates any text as True.

@@ -19,11 +19,11 @@ def length(
 ) -> FunctionScore:
     """Score the number of tokens: 1 at the `target`, falling linearly to 0 over `width` tokens beyond it.
 
-    Mode at_most: the score is also 1 below the target. Mode exact: it falls on both sides. The target is the same for
-    all records, or stands in a `field` of each record. `width` defaults to the target. A negative `weight` in the
-    recipe makes the score a penalty. Format and answer are not judged. Metrics: `over`, the share of completions longer
-    than the target, and `distance_tokens`, the mean distance to the target. Source: L1
-    (https://arxiv.org/abs/2503.04697), its exact and maximal lengths, limited to 0 to 1.
+    Mode at_most: the score is also 1 below the target. Mode exact: it falls on both sides. The target is one number for
+    all records, or a `field` of each record. `width` defaults to the target. A negative `weight` in the recipe makes
+    the score a penalty. Format and answer are not judged. Metrics: `over`, the share of completions longer than the
+    target, and `distance_tokens`, the mean distance to the target. Source: L1 (https://arxiv.org/abs/2503.04697), its
+    exact and maximal lengths, limited to 0 to 1.
     """
     if mode not in ("at_most", "exact"):
         raise ValueError(f"kwargs.mode = {mode!r}: is not a valid value; set it to at_most or exact")
@@ -36,9 +36,9 @@ def length(
 
 
 def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
-    """Return the target length in tokens: `target`, or the number in the record's `field`. Set one of both.
+    """Return the target length in tokens: `target`, or the number in the record's `field`. Exactly one of them is set.
 
-    Raises ValueError if it is missing or below 1.
+    Raises ValueError if the target is missing or below 1.
     """
     if (target is None) == (field is None):
         raise ValueError(

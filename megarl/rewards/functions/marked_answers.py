@@ -40,7 +40,9 @@ def _score_marked_answer(
     is_valid: Callable[[str], bool],
     correct_score: float,
 ) -> Reward:
-    """Score the answer that `read_answer` reads. The format is valid if there is one and `is_valid(text)`."""
+    """Score the answer that `read_answer` reads. The format is valid if an answer exists and `is_valid(text)` is
+    True.
+    """
     prediction = read_answer(text)
     if prediction is None:
         return Reward(0.0, format_valid=False, answer_correct=False)

@@ -10,16 +10,17 @@ from megarl.rewards.functions.final_answers import answering_text, gold_texts
 from megarl.types import Reward
 
 _NO_TIMEOUT = 0
-"""Timeout of math-verify 0.9, turned off. Its timeouts are alarms by the clock, so a busy machine would change
-verdicts. The CPU limit of the reward process (`reward.timeout_seconds`) replaces them."""
+"""Turns off the timeout of math-verify 0.9. Its alarms follow the clock, so a busy machine would change verdicts. The
+CPU limit of the reward process (`reward.timeout_seconds`) replaces it.
+"""
 
 
 def math_verify(completion_text: str, answer: Any, *, in_thoughts: bool = False, correct_score: float = 1.0) -> Reward:
     r"""Score the whole completion by math-verify's functions `parse` and `verify`, with their defaults except timeouts.
 
     The format is valid if `parse` returns an answer, even outside \boxed{}. The gold answer is a text, or a list of
-    alternatives: one match is enough. `parse` reads it unchanged: a formula needs $ or \boxed{} around it. Without
-    these, 2\pi is read as 2. If `verify` fails, the answer counts as wrong. A completion ending inside its thoughts has
+    alternatives: one match is enough. `parse` reads the gold answer unchanged. A formula in it needs $ or \boxed{}:
+    bare 2\pi is read as 2. If `verify` fails, the answer counts as wrong. A completion ending inside its thoughts has
     no answer. Raises ValueError if nothing can be parsed in one of the gold answers.
     """
     golds = [_parse_gold(text) for text in gold_texts(answer)]

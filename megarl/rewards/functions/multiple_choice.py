@@ -23,17 +23,18 @@ _SMALL_LETTER = re.compile(r"\(?[a-z][).:]*")
 _REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
 _WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
-"""Regular expressions of signs around a letter: dollar signs, bold marks, quotes, brackets."""
+"""Regular expressions of signs before a letter: dollar signs, bold marks, quotes, brackets."""
 _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
-"""Regular expressions of what may stand around a letter: dollar signs, bold marks, quotes, brackets."""
+"""Regular expressions of signs after a letter: dollar signs, bold marks, quotes, brackets."""
 _GOES_ON = (
     r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b))"
     r"|(?=[ \t]*+(?:[.,:;!]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
     rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
 )
-"""Regular expression of the place after a stated letter: the end of a statement, its reason, or a second choice.
+"""Regular expression of the text after a stated letter: the end of a statement, its reason, or a second choice.
 
-Other words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`."""
+All further words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
+"""
 _LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))){_CLOSED}{_GOES_ON}"
 _IS = r"(?i:\s+(?:is|(?:should|must|would|has\s+to)\s+be)\b(?:\s+(?:clearly|therefore|thus|then|either|both)\b)?)"
 _STATED = re.compile(
@@ -76,7 +77,7 @@ class Choices:
         return _LETTERS[: len(self.labels)]
 
     def letter(self, text: str) -> str | None:
-        """Return the letter of the choice that a text names by its label, its text, or its letter. None: no choice."""
+        """Return the letter of the choice that a text names by label, text or letter. None: no choice."""
         return self.by_label(text) or self.by_text(text) or self.by_letter(text)
 
     def by_label(self, text: str) -> str | None:
@@ -88,7 +89,7 @@ class Choices:
     def by_letter(self, text: str) -> str | None:
         """Return the letter of a choice if the text is this letter or begins with it.
 
-        None: it is not so, or the letter is followed by the text of another choice.
+        None: the text begins with no choice's letter, or the text of another choice follows.
         """
         # "B!" is a letter, but "5!" is a choice's text.
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
@@ -102,7 +103,7 @@ class Choices:
         return choice.letter if self.by_text(choice.text) in (None, choice.letter) else None
 
     def by_index(self, name: str) -> str | None:
-        """Return the letter of the choice with an index from 0. None: there is none, or the labels are numbers."""
+        """Return the letter of the choice with an index from 0. None: no such choice, or the labels are numbers."""
         text = name.strip()
         is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
         return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
@@ -166,7 +167,9 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
 
 
 def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
-    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or may mean two."""
+    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or may mean two
+    choices.
+    """
     text = str(answer).strip()
     readings = {
         "letter": choices.by_label(text) or choices.by_letter(text),
@@ -189,7 +192,7 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
-    """Return the letter of the choice that a completion names at its end, as the reward reads it. None: no choice."""
+    """Return the letter of the choice that a completion names at its end, like the reward. None: no choice."""
     return _read_choice(answering_text(text), choices_of(record, field, num_choices))
 
 
@@ -207,10 +210,10 @@ def check_record(
 
 
 def _read_choice(text: str, choices: Choices) -> str | None:
-    """Return the letter of the choice that a completion gives as its answer. None: it gives none, or several.
+    """Return the letter of the choice that a completion answers with. None: no choice, or several.
 
-    The answer is read from the first of these that occurs: a box or tags, a last line that calls a choice right, a
-    stated answer, a last line with nothing but an answer.
+    The answer is read from the first of these in the completion: a box or tags, a last line that calls a choice right,
+    a stated answer, a last line with only an answer.
     """
     text = without_thoughts(text)
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
@@ -249,7 +252,7 @@ def _letter_of(statement: re.Match[str]) -> str:
 
 
 def _letter_of_name(text: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the choice in `names` that equals `text`. None: none is equal, or several are."""
+    """Return the letter of the choice in `names` that equals `text`. None: no name is equal, or several are."""
     plain = _strip_marks(text).casefold()
     plain_names = [_strip_marks(name).casefold() for name in names]
     return _LETTERS[plain_names.index(plain)] if plain_names.count(plain) == 1 else None

@@ -19,7 +19,8 @@ from megarl.types import ConfigError, Reward
 Place = Literal["tags", "boxed", "text"]
 
 _MAX_CHARACTERS = 20_000
-"""Maximum characters of an answer. Longer ones score zero: the time of some scorers grows with a power of the length.
+"""Maximum characters of an answer; a longer answer scores zero. The time of some scorers grows with a power of the
+length.
 """
 
 _BOARDS = ("arc_agi", "rearc")
@@ -56,8 +57,9 @@ def scorer_of(task: str) -> Callable[..., Reward]:
     It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
     multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
     reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
-    for scorers that depend on them. A completion ending inside its thoughts counts as empty. So does an answer that is
-    neither literal nor formula, if the scorer evaluates answers as code. Metric: `raw`, the scorer's own value.
+    if its scorer depends on them. A completion ending inside its thoughts counts as empty. If the scorer evaluates
+    answers as code, an answer that is neither literal nor formula counts as empty. Metric: `raw`, the scorer's own
+    value.
     """
 
     def score(
@@ -153,7 +155,7 @@ def check_metadata(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> Non
 
 
 def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags", **kwargs: Any) -> str | None:
-    """Return the final answer of a completion, as the reward reads it, or None. Raises ValueError for an unknown
+    """Return the final answer of a completion, like the reward; None without one. Raises ValueError for an unknown
     `place`.
     """
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
@@ -194,7 +196,7 @@ def _score(
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
     """Raise ValueError if the task's scorer would evaluate unsafe text of a record.
 
-    Records come from strangers, like answers.
+    Records are as untrusted as answers.
     """
     metadata = entry["metadata"]
     checks = {

@@ -33,8 +33,8 @@ def agreement(prediction: str, answer: str) -> float:
 
     Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
     letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be
-    parsed, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
-    case of words. An empty prediction never agrees.
+    parsed, or one exceeds the limits of size, both are compared as texts, ignoring spaces, meaningless braces and case.
+    An empty prediction never agrees.
     """
     # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
@@ -84,14 +84,14 @@ def _is_word(tree: Node) -> bool:
 # Many completions are compared with the same gold answer, so its parsed form is cached.
 @lru_cache(maxsize=256)
 def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
-    """Parse a gold answer as a quantity. Returns the quantity (None: it is not one) and the names of its unit."""
+    """Parse a gold answer as a quantity. Returns the quantity (None: another answer) and the names of its unit."""
     quantity = read_quantity(answer)
     return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
 
 
 @lru_cache(maxsize=256)
 def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
-    """Parse a gold answer as a formula. Returns its tree (None: it is not one) and the names of its unit."""
+    """Parse a gold answer as a formula. Returns its tree (None: not a formula) and the names of its unit."""
     tree = _formula(answer, None)
     return tree, tree.value.names if tree is not None and tree.kind == "quantity" else _NO_WORDS
 

@@ -44,7 +44,7 @@ class NamedChoice(NamedTuple):
 
 
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
-    """Return whether two answers name the same letter of a choice, and the same text if both give one.
+    """Return whether two answers name the same letter of a choice, and the same text if both have a text.
 
     None: an answer names no letter, or both are plain letters without text or brackets.
     """
@@ -58,7 +58,7 @@ def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, 
 def read_choice(text: str) -> NamedChoice | None:
     """Return the letter of the choice that a text names, and the choice's text ("" if missing).
 
-    The letter stands alone, in brackets, or before a mark and the choice's text. None: there is no letter, or several.
+    The letter stands alone, in brackets, or before a mark and the choice's text. None: no letter, or several.
     """
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)

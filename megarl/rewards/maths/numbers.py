@@ -14,7 +14,7 @@ MAX_DIGITS = 1000
 
 COMMA = ","
 ANY_SEPARATOR = r"(?:,\\!|,|\{,\}|\\!|\\,|\\ | |~)"
-"""Regular expressions of separators of thousands: a comma only, or all that LaTeX knows."""
+"""Regular expressions of separators of thousands: only a comma, or all of LaTeX's separators."""
 
 _EXPONENT = r"(?:(?<=[\d.])[eE](?P<exponent>[+-]?\d+)(?![\d.A-Za-z]))?"
 _REPEATING = re.compile(
@@ -38,9 +38,9 @@ class NotMathematicsError(ValueError):
 
 
 def read_number(text: str, position: int, separator: str | None = None) -> tuple[Fraction, int] | None:
-    """Return the unsigned number at `position` and the position after it. None: there is no number.
+    """Return the unsigned number at `position` and the position after it. None: no number.
 
-    `separator` is the regular expression of separators of thousands; None: there are none. Raises NotMathematicsError
+    `separator` is the regular expression of separators of thousands; None: no separators. Raises NotMathematicsError
     beyond MAX_DIGITS.
     """
     repeating = _REPEATING.match(text, position)
@@ -61,9 +61,9 @@ def read_number(text: str, position: int, separator: str | None = None) -> tuple
 
 
 def read_based_number(text: str, position: int) -> tuple[Fraction, int] | None:
-    """Return the number with a base at `position`, as in `101_2`, and the position after it. None: there is none.
+    """Return the number with a base at `position`, as in `101_2`, and the position after it. None: no such number.
 
-    Raises NotMathematicsError beyond MAX_DIGITS, and for digits that the base does not have.
+    Raises NotMathematicsError beyond MAX_DIGITS, and for digits outside the base.
     """
     match = _IN_BASE.match(text, position)
     if match is None:

@@ -47,15 +47,15 @@ _UNIT_STEP = re.compile(
 )
 """Regular expression of one part of a quantity in several units: `and 30 min`."""
 _AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
-"""Regular expression of a currency, optionally followed by `each`, `per` or `/` and what the money is paid for."""
+"""Regular expression of a currency, optionally followed by `each`, `per` or `/` and the bought thing."""
 
 
 @dataclass(frozen=True)
 class Quantity:
     """An exact number with or without a unit.
 
-    `money` is the currency of a price for something, as in `$5 per hour`. `smallest` is the last unit of a quantity in
-    several units (`2 h 30 min`); the number is in the first one.
+    `money` is the currency of a price, as in `$5 per hour`. `smallest` is the last unit of a quantity in several units
+    (`2 h 30 min`); the number is in the first unit.
     """
 
     number: Fraction
@@ -72,7 +72,7 @@ class Quantity:
 def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quantity | None:
     """Parse a number with or without a unit. None: any other text.
 
-    `unit_words`: words that count as units in addition to the usual ones. None: any word does.
+    `unit_words` are further words that count as units. None: any word counts.
     """
     text, currency = without_currency(text)
     number_and_end = _read_number(text)
@@ -139,7 +139,7 @@ def _read_several_units(text: str) -> Quantity | None:
 def _read_amount(
     number: Fraction, currency: Unit | None, text: str, unit_words: Collection[str] | None
 ) -> Quantity | None:
-    """Return a number as a price for something. None: the text after the number is not a price.
+    """Return a number as a price for something. None: the text after the number does not make it a price.
 
     After a currency, or if a currency sign precedes the number, these are prices: `per hour`, `/hour`, `an hour`,
     `bought_unit`.
@@ -204,7 +204,7 @@ def without_currency(text: str) -> tuple[str, Unit | None]:
 
 
 def _read_number(text: str) -> tuple[Fraction, int] | None:
-    """Return the number at the start of a text, and the position after it. None: there is no number."""
+    """Return the number at the start of a text, and the position after it. None: no number."""
     sign = _SIGN.match(text)
     assert sign is not None
     try:
@@ -218,7 +218,7 @@ def _read_number(text: str) -> tuple[Fraction, int] | None:
 
 
 def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
-    """Read a fraction, a power of ten, a mixed number, a ratio, or a decimal with or without a power of ten."""
+    """Read an unsigned fraction, power of ten, mixed number, ratio, or decimal, maybe with a power of ten."""
     if fraction := _read_fraction(_LATEX_FRACTION, text, start):
         return fraction
     if power := _BARE_POWER_OF_TEN.match(text, start):
@@ -241,7 +241,7 @@ def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
 
 
 def _read_mixed_number(text: str, position: int) -> tuple[Fraction, int] | None:
-    """Return the fraction of a mixed number like `3 1/2`, whose whole part ends at `position`. None: there is none."""
+    """Return the fraction of a mixed number like `3 1/2`. Its whole part ends at `position`. None: no mixed number."""
     spaces = _SPACES_OF_MIXED_NUMBER.match(text, position)
     if spaces is None:
         return None

@@ -1,4 +1,4 @@
-"""Normalisation of the many ways to write the same LaTeX or Unicode, and comparison of answers as text."""
+"""Normalisation of LaTeX and Unicode, which write the same thing in many ways, and comparison of answers as text."""
 
 # ruff: noqa: RUF001
 
@@ -64,7 +64,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?=[^\s{])")
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 _THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
-"""Regular expression of thousands separators that cannot be separators of a list."""
+"""Regular expression of separators of thousands that cannot separate items of a list."""
 _SPACE = re.compile(r"\\[,! ]|~|\s+")
 _POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
 _EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
@@ -86,9 +86,9 @@ _STYLE = re.compile(
     r"|(?P<text>emph|textnormal|textup|textsc|textmd)(?=\s*\{)"
     r"|(?P<bold>mathbf|boldsymbol|bm)\s+(?P<letter>[A-Za-z])(?![A-Za-z]))"
 )
-r"""Regular expression of commands for how a formula looks: colours, sizes, fonts, underlines, blanks.
+r"""Regular expression of commands for the look of a formula: colours, sizes, fonts, underlines, blanks.
 
-They have no meaning, except that `emph` contains words, and that a bold letter, as in \mathbf u, is a vector.
+They have no meaning, with two exceptions: `emph` contains words, and a bold letter, as in \mathbf u, is a vector.
 """
 _ANNOUNCEMENT = re.compile(
     r"(\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?:so|thus|hence|therefore|finally)\b,?\s+)*(?:(?:the|my|our)\s+)?"
@@ -107,7 +107,7 @@ _NAMED_SET = re.compile(
     r"|(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)(?:\s+exists?)?)\s*\.?\s*\}?",
     re.IGNORECASE,
 )
-"""Regular expression of words for all real numbers, or for none of them."""
+"""Regular expression of words for the set of all real numbers, or for the empty set."""
 _BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
 _DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
 _LETTER_OF_MERIDIEM = re.compile("[mMn]")
@@ -120,7 +120,7 @@ _DOMAIN = re.compile(
     r"(?:\(\s*(?P<name>[A-Za-z])\s*\\in\s*(?P<set>\\mathbb\s*(?:\{[A-Z]\}|[A-Z]))\s*\)$"
     r"|,?\s*\\text\s*\{\s*,?\s*(?:where|for|with)\s*\}\s*(?=[A-Za-z]\s*\\in(?![A-Za-z])))"
 )
-"""Regular expression of a parameter's values written in brackets, or of the word before them."""
+"""Regular expression of a parameter's values in brackets, or of the word before these values."""
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
 """Regular expression of a brace with a meaning: around an index, an exponent, or a command's argument."""
 
@@ -209,7 +209,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _closing_brace(text: str, position: int) -> int:
-    """Return the index of the brace closing the group open at `position`; -1: it is not closed."""
+    """Return the index of the brace that closes the group around `position`; -1: the group is not closed."""
     depth = 1
     while position < len(text):
         if text[position] == "\\":

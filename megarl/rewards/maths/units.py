@@ -38,7 +38,7 @@ def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[boo
     """Return whether a text is a unit, and the unit.
 
     The unit is None for words that do not change the number ("units", "th" of "5th"). Words in `unit_words` (singular)
-    count as units of their own. None: every word does, except words that change a number, like "halves" or "about".
+    count as units of their own. With None every word does, except words that change a number, like "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -94,7 +94,7 @@ _UNIT_PART = re.compile(
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
-    """Yield the words of a unit, each with its exponent. None in place of a word: the text is not part of a unit."""
+    """Yield (word, exponent) for each word of a unit. A word of None: the text is not part of a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
@@ -163,7 +163,7 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     april june july august september october november december jan feb mar apr jun jul aug sep sept oct nov dec
     """.split()  # noqa: SIM905
 )
-"""Words after a number that are not units. They change the number (half), or say that it is no quantity."""
+"""Words after a number that are not units. They change the number (half), or show that the text is not a quantity."""
 _COUNTED = set(
     """
     apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel

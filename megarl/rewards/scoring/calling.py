@@ -1,4 +1,4 @@
-"""Arguments of reward functions: a function gets the values of a sample that its parameters name."""
+"""Arguments of reward functions: each parameter's name selects a value of the sample."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ PARAMETERS = {
 """Values of a sample that a reward function can get, by the parameter's name: type and meaning."""
 
 _RECIPE_PARAMETERS = ("correct_score",)
-"""Parameters with values from the recipe's section `reward`, not from the sample. A function's `kwargs` in the recipe
-may override them."""
+"""Parameters that get a value of the recipe's section `reward`. A function's `kwargs` in the recipe may override
+them.
+"""
 _SANDBOX = "sandbox"
 """Name of the parameter for the sandbox. `**rest` does not get the sandbox, because a machine may lack one."""
 
@@ -48,7 +49,7 @@ class Sample:
     num_tokens: int = 0
     turn: int = 1
     is_in_thoughts: bool = False
-    """Whether the tokens end inside thoughts. The text alone may not show it, if the prompt opened them."""
+    """Whether the tokens end inside thoughts. If the prompt opened the thoughts, the text alone does not show this."""
 
     @classmethod
     def of(
@@ -61,7 +62,7 @@ class Sample:
         turn: int,
         is_in_thoughts: bool,
     ) -> Sample:
-        """Return the sample of a completion. `turn` is the number of the completion in the attempt, from 1.
+        """Return the sample of a completion. `turn` counts the attempt's completions from 1.
 
         `is_in_thoughts`: the completion ends before its thoughts are closed.
         """
@@ -116,7 +117,9 @@ class BoundFunction:
     """Fields that each record must have for the function."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Call the function with a sample's values and return its result. Values without a parameter are ignored."""
+        """Call the function with a sample's values and return its result. Values that match no parameter are
+        ignored.
+        """
         keywords = {name: values[name] for name in self.needs} | dict(self.kwargs)
         arguments = [keywords.pop(name, default) for name, default in self.positional.items()]
         return self.function(*arguments, **keywords)
@@ -206,4 +209,4 @@ _COUNTERPARTS = {
     }.items()
     for foreign_name in foreign_names.split()
 }
-"""Parameters of megarl, by the names that verl, TRL, OpenRLHF, slime and NeMo RL use."""
+"""Parameter names of verl, TRL, OpenRLHF, slime and NeMo RL, each with megarl's name for the same value."""

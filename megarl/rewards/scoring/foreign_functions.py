@@ -21,23 +21,27 @@ _IS_REQUIRED = inspect.Parameter.empty
 
 
 class ForeignFunction(Protocol):
-    """A reward function of another program. A call takes the values `needs` of a sample, and the recipe's kwargs."""
+    """A reward function of another program. It is called with the sample's values in `needs`, and the recipe's
+    kwargs.
+    """
 
     needs: ClassVar[frozenset[str]]
     """Names of the sample's values that a call needs; keys of `calling.PARAMETERS`."""
     reserved: ClassVar[frozenset[str]]
-    """Parameters that get values of the sample, so the recipe's kwargs must not set them."""
+    """Parameters that get a value of the sample. The recipe's kwargs must not set them."""
 
     def unknown(self, kwargs: Collection[str]) -> list[str]:
-        """Return the required parameters without value, neither from a sample nor in `kwargs`."""
+        """Return the required parameters that get a value neither from a sample nor from `kwargs`."""
         ...
 
     def record_fields(self, kwargs: Collection[str]) -> list[str]:
-        """Return the fields that each record must have, because required parameters take their values."""
+        """Return the fields that each record must have, because required parameters read them."""
         ...
 
     def __call__(self, **values: Any) -> Any:
-        """Score a sample. `values` are its fields by megarl's names (`completion_text`, `answer`, `record`, ...)."""
+        """Score a sample. `values` are the sample's values under megarl's names (`completion_text`, `answer`, `record`,
+        ...).
+        """
         ...
 
 
@@ -126,7 +130,7 @@ class TrlFunction:
 
 
 _TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
-"""Columns holding the sample itself. TRL does not pass them as columns."""
+"""Columns of a data set with the sample itself. TRL does not pass them as columns."""
 _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Parameters for which TRL has values and megarl has none."""
 
@@ -134,7 +138,7 @@ _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "envi
 def foreign_function(
     function: Callable[..., Any], parameters: Parameters, *, takes_any: bool
 ) -> ForeignFunction | None:
-    """Return a function with the signature of verl or TRL as a callable of samples, else None."""
+    """Return a callable of samples for a function with verl's or TRL's signature; None for any other function."""
     if "solution_str" in parameters:
         return VerlFunction(function, parameters)
     if "completions" in parameters:
@@ -158,7 +162,7 @@ def _is_required(parameters: Parameters, name: str) -> bool:
 def _convert_verl_score(result: Any) -> Any:
     """Convert the result of verl's reward function to megarl's form.
 
-    In a dict, `score` is the reward and `acc` is the verdict. Its other numbers are metrics.
+    In a dict, `score` is the reward and `acc` is the verdict. All further numbers are metrics.
     """
     if not isinstance(result, Mapping):
         return result
@@ -174,7 +178,7 @@ def _convert_verl_score(result: Any) -> Any:
 
 
 def _convert_trl_score(result: Any) -> Any:
-    """Return the only item of TRL's list of scores."""
+    """Return the single item of TRL's list of scores."""
     scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, list | tuple) or len(scores) != 1:
         raise TypeError(

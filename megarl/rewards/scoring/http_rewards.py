@@ -1,7 +1,7 @@
 """Rewards from a scoring server over HTTP: requests, retries, and counts of their results.
 
-The driver's event loop sends the requests, so a single process has many in flight. No answer of a server is executed,
-and an answer beyond a size limit is not read.
+The driver's event loop sends the requests, so one process can wait for many. No answer of a server is executed, and an
+answer beyond a size limit is not read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METRICS = (
 
 _COUNTED = tuple(row.name.rpartition("/")[2] for row in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
-"""Purpose for which calls to scoring servers are counted: `training` or `evaluation`. Both may run at once."""
+"""Purpose that counts of server calls belong to: `training` or `evaluation`. Both may run at once."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 
@@ -62,7 +62,7 @@ class ServerFailedError(Exception):
 
 
 class RefusedError(Exception):
-    """Raised if a scoring server refuses a request, so that a retry is useless."""
+    """Raised if a scoring server refuses a request. A retry is useless."""
 
 
 class FailedCallError(Exception):
@@ -75,7 +75,7 @@ class FailedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _NoScore:
-    """A call to a scoring server that gave no score: the kind of failure and its text."""
+    """A call to a scoring server that returned no score: the kind of failure and its text."""
 
     kind: Failure
     text: str
@@ -85,8 +85,7 @@ class _NoScore:
 
 
 class ServedReward(Generic[Config]):
-    """Reward from a scoring server over HTTP. A subclass defines `path`, makes the `request` and reads the answer
-    (`read`).
+    """Reward from a scoring server over HTTP. A subclass sets `path`, makes the request and reads the answer.
 
     Each call ends as one of: a score, `errors` (no connection, invalid JSON, a status other than 200), `timeouts`,
     `parse_errors` (an answer without a score), `cancelled` (the completion is no longer needed). `notify_once(kind,
@@ -96,14 +95,12 @@ class ServedReward(Generic[Config]):
     path = ""
     """Path of the service, appended to the url in the recipe."""
     left_out_path = ""
-    """Ending removed from the url before `path` is appended."""
+    """Ending to remove from the url before `path` is appended."""
     amount_names: tuple[str, ...] = ()
-    """Names of all quantities that `amounts` can return, for example prompt_tokens."""
+    """Names of the quantities that `amounts` can return, for example prompt_tokens."""
 
     def __init__(self, name: str, config: Config) -> None:
-        """Create the reward. Raises ConfigError for an invalid url, or if the environment variable of the key is
-        missing.
-        """
+        """Create the reward. Raises ConfigError for an invalid url, or if the key's environment variable is missing."""
         self.name, self.config = name, config
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -143,7 +140,7 @@ class ServedReward(Generic[Config]):
         """Raise ValueError if a record lacks a field that the request needs."""
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a sample without asking the server. None: the server must be asked."""
+        """Return the score of a sample, if no call of the server is needed; else None."""
         return None
 
     async def score(self, sample: Sample) -> FunctionScore:
@@ -261,7 +258,7 @@ class ServedReward(Generic[Config]):
     def _adopt_loop(self) -> None:
         """Create new connections and a new limit of concurrent calls if the event loop changed.
 
-        Both work in one loop only.
+        Connections and limits work in one event loop only.
         """
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):

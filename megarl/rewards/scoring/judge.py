@@ -38,14 +38,14 @@ _KNOWN = ("question", "completion", "answer")
 _PLACEHOLDER = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 _MAX_SHOWN = 120
 _MAX_TOKENS = 1e12
-"""Largest token count accepted from a server. Larger ones count as missing."""
+"""Largest token count accepted from a server. A larger count is ignored."""
 _MAX_READ_CHARACTERS = 20_000
-"""Characters at the end of a judge's answer that are searched for a verdict."""
+"""Number of characters at the end of a judge's answer that are searched for a verdict."""
 _LABEL = (
     r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
     r"[*_ ]{0,9}[:=])?"
 )
-"""Regular expression of the words allowed before a verdict. Other words could reverse its meaning."""
+"""Regular expression of the words allowed before a verdict. Any further word could reverse its meaning."""
 _PATTERN_SECONDS = 1.0
 """Time limit in seconds for the recipe's regular expression. A slow one would block the event loop."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
@@ -90,7 +90,7 @@ class Judge(ServedReward[JudgeConfig]):
         }
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a completion that needs no call of the judge. None: ask the judge.
+        """Return the score of a completion that needs no call of the judge. None: call the judge.
 
         A completion that ends inside its thoughts gets the lowest score, if a verdict means right or wrong.
         """
@@ -126,7 +126,7 @@ class Judge(ServedReward[JudgeConfig]):
         return (float(verdict) - low) / (high - low)
 
     def _verdict_text(self, text: str) -> str | None:
-        """Return the text of the verdict in a judge's answer. None: there is none.
+        """Return the text of the verdict in a judge's answer. None: no verdict.
 
         Raises ValueError if matching the recipe's pattern takes too long.
         """

@@ -1,4 +1,4 @@
-"""Reward computed by a reward model on another server, requested over HTTP."""
+"""Reward from a reward model on another server, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from megarl.rewards.scoring.http_rewards import ServedReward
 
 
 class RemoteModel(ServedReward[RemoteModelConfig]):
-    """Reward model on a server with slime's, OpenRLHF's or vLLM's protocol. The score is the number that the server
-    returns.
-    """
+    """Reward model on a server with slime's, OpenRLHF's or vLLM's protocol. The score is the number in the answer."""
 
     config_class = RemoteModelConfig
 

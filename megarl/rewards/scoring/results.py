@@ -3,7 +3,7 @@
 A reward function returns one of
 - a `megarl.types.Reward`: a score, a valid or invalid format, a right or wrong answer;
 - a number, or True or False for 1 and 0: a score without verdicts on format and answer;
-- a `FunctionScore`: a score with metrics, and with the verdicts that the function can give;
+- a `FunctionScore`: a score with metrics, and the function's verdicts, if any;
 - None: the function does not apply to the sample, and is excluded from the sum and from its own metrics.
 """
 
@@ -91,9 +91,9 @@ def combine_scores(
 ) -> Reward:
     """Return a sample's reward: the weighted sum of the scores of all functions and servers that apply.
 
-    The format is valid if all that judge it say so, or none judges it. The answer is right if all in `judges` say so,
-    and wrong if none of them applies. It has no verdict (None) without a judge, or if a judge's verdict is missing.
-    Raises ValueError if the sum is too large.
+    The format is valid unless a function that judges it says no. The answer is right if all in `judges` say so, and
+    wrong if none of them applies. It has no verdict (None) without a judge, or if a judge's verdict is missing. Raises
+    ValueError if the sum is too large.
     """
     opinions = {name: score for name, score in scores.items() if score is not None}
     total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
@@ -127,8 +127,8 @@ def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging]
 def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
     """Return whether a reward function calls the answer right. None: its score is not a verdict.
 
-    A verdict that the function returns has precedence. Otherwise `judging` decides: `declared`: right is a score of at
-    least `correct_score`; else scores of 1 and 0 are verdicts.
+    A verdict in the function's result has precedence. Otherwise `judging` decides. `declared`: a score of at least
+    `correct_score` means right. Any other value: score 1 means right, score 0 wrong.
     """
     if opinion.answer_correct is not None:
         return opinion.answer_correct
@@ -156,7 +156,7 @@ def read_scores(reply: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fun
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Return the metrics of each reward function: its scores, and the metrics that it returns.
+    """Return the metrics of each reward function: its scores, and the metrics in its results.
 
     A sample to which no function applies has score zero. Samples without a score, after a failure, are excluded.
     """
@@ -183,7 +183,7 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Return `accuracy`, the share of right answers, if all have a verdict; else `unjudged`, the share without one."""
+    """Return `accuracy`, the share of right answers. If some have no verdict, return their share `unjudged` instead."""
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:
         return {"unjudged": verdicts.count(None) / len(verdicts)}
@@ -193,8 +193,8 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 def by_source_name(named_items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Group items by data source, under the source's name in metrics.
 
-    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have their own
-    groups; the rest are grouped as `other`.
+    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have groups of their
+    own; all further items are in the group `other`.
     """
     groups: dict[str, list[Item]] = {}
     for name, item in named_items:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import the reward functions. Returns the values and record fields that they need, and the function that scores.
+    """Import the reward functions. Returns (values and record fields that they need, function that scores).
 
     `settings` has the functions with their keyword arguments, and the sandbox. A sandbox is started only if a function
     needs one. Raises RefusedError if a function cannot be used.

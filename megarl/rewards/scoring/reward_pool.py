@@ -1,7 +1,7 @@
 """Pool of processes that run reward functions. A process is replaced if it fails or exceeds its time limit.
 
-A process scores one completion at a time, so killing it loses no other. The driver's event loop sends the requests to
-scoring servers.
+A process scores one completion at a time, so killing it affects no other completion. The driver's event loop sends the
+requests to scoring servers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ METRICS = (
 
 
 _MAX_LOST = 2
-"""Maximum number of processes that try to score one completion. A process can be killed from outside, for example for
-lack of memory, without any fault of the completion."""
+"""Number of processes that may end while scoring one completion. A process can be killed from outside, for example for
+lack of memory, without any fault of the completion.
+"""
 
 
 class RewardPool:
     """Scores completions in `num_workers` processes that live until `close`.
 
     If scoring exceeds a time limit, raises, ends its process or returns an invalid value, the completion gets score
-    zero and a `Scored.failure`. The settings may instead leave the completion without a reward. Time counts from when a
+    zero and a `Scored.failure`. A setting may leave the completion without a reward instead. Time counts from when a
     process with imported functions takes the completion. The constructor starts the processes without waiting for them.
-    Without functions there are no processes; rewards come from scoring servers, or are zero. Raises ConfigError for
+    Without functions there are no processes: rewards come from scoring servers, or are zero. Raises ConfigError for
     wrong settings of a server.
 
     `make_server` creates a process, on this machine or another one. Output of the processes goes to
@@ -108,7 +109,7 @@ class RewardPool:
         return outcome
 
     async def record_fields(self) -> list[str]:
-        """Return the fields that each record must have, because parameters of the functions take their values.
+        """Return the fields that each record must have, because parameters of the functions read them.
 
         Raises the errors of `score`.
         """
@@ -127,7 +128,9 @@ class RewardPool:
         return Scored(Reward(0.0, False, verdict), failure, detail, is_left_out=settings.on_failure == "leave_out")
 
     async def _collect_scores(self, sample: Sample) -> FunctionScores:
-        """Return the scores of functions and servers, asked concurrently. If both fail, the server's failure counts."""
+        """Return the scores of functions and servers, called concurrently. If both fail, the server's failure is
+        returned.
+        """
         if not self._servers:
             return await self._ask_functions(sample) if len(self) else FunctionScores()
         calls = [self._ask_functions(sample)] if len(self) else []
@@ -160,7 +163,7 @@ class RewardPool:
         return scores
 
     async def _ask_process(self, sample: Sample, place: Place) -> FunctionScores:
-        """Score a sample in the reserved process `place`. If the process ends, try once more in a new one."""
+        """Score a sample in the reserved process `place`. If the process ends, retry once in a new one."""
         settings = self._settings
         detail = ""
         for num_lost in range(_MAX_LOST):
@@ -191,7 +194,7 @@ class RewardPool:
             await server.aclose()
 
     def close(self) -> None:
-        """Kill the processes and abandon unfinished scorings. A second call does nothing."""
+        """Kill the processes and abort unfinished scorings. A second call does nothing."""
         self._processes.close()
 
 

@@ -37,23 +37,23 @@ class Scored:
     failure: Failure | None = None
     detail: str = ""
     is_left_out: bool = False
-    """Whether a failed completion has no reward instead of zero."""
+    """If scoring failed: True if the completion has no reward, False if its reward is zero."""
 
     @property
     def trajectory_reward(self) -> Reward | None:
-        """Return the reward, or None for a failed completion without reward."""
+        """Return the reward, or None if scoring failed and the completion is left out."""
         return None if self.is_left_out else self.reward
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionScores:
-    """Scores of a completion by name of function or server. If scoring failed, `failure` and a text say why."""
+    """Scores of a completion by name of function or server. If scoring failed, `failure` and a text give the reason."""
 
     scores: Mapping[str, FunctionScore | None] = field(default_factory=dict)
     failure: Failure | None = None
     detail: str = ""
     num_lost: int = 0
-    """Number of reward processes that ended by themselves or from outside while they scored this completion."""
+    """Number of reward processes that ended while they scored this completion, without being killed by megarl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class WorkerSettings:
     on_failure: Literal["zero", "leave_out"] = "zero"
     """Reward of completions whose scoring failed: zero, or none (left out)."""
     judges: Mapping[str, Judging] = field(default_factory=dict)
-    """How each function and server judges answers, by name. Names not listed do not judge."""
+    """How each function and server judges answers, by name. A name outside the table does not judge."""
 
     @property
     def names(self) -> str:

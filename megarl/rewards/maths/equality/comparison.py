@@ -49,8 +49,8 @@ _DOTS = symbol("ldots")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of a predicted with a gold answer. Predicted numbers are multiplied by `factor` to convert
-    their unit.
+    """Comparison of a predicted with a gold answer. Predicted numbers are multiplied by `factor` to convert their
+    unit.
     """
 
     factor: Fraction = Fraction(1)
@@ -104,8 +104,9 @@ class Comparison:
     def _compare_with_tuple(
         self, values: Mapping[str, Node], answer: Node, is_same: Callable[[Node, Node], bool]
     ) -> bool | None:
-        """Return whether a tuple (1, 2) gives the values of x=1, y=2, in the order of their names. None: it is no tuple
-        of this length.
+        """Return whether a tuple (1, 2) gives the values of x=1, y=2, in the order of their names.
+
+        None: `answer` is not a tuple of this length.
         """
         if answer.kind in ("list", "set"):
             return False
@@ -132,7 +133,7 @@ class Comparison:
         return is_equation(prediction) and self._names_or_holds(gold, prediction.parts)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
-        """Return whether two answers, of which one is a list, are equal item by item. An equation counts with its
+        """Return whether two answers, at least one a list, are equal item by item. An equation counts with its
         value.
         """
         if gold.kind == prediction.kind == "list":
@@ -165,10 +166,10 @@ class Comparison:
         return len(gold_steps) == len(steps) and all(map(_is_same_step, gold_steps, steps))
 
     def _same_equation(self, gold: Node, prediction: Node) -> bool:
-        """Return whether two equations are the same.
+        """Return whether two equations are the same. Three cases:
 
-        They are if equal right sides follow the same label (`x =`, `f(x) =`), if one is solved for a variable of the
-        other, or if one is a multiple of the other.
+        Equal right sides follow the same label (`x =`, `f(x) =`); one equation is solved for a variable of the other;
+        or one is a multiple of the other.
         """
         left, right = _with_label_first(gold)
         predicted_left, predicted_right = adopt_argument(left, *_with_label_first(prediction))

@@ -1,7 +1,7 @@
 """Comparison of clock times, dates, ranges and codes: numbers with signs between them that are not arithmetic.
 
-The same text may also be a formula: 3:10 may be a time or a ratio, 10-2 a range or a difference. So there are three
-results: equal, different, and None, if the two must be compared as formulas.
+The same text may also be a formula: 3:10 may be a time or a ratio, 10-2 a range or a difference. So a comparison has
+three results: equal, different, or None (compare them as formulas).
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def list_steps(node: Node) -> list[Step]:
 
 
 def determines(left: Node, right: Node, difference: Node) -> bool:
-    """Return whether `left = right` is the only solution of `difference = 0`. It must be linear in the symbol
-    `left`.
-    """
+    """Return whether `difference = 0` is linear in the symbol `left` and has the only solution `left = right`."""
     if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
         return False
     zero = number(0)

@@ -20,7 +20,7 @@ _TERMS_OF_INFINITE_SERIES = 12
 class Evaluation:
     """Numeric evaluation of formulas, for one choice of values of their variables.
 
-    `scale` is the largest summand so far; a difference small against it counts as a rounding error. `bits` is the
+    `scale` is the largest summand so far: a difference small against it counts as a rounding error. `bits` is the
     largest difference of two summands' binary exponents. Variables in `whole_names` have whole numbers as values.
     """
 
@@ -125,7 +125,7 @@ class Evaluation:
     def _unknown_function(self, name: str, parts: list[Any]) -> Any:
         """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.
 
-        So two formulas with the same unknown function can be compared.
+        Thus formulas with the same unknown function can be compared.
         """
         value = _point(name, "positive", 0)
         for place, part in enumerate(parts):

@@ -20,7 +20,7 @@ def is_label(node: Node) -> bool:
 
 
 def may_be_asked_for(node: Node) -> bool:
-    r"""Return whether the left side of an equation can be what a problem asks for.
+    r"""Return whether a problem may ask for the left side of an equation.
 
     `m+n = 7` and `\frac{m}{n} = 7` ask for a value: the answer is 7. `2x+3y = 12` is a line.
     """
@@ -87,7 +87,7 @@ def assignments(node: Node) -> dict[str, Node] | None:
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:
-    """Return the name and the values of alternatives like `x=1 or x=2`. Other formulas: None, and the formula."""
+    """Return the name and the values of alternatives like `x=1 or x=2`. For another formula: None, and the formula."""
     if node.kind == "list":
         pairs = _pairs(node)
         if pairs and len({name for name, _ in pairs}) == 1:
@@ -101,7 +101,7 @@ def solutions(node: Node) -> tuple[Node | None, Node]:
 
 
 def without_domain(node: Node) -> tuple[Node, Node | None]:
-    r"""Return a formula without the set of its parameter's values, and this set: `k\pi, k \in \mathbb{Z}`.
+    r"""Split `k\pi, k \in \mathbb{Z}` into the formula and the set of its parameter's values.
 
     The set is None if the formula has none.
     """

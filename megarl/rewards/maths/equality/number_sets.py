@@ -26,7 +26,7 @@ MAX_EDGES = 40
 class NumberSet:
     """A set of real numbers, as a function that tests membership.
 
-    `edges` are the numbers where membership may change; None: not all are known. `variable` is the name in an
+    `edges` are the numbers where membership may change; None: some are unknown. `variable` is the name in an
     inequality.
     """
 
@@ -36,7 +36,7 @@ class NumberSet:
 
 
 def same_set(gold: Node, prediction: Node) -> bool | None:
-    """Return whether two formulas mean the same set of real numbers. None: one of them is not such a set."""
+    """Return whether two formulas mean the same set of real numbers. None: one formula does not mean a set."""
     first = number_set(gold)
     second = number_set(prediction) if first is not None else None
     if first is None or second is None:

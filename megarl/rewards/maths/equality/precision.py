@@ -1,4 +1,4 @@
-"""Precision of numeric values: 50 digits, or more where terms of very different sizes cancel."""
+"""Precision of numeric values: 50 digits, or more if terms of very different sizes cancel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ DIGITS = 50
 MAX_DIGITS = 1000
 """Maximum digits of a value, because gamma functions take seconds with more."""
 _GUARD_DIGITS = 10
-"""Digits left for rounding errors. Values are equal if their other digits are, relative to cancelled terms."""
+"""Last digits that may differ by rounding errors. Values are equal if all earlier digits are, relative to cancelled
+terms.
+"""
 _SAFE_BITS = 64
 """Largest difference of two summands' binary exponents at which `DIGITS` are enough."""
 

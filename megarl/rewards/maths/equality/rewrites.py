@@ -1,4 +1,4 @@
-"""Other forms of the same answer: without names and signs that mean nothing, with the gold answer's variables."""
+"""Equivalent forms of an answer: without names and signs that mean nothing, with the gold answer's variables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def drop_sign_of_approximation(node: Node) -> Node:
 
 
 def drop_rounding(node: Node) -> Node:
-    r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667`."""
+    r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667` is
+    `\frac16`.
+    """
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
     exact_part, rounding = node.parts[-2:]
@@ -51,7 +53,10 @@ def rename_variable(node: Node, old: Node, new: Node) -> Node:
 
 
 def adopt_argument(function: Node, prediction: Node, value: Node) -> tuple[Node, Node]:
-    """Return a predicted definition f(t) = ... with the argument of the gold answer's `function`: f(x) = ..."""
+    """Rename the argument of a predicted function to the gold answer's: f(t) = t^2 becomes f(x) = x^2.
+
+    `value` is the predicted right side. Returns both sides.
+    """
     is_definition = function.kind == prediction.kind == "apply" and len(function.parts) == len(prediction.parts) == 1
     if not is_definition or {part.kind for part in (*function.parts, *prediction.parts)} != {"symbol"}:
         return prediction, value

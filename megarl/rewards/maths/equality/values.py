@@ -22,17 +22,17 @@ from megarl.rewards.maths.formulas.nodes import Node
 _KINDS_OF_POINTS = ("positive", "large", "mixed", "mixed")
 _ROUNDING = frozenset(("floor", "ceiling", "mod", "gcd", "lcm"))
 _HALVES = tuple(f"half {place}" for place in range(1, 17))
-"""Points at which rounded values jump: whole numbers and the halves between them."""
+"""Points where rounded values jump: whole numbers and the halves between them."""
 _NAMES_OF_WHOLE_NUMBERS = frozenset("ijklmn")
 
 
 def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> bool:
     """Return whether `gold` and `prediction * factor` have the same value for all values of their variables.
 
-    Rational numbers are compared exactly. Others are compared in 40 digits at four points: two positive, two of any
+    Rational numbers are compared exactly. All else is compared in 40 digits at four points: two positive, two of any
     sign. Points of any sign are skipped if both values are complex, or if one does not exist. A point with one complex
     value is skipped if a formula has logarithms, or roots other than square roots. Formulas that round are also
-    compared at whole numbers and halves. Where a sum has terms of very different sizes, more digits are compared.
+    compared at whole numbers and halves. If a sum has terms of very different sizes, more digits are compared.
     """
     first, second = exact(gold), exact(prediction)
     if first is not None and second is not None:
@@ -91,8 +91,10 @@ def _is_longer(number: Fraction | None) -> bool:
 def _compare_at(
     gold: Node, prediction: Node, factor: Fraction, kind: str, seed: int, whole_names: frozenset[str]
 ) -> tuple[bool | None, int]:
-    """Return whether two formulas have equal values at one point, and the distance of magnitudes in bits. None: they
-    cannot be compared there.
+    """Compare two formulas at one point. Returns whether their values are equal, and the distance of magnitudes in
+    bits.
+
+    The first result is None if the values cannot be compared.
     """
     evaluation = Evaluation(kind, seed, whole_names)
     try:
@@ -181,7 +183,7 @@ def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
     """Return the sign of the factor c if `multiple` is c times `formula` (0: it is not), and the bits lost to
     cancellation.
 
-    The factor is tried at random points.
+    The factor is tested at random points.
     """
     ratios: list[Any] = []
     bits = 0

@@ -87,6 +87,7 @@ class Commands(Cursor):
         return name
 
     def function(self, name: str) -> Node:
+        r"""Parse a call of the function `name`, with its powers, index and argument: `\sin^2 x`, `\log_2 8`."""
         # In "min = 3" the word is the name of a value.
         if self.token.text == "=":
             return Node("words", (), name)
@@ -193,7 +194,7 @@ class Commands(Cursor):
 
 
 def fraction(over: Node, under: Node) -> Node:
-    """Return the node of a fraction, or of a derivative like `dy/dx`, whose d must not be cancelled."""
+    """Return the node of a fraction. In a derivative like `dy/dx`, the d must not be cancelled."""
     sign = _leading_factor(under)
     is_derivative = sign in _DIFFERENTIALS and under.kind == "product" and _leading_factor(over) == sign
     return Node("apply", (over, under), "derivative") if is_derivative else Node("quotient", (over, under))

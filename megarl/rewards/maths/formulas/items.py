@@ -7,7 +7,7 @@ from megarl.rewards.maths.numbers import NotMathematicsError
 
 
 def connect_items(items: list[Node], signs: list[str]) -> Node:
-    """Return the items as a list. `and` binds closer than `or`; a comma means the same as the other signs."""
+    """Return the items as a list. `and` binds closer than `or`; in `1, 2 or 3` the comma means `or`."""
     if not signs:
         return items[0]
     if not {"and", "or"} <= set(signs):
@@ -23,7 +23,7 @@ def connect_items(items: list[Node], signs: list[str]) -> Node:
 
 
 def _with_shared_modulus(items: list[Node]) -> list[Node]:
-    r"""Return `1, 4 \pmod 5` as congruences: values before a congruence get its modulus."""
+    r"""Return `1, 4 \pmod 5` as congruences: values before a congruence have its modulus."""
     last = items[-1]
     if last.kind != "congruence" or any(item.kind == "congruence" for item in items[:-1]):
         return items
@@ -35,7 +35,7 @@ def _with_shared_modulus(items: list[Node]) -> list[Node]:
 
 
 def make_congruence(parts: list[Node], signs: list[str], modulus: Node) -> Node:
-    """Return the node of a residue class, with its name or a blank, its representative and its modulus."""
+    """Return the node of a residue class: its name or a blank, its representative, and its modulus."""
     if len(parts) > 2 or signs not in ([], ["equiv"], ["="]):
         raise NotMathematicsError("a modulus follows something other than a congruence")
     return Node("congruence", (parts[0] if signs else BLANK, parts[-1], modulus))

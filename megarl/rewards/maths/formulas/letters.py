@@ -12,9 +12,7 @@ _PRODUCT_LETTERS = frozenset("abcxyz")
 
 
 def is_product(word: str) -> bool:
-    """Return whether adjacent letters mean a product of variables (`xy`), not a word, a unit or a name of points like
-    AB.
-    """
+    """Return whether adjacent letters mean a product of variables (`xy`), not a word, a unit or named points (`AB`)."""
     if word.isupper() or len(word) > 4:
         return False
     if not word.islower():

@@ -61,9 +61,7 @@ def negative(node: Node) -> Node:
 
 
 def join_operands(kind: str, parts: list[Node]) -> Node:
-    """Return a sum or product (`kind`) of `parts`, without nested sums or products. A single part is returned
-    unchanged.
-    """
+    """Return a sum or product (`kind`) of `parts`, without nested sums or products. A single part is returned alone."""
     flat = [part for node in parts for part in (node.parts if node.kind == kind else (node,))]
     return flat[0] if len(flat) == 1 else Node(kind, tuple(flat))
 

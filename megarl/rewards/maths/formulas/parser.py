@@ -15,7 +15,9 @@ from megarl.rewards.maths.formulas.tokens import Token, tokenize
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
-"""Function returning whether a text is a unit, and the unit. Its second argument: whether a space precedes the text."""
+"""Function: returns whether a text is a unit, and the unit. The second argument says whether a space precedes the
+text.
+"""
 
 _RELATIONS = {
     "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",
@@ -222,7 +224,7 @@ class _Parser(DigitGroups):
                 return node
 
     def _times(self, node: Node, factor: Node) -> Node:
-        r"""Return the product of two operands of \times: for vectors the cross product, for sets the set of pairs."""
+        r"""Return the product of two operands of \times: the cross product of vectors, or the set of pairs of sets."""
         before, last = (node.parts[:-1], node.parts[-1]) if node.kind == "product" else ((), node)
         if _is_named_set(last) and _is_named_set(factor):
             return Node("setop", (node, factor), "times")
@@ -281,7 +283,7 @@ class _Parser(DigitGroups):
         return self._unit_here() is not None
 
     def _unit_here(self) -> tuple[Any] | None:
-        """Return the unit that the rest of the text is, in a tuple of one. None: the rest is not a unit."""
+        """Return the unit in a tuple of one, if the rest of the text is a unit; else None."""
         token = self.token
         if self._read_unit is None or self.brackets or token.kind == "end":
             return None

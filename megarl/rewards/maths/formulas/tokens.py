@@ -25,7 +25,7 @@ class Token:
     """Whether a space precedes the token."""
     number: Fraction | None = None
     origin: str = ""
-    """Whole word of which this token is the first letter, if the word was split; else empty."""
+    """The whole word, if this token is the first letter of a split word; else empty."""
     is_bold: bool = False
 
 
@@ -34,7 +34,7 @@ FUNCTION_WORDS = frozenset(
     sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth log ln lg exp sqrt max min gcd lcm mod det
     """.split()  # noqa: SIM905
 )
-"""Function names like sin and log. Answers may write them without a backslash."""
+"""Function names such as sin and log. Answers may write them without a backslash."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]+")
@@ -50,10 +50,10 @@ _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
 def tokenize(text: str, *, groups: bool = True) -> list[Token]:
-    """Split a normalised text into tokens, ending with one of kind `end`.
+    """Split a normalised text into tokens, ending with a token of kind `end`.
 
-    `groups`: `1,234` outside brackets is one number, otherwise a list. Raises NotMathematicsError beyond the limits of
-    size.
+    With `groups`, `1,234` outside brackets is one number, otherwise a list. Raises NotMathematicsError beyond the
+    limits of size.
     """
     tokens: list[Token] = []
     position = depth = 0
