@@ -75,13 +75,13 @@ _PACKS = "packs_experts"
 """Field of a manifest: whether the model folder had packed experts."""
 
 Source = FolderReader | CheckpointReader
-"""A reader of weights: for each Hugging Face tensor, its dtype and the stored pieces (index ranges)."""
+"""A reader of weights: the dtype and the stored pieces (index ranges) of each Hugging Face tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Result of a conversion. `is_verified`: the written weights were read back and compared. `num_kept` counts
-    tensors copied unchanged.
+    """Result of a conversion. `is_verified`: the written weights were read back and compared. `num_kept` counts tensors
+    that were copied unchanged.
     """
 
     folder: Path
@@ -106,9 +106,9 @@ def to_megatron(
     """Convert a model folder to a `torch_dist` checkpoint, sharded for tp, pp, ep and etp. Any parallel sizes can load
     it.
 
-    `out/release` is the checkpoint. `out/hf` has copies of the folder's other files. `out/manifest.json` is written
-    last. Raises ConfigError for parallel sizes that do not fit the model and if `out` exists, DataError with the name
-    of a truncated file.
+    `out/release` is the checkpoint. `out/hf` has copies of the folder's files other than weights. `out/manifest.json`
+    is written last. Raises ConfigError for parallel sizes that do not fit the model, or if `out` exists. Raises
+    DataError naming a truncated file.
     """
     started = time.perf_counter()
     model = read_model_shape(hf)
@@ -156,11 +156,13 @@ def to_hf(
 
     `megatron` is the checkpoint, or a folder with it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. `other_texts` maps names of further files to their texts, replacing copied ones; None leaves
-    a file out. Tensors go to the files named in the folder's index. Without an index, and if the index lacks copied
-    tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own. Experts are
-    packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if `out` exists,
-    DataError with the name of a truncated file.
+    fields of config.json. `other_texts` maps names of further files to their texts, replacing copied files; None leaves
+    a file out.
+
+    Tensors go to the files named in the folder's index. Without an index, or if the index lacks copied tensors
+    (`checkpoint.kept`), they go to files of `shard_bytes`, and copied tensors to a file of their own. Experts are
+    packed if they are packed in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if `out`
+    exists, DataError naming a truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -220,7 +222,7 @@ def to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A part of a tensor that is filled from the source, then passed to `write`.
+    """A part of a tensor: it is filled from the source, then passed to `write`.
 
     `pieces` place its elements in a contiguous storage called "slab".
     """
@@ -232,7 +234,7 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill the slabs in order. Each is written in the background while the next one is filled."""
+    """Fill the slabs in order. Each slab is written in the background while the next one is filled."""
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
@@ -248,8 +250,8 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
 def _one_thread_per_operation() -> Iterator[None]:
     """Context in which torch computes each operation in the calling thread.
 
-    Reading, writing and hashing have a thread each. More threads for one copy would wait busily: on two cores they took
-    half of a conversion's CPU time.
+    Reading, writing and hashing each have a thread. If a copy used more threads, they would wait busily: on two cores
+    they took half of a conversion's CPU time.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -319,10 +321,10 @@ def _write_files(
     unchanged_tensors: Mapping[str, UnchangedTensor],
     manifest: ManifestWriter,
 ) -> dict[str, int]:
-    """Write safetensors files from front to back. `forms` are shape and dtype of the model's tensors in the files.
+    """Write safetensors files from front to back. `forms` has shape and dtype of the model's tensors in the files.
 
-    `copies` maps names of tensors to those of equal ones; `unchanged_tensors` are copied. Returns the checksum of each
-    tensor of the model, by name.
+    `copies` maps a tensor's name to the name of an equal tensor. `unchanged_tensors` are copied. Returns the checksum
+    of each tensor of the model, by name.
     """
     checksums: dict[str, int] = defaultdict(int)
     entries = {name: header_entry(shape, dtype) for name, (shape, dtype) in forms.items()}
@@ -370,14 +372,14 @@ def _write_files(
 
 
 def _write_kept(tensors: Mapping[str, UnchangedTensor], file: str, manifest: ManifestWriter) -> int:
-    """Write the tensors that are copied unchanged to a separate file, if there are any. Returns their number."""
+    """Write the unchanged tensors, if any, to a file of their own. Returns their number."""
     for piece in file_content(tensors) if tensors else ():
         manifest.append(file, piece)
     return len(tensors)
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """Yield consecutive parts of a tensor, each at most SLAB_BYTES or one row."""
+    """Yield consecutive parts of a tensor. A part has at most SLAB_BYTES, unless a single row is larger."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
@@ -393,7 +395,7 @@ def _pieces(box: Box, model: ModelShape) -> Layout:
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
-    """Read a conversion back, and compare hashes of files and bits of tensors. Raises DataError with the first
+    """Read a conversion back. Compare hashes of files and bits of tensors. Raises DataError naming the first
     difference.
     """
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as reader:
@@ -412,7 +414,7 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 def _checking_files(folder: Path) -> Iterator[None]:
     """Context that checks a folder's files against its manifest, if it has one.
 
-    Sizes are checked on entry. A thread computes hashes meanwhile; they are compared at the end.
+    Sizes are checked on entry. A thread computes hashes in the background; they are compared at the end.
     """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
@@ -435,8 +437,9 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 
 
 def _files_of_index(folder: Path, tensors: Sequence[str]) -> dict[str, list[str]] | None:
-    """Return the tensors of each file in a folder's index, in the order of `tensors`. None if the index has other
-    tensors.
+    """Return the tensors of each file in a folder's index, in the order of `tensors`.
+
+    None if the index and `tensors` have different names.
     """
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
@@ -477,10 +480,10 @@ def _packs_experts(folder: Path) -> bool:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's newest.
+    """Find the checkpoint in a folder: the folder itself, the one in Megatron's tracker file, or a run's newest.
 
-    Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints, DataError for an invalid tracker
-    file.
+    Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints. Raises DataError for an invalid
+    tracker file.
     """
     if (folder / METADATA).exists():
         return folder
@@ -517,8 +520,9 @@ def _checkpoint_of_run(folder: Path) -> Path:
 
 
 def _dtypes(source: Source, model: ModelShape, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each converted tensor: `dtype`, or the source's. Tensors that are always float32 stay
-    float32.
+    """Return the dtype of each converted tensor: `dtype`, or the source's if None.
+
+    Tensors that are float32 in every model stay float32.
     """
     fixed = dict.fromkeys(float32_tensors(model), torch.float32) if dtype else {}
     return {name: dtype or source.dtypes[name] for name in hf_tensors(model)} | fixed

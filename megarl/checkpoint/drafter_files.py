@@ -32,7 +32,9 @@ from megarl.types import DataError
 
 
 def target_token_ids(folder: str, shape: DrafterShape) -> Tensor:
-    """Return the policy's ids of the tokens that the drafter proposes: int64 [drafted tokens]. Raises DataError."""
+    """Return the policy's token id of each token that the drafter proposes: int64 [drafted tokens]. Raises
+    DataError.
+    """
     token_ids = torch.arange(shape.vocab_size)
     offsets = _unchanged_tensors(folder).get(OFFSETS)
     return token_ids if offsets is None else token_ids + offsets
@@ -56,7 +58,7 @@ def load_drafter(folder: str, shape: DrafterShape, parameters: Mapping[str, Tens
 
 
 def drafter_layouts(shape: DrafterShape, parallel: ParallelConfig) -> list[Layout]:
-    """Return the layout of each trainer rank: whole tensors on the last pipeline stage, none on the others.
+    """Return the layout of each trainer rank: whole tensors on the last pipeline stage, nothing on all others.
 
     Storages are named like Megatron's parameters in the stage's last chunk.
     """
@@ -76,8 +78,7 @@ def export_drafter(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Export a drafter, sharded over all ranks, to a folder that vLLM loads as speculative method `eagle3`. A
-    collective.
+    """Export a drafter, sharded over all ranks, to a folder for vLLM's speculative method `eagle3`. A collective.
 
     `parameters` [*shape] are this rank's tensors, `layouts` the layouts of all ranks. config.json and the maps between
     both vocabularies are copied from the drafter's original folder `source`. Files store tensors as `dtype`. The folder
@@ -95,8 +96,8 @@ def export_drafter(
 def convert_drafter(checkpoint: Path, folder: Path, source: str, policy: ModelShape) -> None:
     """Convert a trained drafter in a run's checkpoint to a folder like that of `export_drafter`, in one process.
 
-    `source` is the drafter's original folder. Needs memory for the whole drafter. Raises ConfigError if `folder`
-    exists, and DataError for a checkpoint that is damaged or has no drafter of this shape.
+    `source` is the drafter's original folder. The whole drafter must fit in memory. Raises ConfigError if `folder`
+    exists. Raises DataError for a damaged checkpoint, or one without a drafter of this shape.
     """
     shape, reader = read_drafter_shape(source, policy), CheckpointReader(checkpoint, policy)
     tensors = {name: reader.read_further(PARAMETERS + name, size) for name, size in shape.tensors.items()}
@@ -112,7 +113,7 @@ def convert_drafter(checkpoint: Path, folder: Path, source: str, policy: ModelSh
 def _files_of_weights(
     shape: DrafterShape, dtype: torch.dtype, maps: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Form]]:
-    """Return shape and type of each trained tensor, by file and name. `maps` have one more file, if there are any."""
+    """Return shape and type of each trained tensor, by file and name. `maps` are stored in one more file, if any."""
     forms = {name: (size, dtype) for name, size in shape.tensors.items()}
     return pack_files(forms, SHARD_BYTES, num_more=bool(maps))
 
@@ -140,7 +141,7 @@ def _write_others(
 
 
 def _unchanged_tensors(folder: str) -> dict[str, Tensor]:
-    """Return the maps of a drafter's vocabulary in its files, by published names; empty if it has the whole
+    """Return the vocabulary maps in a drafter's files, by published names. Empty if the drafter has the whole
     vocabulary.
     """
     stored = MappedFolder(folder)

@@ -1,6 +1,6 @@
-"""Kept tensors: tensors of a model folder that trainer and engine do not use. They are copied byte for byte.
+"""Kept tensors: draft layers and vision towers in a model folder that trainer and engine do not use.
 
-They are draft layers and vision towers, and belong to no layout.
+They are copied byte for byte and belong to no layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class UnchangedTensor(NamedTuple):
-    """A tensor in a file: safetensors' code of its dtype, its shape, its bytes `start` to `stop` in the file."""
+    """A tensor in a file: its dtype code in safetensors, its shape, and its bytes `start` to `stop` in the file."""
 
     path: Path
     code: str
@@ -52,7 +52,7 @@ class UnchangedTensor(NamedTuple):
         return HeaderEntry(self.code, self.shape, self.num_bytes)
 
     def content(self) -> Iterator[bytes]:
-        """Yield the tensor's bytes, in pieces of at most 16 MiB. Raises DataError for a file that became shorter."""
+        """Yield the tensor's bytes, in pieces of at most 16 MiB. Raises DataError if the file became shorter."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             bytes_left = self.num_bytes
@@ -78,10 +78,10 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTe
 
 
 def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
-    """Return the tensors to copy from a folder, and those of a trained draft layer that equal other tensors of the
+    """Return the tensors to copy from a folder, and the tensors of a trained draft layer that equal others of the
     model.
 
-    The second result maps their names to the names of the originals. Raises DataError for a truncated file.
+    The second result maps a name to the name of its original. Raises DataError for a truncated file.
     """
     tensors = kept_tensors(folder, model)
     copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}
@@ -95,7 +95,7 @@ def total_bytes(tensors: Mapping[str, UnchangedTensor]) -> int:
 def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
     """Yield the content of a safetensors file with these tensors, in pieces of at most 16 MiB.
 
-    Raises DataError for a file that became shorter since its header was read.
+    Raises DataError if a source file became shorter since its header was read.
     """
     # Like the safetensors library: the largest items first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
@@ -105,7 +105,7 @@ def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
-    """Return the files with weights in a folder, each with its tensors in the index."""
+    """Return the files with weights in a folder, each with its tensors according to the index."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
     # A conversion may be given a folder with config.json and tokenizer alone.
@@ -115,7 +115,7 @@ def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
 
 
 def places_in(path: Path) -> Iterator[tuple[str, UnchangedTensor]]:
-    """Yield the tensors of a file, by name. Its header must have passed `read_safetensors_header`."""
+    """Yield the tensors of a file, by name. Call `read_safetensors_header` first: it checks the header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         # The format limits a header to 100 MB.

@@ -40,7 +40,7 @@ class ManifestWriter:
         self._open: dict[str, IO[bytes]] = {}
 
     def append(self, name: str, data: bytes | memoryview) -> int:
-        """Append data to a file, created if missing. Returns the offset of the data in bytes."""
+        """Append data to a file; create it if missing. Returns the data's offset in bytes."""
         start = self.sizes.setdefault(name, 0)
         # Hashing takes CPU time and writing waits for the disk, so both run at once. sha256 releases the GIL.
         hashed = self._hasher.submit(self._hashes.setdefault(name, hashlib.sha256()).update, data)
@@ -50,7 +50,9 @@ class ManifestWriter:
         return start
 
     def _file(self, name: str) -> IO[bytes]:
-        """Return the open file `name`. Files stay open: opening one for each write would be many times slower."""
+        """Return the open file `name`. Files stay open, because opening a file for each write would be many times
+        slower.
+        """
         if name not in self._open:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ class _Stream:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write the files' sizes and hashes, library versions, and the caller's description of the layout."""
+    """Write the files' sizes and hashes, library versions, and the caller's description `layout` of the folder."""
     manifest = {
         "files": dict(sorted(files.items())),
         "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
@@ -116,7 +118,7 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 
 def complete_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder whose ranks have hashed and synced `files`. Its other files are read here."""
+    """Write the manifest of a folder. Its ranks have hashed and synced `files`; all further files are hashed now."""
     others = [path for path in folder.iterdir() if path.name not in files]
     for path in others:
         sync(path)
@@ -125,7 +127,7 @@ def complete_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layo
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """Context that creates a folder, which appears only if no error is raised.
+    """Context that creates a folder. The folder appears at the end, and only without an error.
 
     Raises ConfigError if the folder exists and is not empty.
     """
@@ -176,7 +178,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
 def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
     """Read every file and compare its sha256 with the expected one.
 
-    Raises DataError with the first file that differs, StorageError for an unreadable file.
+    Raises DataError naming the first file that differs, StorageError for an unreadable file.
     """
     with storage_faults_named(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         hashes = pool.map(lambda name: file_record(folder / name)["sha256"], expected)

@@ -1,4 +1,4 @@
-"""Tensors of a model folder by their names in its files, memory-mapped: only used elements are read."""
+"""Tensors of a model folder by their names in its files. They are memory-mapped: only used elements are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MappedFolder:
         return set(self._files)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor [*shape] as it is stored."""
+        """Return a stored tensor [*shape], in its stored dtype."""
         path = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, "pt")

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of e2m1: two bits of exponent, one of mantissa. A fourth bit is the sign."""
+"""The absolute values of e2m1: two bits of exponent, one of mantissa. A fourth bit is the sign."""
 
 _SCALE_BIAS, _NAN = 127, 255
 """A scale byte (e8m0) is the exponent of two plus the bias, or stands for NaN."""
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return weights in bfloat16, [..., 32 * groups], exact except for underflow and overflow of bfloat16.
+    """Return weights in bfloat16, [..., 32 * groups]. They are exact, except for underflow and overflow of bfloat16.
 
     Shapes: `blocks` uint8 [..., groups, 16] has two numbers a byte, the lower four bits first. `scales` uint8 [...,
     groups] has one exponent a group. A group with the scale 255 becomes NaN, as the format defines.

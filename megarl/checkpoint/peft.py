@@ -1,8 +1,8 @@
 """Export of LoRA adapters to a PEFT folder, by a plan from all ranks' shards.
 
 PEFT and vLLM 0.30 can load the folder. Adapters of single experts have vLLM's names, because transformers fuses the
-experts of a layer into one module. PEFT 0.21 loads such a folder without an error, but computes other log-probs than
-the trainer (Qwen3-Next: 0.8 nats apart). The merged export is right.
+experts of a layer into one module. PEFT 0.21 loads such a folder without an error, but computes wrong log-probs
+(Qwen3-Next: 0.8 nats from the trainer's). The merged export is right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Redundant tensors of a model folder: they repeat other tensors, or numbers that follow from config.json. No torch.
 
 Examples are a head next to a tied embedding, rotary frequencies, and copies in a trained draft layer. They are not
-loaded, so a different value is an error: the model would be another one.
+loaded. A different value is an error, because it belongs to another model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FREQUENCIES = ".rotary_emb.inv_freq"
 _PRECISION = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
 """Largest relative rounding of a stored frequency, by the code of its dtype."""
 _SMALLEST = 1e-7
-"""Frequencies below this are rounded to few bits in float16."""
+"""Frequencies below this have few bits in float16."""
 
 
 def is_redundant(name: str, model: ModelShape) -> bool:
@@ -31,7 +31,7 @@ def is_redundant(name: str, model: ModelShape) -> bool:
 
 
 def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path]) -> Iterator[str]:
-    """Yield a line for each redundant tensor with other values. `files` has the file of every tensor in the folder."""
+    """Yield a line for each redundant tensor with a wrong value. `files` has the file of every tensor in the folder."""
     names = [name for name in files if is_redundant(name, model)]
     if not names:
         return
@@ -53,7 +53,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
 
 
 def _originals(model: ModelShape) -> dict[str, str]:
-    """Return the names of tensors that must equal others, with the names of these others."""
+    """Return the names of tensors that must equal another tensor, each with the other tensor's name."""
     tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
     return {**tied, **list_draft_copies(model)}
 

@@ -1,7 +1,7 @@
 """Safetensors files as layouts. Load and export are plans, executed on memory-mapped files.
 
-A load reads the headers, then only the bytes of the rank's own boxes. In an export, each file is written by one rank,
-which receives the file's tensors in buckets. No rank has the whole model.
+A load reads the headers, then only the bytes of the rank's own boxes (index ranges of tensors). In an export, one rank
+writes each file, and receives the file's tensors in buckets. No rank has the whole model.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ SHARD_BYTES = 5_000_000_000
 
 
 class FolderReader:
-    """Reader of the tensors in a model folder, each memory-mapped when it is used.
+    """Reader of the tensors in a model folder. Each tensor is memory-mapped when it is used.
 
-    An MXFP4 tensor is one storage for each expert, dequantised on demand. Raises DataError, naming file or tensor, for
-    a truncated file, a dtype not accepted for training, and a tensor missing, unknown or with a wrong shape.
+    An MXFP4 tensor is one storage for each expert, dequantised on demand. Raises DataError naming file or tensor: for a
+    truncated file, a dtype that cannot be trained, and a missing, unknown or wrongly shaped tensor.
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
@@ -84,7 +84,7 @@ class FolderReader:
                 self._files[piece.box.name] = stored.path
 
     def storage(self, name: str) -> Tensor:
-        """Return a storage's elements, flat: [elements]. The dtype is the stored one, bfloat16 for MXFP4."""
+        """Return a storage's elements, flat: [elements]. The dtype is the stored one, or bfloat16 for MXFP4."""
         if name in self._experts:
             packed, expert = self._experts[name]
             stored = self._stored[packed]
@@ -95,8 +95,8 @@ class FolderReader:
         return self._file(self._stored[name].path).get_tensor(name).view(-1)
 
     def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
-        """Yield parts of a layout with the pieces of this folder that they need, so that few dequantised experts exist
-        at a time.
+        """Yield (part of the layout, this folder's pieces for it). A part needs few experts, so few are dequantised at
+        a time.
         """
         by_file: dict[str, list[Piece]] = {}
         for piece in layout:
@@ -115,7 +115,7 @@ class FolderReader:
         return self._open[path]
 
     def _quantised_pieces(self, name: str, shape: tuple[int, ...]) -> Layout:
-        """Return an MXFP4 tensor's pieces. Its experts are stored transposed: [rows, columns] by columns."""
+        """Return an MXFP4 tensor's pieces. An expert's matrix [rows, columns] is stored transposed."""
         experts, rows, columns = shape
         storages = [f"{name}[{expert}]" for expert in range(experts)]
         self._experts |= {storage: (name, expert) for expert, storage in enumerate(storages)}
@@ -136,13 +136,12 @@ def load(
     override: Mapping[str, Any] | None = None,
     with_draft_layers: bool = False,
 ) -> None:
-    """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's
-    dtype.
+    """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's dtype.
 
     `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each,
     written in place. A value head keeps its values if the folder's model has none. `override` changes fields of
-    config.json (`config.override`). `with_draft_layers` loads its draft layers too. Raises DataError for an invalid
-    folder, for a weight that is not finite, and for one that changed since its export.
+    config.json (`config.override`). `with_draft_layers` also loads draft layers. Raises DataError for an invalid
+    folder, for a weight that is not finite, and for a weight that changed since its export.
     """
     model = read_model_shape(folder, override)
     model = model.with_draft_layers(with_draft_layers)
@@ -173,7 +172,7 @@ def check_folder(folder: Path, override: Mapping[str, Any] | None = None) -> Non
 
 
 def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
-    """Read rows (a range of token ids) of a language model's output layer, as stored: [rows, hidden_size].
+    """Read rows `rows` (token ids) of a language model's output layer, in the stored dtype: [rows, hidden_size].
 
     `override` changes fields of config.json. Raises DataError for an invalid folder.
     """
@@ -186,7 +185,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
 
 @torch.no_grad()
 def _is_finite(piece: Piece, parameter: Tensor) -> bool:
-    """Return whether the elements of a parameter's stored part are all finite.
+    """Return whether all elements of a parameter's stored part are finite.
 
     Only minimum and maximum are tested: both are NaN if an element is NaN. This is one pass without a copy.
     """
@@ -211,9 +210,9 @@ def export(
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. Tensors are
-    stored as `dtype`, except those that are float32 in every model. Untrained tensors (`checkpoint.kept`) and all files
-    except weights are copied from the folder `source`, config.json with the fields of `override` changed
-    (`config.override`). `other_texts` maps names of further files to their texts, replacing copied ones. A rank stages
+    stored as `dtype`, except tensors that are float32 in every model. Untrained tensors (`checkpoint.kept`) and all
+    files except weights are copied from the folder `source`. `override` changes fields of config.json
+    (`config.override`). `other_texts` maps names of further files to their texts, replacing copied files. A rank stages
     at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder is replaced
     atomically. Raises OSError if the disk is full.
     """
@@ -280,8 +279,8 @@ def write_folder(
 
     `files` maps a file's name to its tensors' names, shapes and dtypes. `parameters` are this rank's shards, each
     [local rows, ...], sent as `dtype`. `model` is needed for packed tensors (all experts of a layer in one tensor).
-    `copies` maps names of tensors to those of equal ones in `parameters`. On rank 0, `write_others` adds the folder's
-    other files. The folder is replaced atomically. Raises OSError if the disk is full.
+    `copies` maps a tensor's name to the name of an equal tensor in `parameters`. On rank 0, `write_others` adds the
+    folder's further files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
     # Written next to its final place, so that the last rename stays on one file system and is atomic.
@@ -315,14 +314,16 @@ def write_folder(
 def kept_file(
     num_files: int, unchanged_tensors: Mapping[str, UnchangedTensor]
 ) -> dict[str, Mapping[str, UnchangedTensor]]:
-    """Return the tensors that are only copied by the name of their file, the last one after `num_files` others."""
+    """Return the copied tensors by the name of their file. It is the last file, after `num_files` others. Empty without
+    any.
+    """
     return {_file_name(num_files + 1, num_files + 1): unchanged_tensors} if unchanged_tensors else {}
 
 
 def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int = 0) -> dict[str, dict[str, Form]]:
     """Distribute tensors, in order, over files of at most `shard_bytes`: by file name, widest dtypes first.
 
-    File names contain the number of files, `num_more` further ones included.
+    File names contain the number of all files, with `num_more` further files.
     """
     shards: list[dict[str, Form]] = [{}]
     filled = 0
@@ -361,7 +362,7 @@ def _storage(file: str, dtype: torch.dtype) -> str:
 def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
     """Create a safetensors file with its header and reserve its space.
 
-    Returns its data mapped as one tensor [elements] for each dtype, by `_storage`. Tensors of one dtype must be
+    Returns the mapped data: one tensor [elements] for each dtype, by `_storage`. Tensors of one dtype must be
     consecutive in `tensors`.
     """
     header = file_header(tensors)
@@ -386,10 +387,10 @@ def changed_config(
     model: ModelShape | None = None,
     override: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the config.json at `path` with the exported dtype, from which transformers loads the weights.
+    """Return the config.json at `path` with the exported dtype; transformers loads the weights in it.
 
-    Fields that vLLM reads and transformers 5 does not write are added (`families.shape.completed_config`), and those of
-    `model`'s value head. Fields of `override` are changed (`config.override`).
+    Also adds fields that vLLM reads and transformers 5 does not write (`families.shape.completed_config`), and the
+    fields of `model`'s value head. `override` changes fields (`config.override`).
     """
     content = path.read_bytes()
     fields = loads(content, max_values_of(path.name))

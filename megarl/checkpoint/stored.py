@@ -37,7 +37,7 @@ class Stored(NamedTuple):
     """Place of a tensor in a model folder: its file, and its dtype code in the file's header (`CODES` or `MXFP4`).
 
     An MXFP4 tensor (gpt-oss) has 4-bit numbers in the file `path`, and one scale per `_GROUP` numbers in the file
-    `scales`. Other tensors have `scales` None.
+    `scales`. Any other tensor has `scales` None.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
 
 def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
-    """Return the places of the model's tensors in a folder, and faults of their names, dtypes and shapes.
+    """Return the places of the model's tensors in a folder, and faults in their names, dtypes and shapes.
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
@@ -137,7 +137,7 @@ def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) 
 
 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:
-    """Yield the faults of a folder's tensors as lines: the first few of each kind, and the number of others.
+    """Yield the faults of a folder's tensors as lines: the first few of each kind, then the number of further faults.
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """

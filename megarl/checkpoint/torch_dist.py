@@ -2,7 +2,7 @@
 
 A parameter of all layers (and experts) is one tensor under one key, with the layer (and expert) as leading dimensions.
 Its chunks are in `.distcp` files, each in the format of torch.save. `.metadata` lists their places. A conversion writes
-the chunks that the ranks with these parallel sizes would write, so each of them later reads one file.
+the same chunks as ranks with these parallel sizes would write, so each rank later reads one file.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class Parameter:
     layer: int = -1
     expert: int = -1
     block_key: str = ""
-    """The ending of the key, if the checkpoint stores each block separately and `rule` is one of them."""
+    """Ending of the key, if the checkpoint stores each block separately and `rule` is one block."""
     layer_in_key: bool = False
-    """Whether the key contains the layer's number, as Megatron-Core does if layers have different parameters."""
+    """Whether the key contains the layer's number. Megatron-Core does this if layers have different parameters."""
     is_latent: bool = False
     """Whether the model has latent attention. Megatron's local layers then rename no norms."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key with Transformer Engine's layers, and the key with Megatron's local layers if it differs."""
+        """The key with Transformer Engine's layers; then the key with Megatron's local layers, if it differs."""
         parameter, variant = self.rule.parameter, self.rule.transformer_engine
         fused = parameter if self.rule.is_expert or variant is None else variant.parameter
         # Megatron-Core 0.16.1: except with latent attention, the local spec saves norms under the names of Transformer
@@ -101,7 +101,7 @@ class Parameter:
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
-        """Yield the Hugging Face elements of a part of the parameter, with their places in a contiguous storage."""
+        """Yield the Hugging Face elements of `box`, a part of the parameter, as pieces in a contiguous storage."""
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
         names = {"layer": self.layer, "expert": self.expert}
@@ -157,10 +157,11 @@ def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
 def split(
     model: ModelShape, parallel: ParallelConfig, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
 ) -> Iterator[StoredShard]:
-    """Yield the parts of tensors that each rank stores, none larger than `chunk_bytes` except single rows.
+    """Yield the parts of tensors that each rank stores. A part has at most `chunk_bytes`, unless a single row is
+    larger.
 
-    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
-    tensors fused into one parameter have different dtypes.
+    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model. Raises
+    DataError if tensors fused into one parameter have different dtypes.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = MegatronLayouts(model, parallel, padded)
@@ -193,7 +194,7 @@ def split(
 
 
 def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
-    """Yield tensor-parallel ranks with their parts: equal parts of each fused block, of at most `limit` elements."""
+    """Yield (tensor-parallel rank, part) for equal parts of each fused block. A part has at most `limit` elements."""
     dim, base = rule.dim or 0, 0
     for length in layouts.cut(rule):
         for rank in range(layouts.splits(rule)):
@@ -206,7 +207,7 @@ def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: 
 
 
 def extra_states(model: ModelShape) -> Iterator[str]:
-    """Yield the keys of the extra states that Megatron-Core's linear layers require, each stored as `[None]`."""
+    """Yield the keys of the extra states that Megatron-Core's linear layers require. Each is stored as `[None]`."""
     for parameter in parameters(model):
         key = parameter.keys[0].removesuffix(f".{parameter.block_key}")
         module, _, kind = key.rpartition(".")
@@ -247,7 +248,7 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
 
 
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the contents of `common.pt`, which Megatron-LM reads with `--load` and `--use-checkpoint-args`."""
+    """Return the contents of `common.pt`. Megatron-LM reads it with `--load` and `--use-checkpoint-args`."""
     family_settings = dict(FAMILIES[model.family].settings(model))
     # Megatron-LM names an activation by a flag.
     activation = family_settings.pop("activation_func", None)
@@ -279,7 +280,7 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _megatron_lm_arguments(model: ModelShape) -> dict[str, Any]:
-    """Return Megatron-LM's arguments that differ from TransformerConfig's in name or value."""
+    """Return Megatron-LM's arguments with other names or values than TransformerConfig's fields."""
     arguments: dict[str, Any] = {"num_experts": model.router.num_experts if model.router else None}
     # Without experts Megatron-LM's default stands in the file.
     arguments |= {"moe_layer_freq": 1} if model.router is None else router_settings(model.router, model)

@@ -55,16 +55,14 @@ _COMMON_OBJECT = "common_state"
 
 _SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
 _MEMORY = 1 << 30
-"""Limits for reading `.metadata`: seconds (plus 1 for each MB), and bytes of memory (plus 64 for each byte of the
-file).
-"""
+"""Limits for reading `.metadata`: seconds (plus 1 for each MB of the file), bytes of memory (plus 64 for each byte)."""
 
 
 class CheckpointReader:
-    """Reader of a `torch_dist` checkpoint of a certain model, by the names of Hugging Face tensors.
+    """Reader of a `torch_dist` checkpoint of a known model, by the names of Hugging Face tensors.
 
     `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. `model` gets trained draft layers if the
-    checkpoint has them. Raises DataError naming the file for anything missing, truncated, or of another model.
+    checkpoint has them. Raises DataError naming the file if a part is missing, truncated, or of another model.
     """
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
@@ -103,7 +101,7 @@ class CheckpointReader:
         return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
 
     def read_further(self, key: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor [*shape] outside of the model, by its key in the checkpoint, such as a drafter's.
+        """Return a whole tensor [*shape] outside the model, such as a drafter's, by its key in the checkpoint.
 
         Raises DataError if it is missing, damaged, or has another shape.
         """
@@ -144,7 +142,9 @@ class CheckpointReader:
                 self.dtypes[piece.box.name] = tensor.dtype
 
     def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the byte offset of a part's elements in its file item. Only the pickle around them is read."""
+        """Return the byte offset of a part's elements in its place in a file. Only the pickle around the elements is
+        read.
+        """
         path = self.folder / place.file
         try:
             # A fake tensor records the offset of its elements instead of reading them (torch 2.13).
@@ -213,7 +213,8 @@ def _loads(content: bytes) -> Metadata:
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata` file. Its pickle may contain plain records only. Raises DataError and StorageError.
 
-    A few bytes of pickle can cause endless work, so it is first read in a child process with limits of time and memory.
+    A few bytes of pickle can cause endless work. So a child process with limits of time and memory reads the file
+    first.
     """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
@@ -231,10 +232,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_harmless(folder: Path) -> None:
-    """Check all files that Megatron's loader would unpickle, by reading them with `weights_only`.
+    """Check that Megatron's loader can unpickle the checkpoint without running code: read all files with
+    `weights_only`.
 
-    Megatron's loader is then safe. Raises DataError naming a file with anything except numbers, texts and tensors,
-    StorageError for an unreadable file.
+    Raises DataError naming a file with anything except numbers, texts and tensors, StorageError for an unreadable file.
     """
     metadata, path = read_metadata(folder / METADATA), folder / COMMON
     try:
@@ -260,9 +261,9 @@ def check_harmless(folder: Path) -> None:
 
 
 def check_intact(folder: Path) -> None:
-    """Check a checkpoint that megarl saved, before ranks load it: its files are those of its manifest, and harmless.
+    """Check a checkpoint that megarl saved, before ranks load it: files equal the manifest, and contain no code.
 
-    Raises DataError with the first file that is damaged or missing, StorageError for an unreadable file.
+    Raises DataError naming the first damaged or missing file, StorageError for an unreadable file.
     """
     expected = check_sizes(folder)
     if not expected:
@@ -274,7 +275,7 @@ def check_intact(folder: Path) -> None:
 def _load_plain(file: IO[bytes]) -> None:
     """Load a file of `torch.save` without running code from it.
 
-    torch raises UnpicklingError for other objects than numbers, strings, tensors, lists and dicts. Raises ValueError
+    torch raises UnpicklingError for objects other than numbers, strings, tensors, lists and dicts. Raises ValueError
     for a compressed file.
     """
     _refuse_compressed(file)
@@ -282,10 +283,9 @@ def _load_plain(file: IO[bytes]) -> None:
 
 
 def _refuse_compressed(file: IO[bytes]) -> None:
-    """Raise ValueError if the entries of a file of `torch.save` are compressed or overlap. Then return to the file's
-    start.
+    """Raise ValueError if entries of a file of `torch.save` are compressed or overlap. Then seek to the file's start.
 
-    torch.save does neither. A compressed entry may expand 1,000 times in memory.
+    torch.save writes neither. A compressed entry may expand 1,000 times in memory.
     """
     num_bytes = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -323,7 +323,7 @@ class _Metadata:
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
         """Return the key of a parameter in the checkpoint, and its layer and expert as indices of the stored tensor.
 
-        Some checkpoints have the layer in the key instead of an index.
+        Some checkpoints have the layer in the key, and no index for it.
         """
         for key in parameter.keys:
             if key in self._records:
@@ -338,7 +338,7 @@ class _Metadata:
     def tensor(self, key: str, depth: int) -> _StoredTensor:
         """Return the tensor stored under a key.
 
-        Its first `depth` dimensions are layer and expert; no stored part spans several of their indices.
+        Its first `depth` dimensions are layer and expert. A stored part has a single index in each.
         """
         if key not in self._tensors:
             try:

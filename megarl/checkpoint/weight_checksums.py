@@ -1,8 +1,7 @@
-"""Checksums of an exported model's weights, in a small file of its folder. megarl compares them when it loads the
-folder.
+"""Checksums of an exported model's weights, in a small file of its folder. megarl compares them on loading.
 
-They equal those of the trainer's weight versions (`reshard.checks.version_checksums`), so they do not depend on the
-exporting or loading ranks, or on the order of the files. Other programs ignore the file.
+They equal the checksums of the trainer's weight version (`reshard.checks.version_checksums`). So they depend neither on
+the exporting or loading ranks nor on the order of the files. Other programs ignore the file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megarl.reshard.transport import device_of
 from megarl.types import DataError
 
 _FORMAT = 1
-"""Version of the file's format. It increases if the same weights get other checksums."""
+"""Version of the file's format. It increases if the checksums of unchanged weights change."""
 
 
 class StoredTensors(Protocol):
@@ -47,7 +46,7 @@ def compute_checksums(
     """Return the checksum of each tensor of a model sharded over all ranks, by name. A collective.
 
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. `dtypes` are
-    the types in which the tensors are stored, by name.
+    the types of the stored tensors, by name.
     """
     owners: dict[Box, int] = {}
     for holder, layout in enumerate(layouts):
@@ -105,8 +104,8 @@ def stored_checksums(folder: Path) -> dict[str, int]:
 def check_weights(folder: Path, stored: StoredTensors) -> None:
     """Compare a folder's tensors with its checksums, if it has any.
 
-    If a process group exists, each of its ranks reads an equal share. Raises DataError with the file and the name of
-    the first tensor that differs.
+    If a process group exists, each of its ranks reads an equal share. Raises DataError naming file and tensor of the
+    first difference.
     """
     expected = stored_checksums(folder)
     names = stored.pieces.keys() & expected.keys()

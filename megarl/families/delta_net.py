@@ -22,14 +22,14 @@ class DeltaNet(LinearAttention):
     sums_norm_gradient = False
 
     num_key_heads: int
-    """Number of query heads, and of key heads. Each serves num_value_heads / num_key_heads value heads."""
+    """Number of query heads, and of key heads. A key head serves num_value_heads / num_key_heads value heads."""
     num_value_heads: int
     key_dim: int
     """Channels of a query or key head."""
     value_dim: int
     """Channels of a value head."""
     width: int
-    """Tokens that the causal convolution reads, with the current one."""
+    """Tokens that the causal convolution reads, including the current one."""
 
     @property
     def key_channels(self) -> int:

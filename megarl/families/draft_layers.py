@@ -1,6 +1,6 @@
-"""Draft layers: further layers of a checkpoint, with which an engine drafts tokens.
+"""Draft layers: further layers of a checkpoint. An engine drafts tokens with them.
 
-A family that has them names their kind, an instance of `DraftLayers`. Without training they are only copied.
+A family with draft layers names their kind, an instance of `DraftLayers`. Without training they are only copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 DRAFTER = "drafter."
-"""Prefix of the draft model's parameters among those of an engine."""
+"""Prefix of the draft model's parameters among an engine's parameters."""
 
 PARAMETERS = "mtp."
 """Prefix of the draft layers' parameters in Megatron-Core 0.16.1, named after multi-token prediction (MTP)."""
@@ -26,7 +26,7 @@ PARAMETERS = "mtp."
 class DraftLayers(Protocol):
     """The tensors of one kind of draft layers, in checkpoints, in Megatron and in vLLM.
 
-    `model.num_draft_layers` is the number of trained layers, `model.num_kept_layers` that of copied ones.
+    `model.num_draft_layers` counts trained layers, `model.num_kept_layers` copied layers.
     """
 
     @property
@@ -41,7 +41,7 @@ class DraftLayers(Protocol):
 
     @property
     def copied(self) -> Mapping[str, str]:
-        """Return the tensors that copy others of the model: names without the layer's prefix, each with its
+        """Return the draft layer's copies of the model's tensors: name without the layer's prefix -> name of the
         original.
         """
         ...
@@ -55,7 +55,7 @@ class DraftLayers(Protocol):
         ...
 
     def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-        """Yield the rules of the trained draft layers, in the model's last stage. `rules` are those of the other
+        """Yield the rules of the trained draft layers in the last stage. `rules` are the rules of the model's own
         layers.
         """
         ...
@@ -68,7 +68,7 @@ class DraftLayers(Protocol):
         ...
 
     def copies(self, model: ModelShape) -> dict[str, str]:
-        """Return the draft layers' tensors that copy others: the name of each copy, and of its original."""
+        """Return the draft layers' copies of other tensors: name of the copy -> name of the original."""
         ...
 
     def copied_prefixes(self, model: ModelShape) -> tuple[str, ...]:

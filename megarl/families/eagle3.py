@@ -1,6 +1,6 @@
 """Published EAGLE-3 drafters (arXiv 2503.01840): one layer that drafts tokens from hidden states of three layers.
 
-vLLM 0.30 reads a drafter from its own files. A drafter is frozen, or trained with the policy (`DrafterShape`).
+vLLM 0.30 reads a drafter from a folder of its own. A drafter is frozen, or trained with the policy (`DrafterShape`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PARAMETERS = "drafter."
 METHOD = "eagle3"
 """vLLM's name of the speculative method."""
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-"""Names of the drafter's class in config.json, for drafters of all policies."""
+"""Class names of drafters in config.json. They are the same for the drafters of all policies."""
 WITHOUT_EAGLE3 = ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "seed_oss")
-"""Families whose models in vLLM 0.30 give a drafter no hidden states."""
+"""Families whose vLLM 0.30 models pass no hidden states to a drafter."""
 _NUM_STATES = 3
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = "midlayer.", "layers.0."
@@ -36,7 +36,7 @@ _LAYER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "hidden_norm", "input_layernorm",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-"""Modules of the drafter's layer with a weight."""
+"""Modules with a weight in the drafter's layer."""
 OFFSETS, IS_DRAFTED = "d2t", "t2d"
 """Maps of a smaller draft vocabulary, int64 [drafted tokens] and bool [vocabulary]. d2t: the policy's id of a drafted
 token, minus the drafted token's number. t2d: whether a token of the policy is drafted. Training does not change them.
@@ -45,7 +45,7 @@ _OTHER_FORMS = {
     "attention_bias": False, "mlp_bias": False, "norm_output": False, "fc_norm": False, "norm_before_fc": False,
     "logit_scale": 1.0, "hidden_act": "silu", "bias": False, "qkv_bias": False, "is_causal": True,
 }  # fmt: skip
-"""Fields of config.json that change what vLLM 0.30 computes, with the only value that the trainer supports."""
+"""Fields of config.json that change vLLM 0.30's computation, each with the only value that the trainer supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class DrafterShape:
     aux_layers: tuple[int, ...]
     """Numbers, from 0, of the policy's layers whose inputs the drafter reads."""
     adds_normed_state: bool = False
-    """Whether the layer's residual is the state after `hidden_norm` instead of before it."""
+    """Whether the layer's residual is the state after `hidden_norm`. False: the state before it."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -124,23 +124,27 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
 
 
 def published_name(name: str) -> str:
-    """Return the usual name of a drafter's tensor, from any of its names in published files."""
+    """Return the usual name of a drafter's tensor. Published files have several names for it."""
     name = name.removeprefix("model.")
     return name.replace(_MIDDLE[1], _MIDDLE[0], 1) if name.startswith(_MIDDLE[1]) else name
 
 
 def _layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
-    """Return the numbers of the policy's layers in config.json, from the field that vLLM 0.30 prefers."""
+    """Return the numbers of the policy's layers in config.json. Several fields may have them; vLLM 0.30's choice is
+    read.
+    """
     return config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
 
 
 def default_layers(policy: ModelShape) -> tuple[int, int, int]:
-    """Return vLLM 0.30's layers for a drafter whose config.json names none. It reads the hidden states before each."""
+    """Return the policy's layers that vLLM 0.30 chooses if config.json names none. The drafter reads their inputs."""
     return 2, policy.num_layers // 2, policy.num_layers - 3
 
 
 def drafter_folder(speculative_config: object) -> str | None:
-    """Return the folder or Hub name of an EAGLE-3 drafter in vLLM's `speculative_config`, or None."""
+    """Return the folder or Hub name of an EAGLE-3 drafter in vLLM's `speculative_config`; None without such a
+    drafter.
+    """
     if not isinstance(speculative_config, Mapping) or speculative_config.get("method") != METHOD:
         return None
     model = speculative_config.get("model")
@@ -153,7 +157,7 @@ def stored_bytes(folder: str) -> int:
 
 
 def drafter_faults(folder: str, policy: ModelShape) -> Iterator[str]:
-    """Yield the reasons why a drafter cannot draft for a policy. Raises DataError for broken files."""
+    """Yield the reasons why a drafter does not fit a policy. Raises DataError for broken files."""
     config = read_object(Path(folder) / "config.json")
     architectures = config.get("architectures")
     if not isinstance(architectures, Sequence) or not set(architectures) & set(ARCHITECTURES):
@@ -195,7 +199,7 @@ def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]
 def _tensor_faults(
     folder: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], policy: ModelShape
 ) -> Iterator[str]:
-    """Yield faults of missing tensors. vLLM does not notice them: it leaves the tensors random or zero."""
+    """Yield faults of missing tensors. vLLM does not notice them: it leaves the parameters random or zero."""
     hidden, num_drafted = config.get("hidden_size"), config.get("draft_vocab_size") or policy.vocab_size
     expected = {"fc.weight": (hidden, _NUM_STATES * policy.hidden_size), "norm.weight": (hidden,)}
     if num_drafted != policy.vocab_size:
@@ -216,7 +220,7 @@ def _tensor_faults(
 
 
 def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
-    """Yield a fault of `d2t`, which maps drafted tokens to the policy's tokens."""
+    """Yield a fault of `d2t`, the map from drafted tokens to the policy's tokens."""
     offsets = np.asarray(read_vocabulary_maps(folder)[OFFSETS], np.int64)
     tokens = offsets + np.arange(len(offsets))
     if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:
@@ -224,8 +228,10 @@ def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
 
 
 def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
-    """Return the maps of a drafter's vocabulary, `OFFSETS` and `IS_DRAFTED`, by published name. Without a smaller
-    vocabulary there are none. Raises DataError for broken files.
+    """Return a drafter's vocabulary maps, `OFFSETS` and `IS_DRAFTED`, by published name. Empty without a smaller
+    vocabulary.
+
+    Raises DataError for broken files.
     """
     maps: dict[str, np.ndarray] = {}
     for name, tensors in weight_files(folder).items():
@@ -236,7 +242,7 @@ def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
 
 
 def read_stored_bytes(folder: str) -> int:
-    """Return `stored_bytes`, or 0 for broken files: the checks before a start report these."""
+    """Return `stored_bytes`, or 0 for broken files: checks before the start report them."""
     try:
         return stored_bytes(folder)
     except (DataError, OSError):

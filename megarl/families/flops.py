@@ -36,7 +36,7 @@ def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
-    """Return the multiply-adds of one token in a layer's projections of attention or linear attention, without
+    """Return the multiply-adds of one token in a layer's attention projections (also linear attention), without
     scores.
     """
     linear = shape.linear_attention
@@ -46,7 +46,7 @@ def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _pair_flops(shape: ModelShape) -> int:
-    """Return the FLOPs of a token's attention to one token in a layer: two for each channel of score and value."""
+    """Return the FLOPs of one token's attention to one other in a layer: two for each channel of score and value."""
     return 2 * (shape.attention.score_channels + shape.attention.value_channels)
 
 
@@ -57,10 +57,10 @@ class SequenceFlops:
     token_flops: float
     """FLOPs of a token's matrix products."""
     pair_flops: tuple[tuple[int, float], ...]
-    """For each window (0: none) its tokens, and the FLOPs of a pair of tokens in all layers with the window."""
+    """Window (0: none) -> its tokens, and the FLOPs of a token pair in all layers with this window."""
 
     def __call__(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Return the FLOPs of each sequence of these lengths: both [sequences]."""
+        """Return the FLOPs of each sequence. `lengths` and the result are [sequences]."""
         tokens = np.asarray(lengths, np.float64)
         flops = self.token_flops * tokens
         for window, pair_flops in self.pair_flops:
@@ -84,7 +84,7 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
 
 
 def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs of a trained draft layer, which only an update runs, over sequences of `lengths` [sequences].
+    """Return the FLOPs of a trained draft layer, which runs in updates only, over sequences of `lengths` [sequences].
 
     Each weight of the layer takes part in three products: forward, and both gradients. The head takes part in two,
     because the draft layer's loss gives it no weight gradient.

@@ -1,7 +1,7 @@
 """Linear attention: layers with a state per sequence instead of keys and values.
 
-A kind of linear attention is a class of its sizes, like `families.delta_net.DeltaNet`. The planner, the checks and
-Megatron's settings need its methods.
+A kind of linear attention is a class with its sizes, like `families.delta_net.DeltaNet`. The planner, the checks and
+Megatron's settings call its methods.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class LinearAttention(ABC):
     plural: ClassVar[str]
     """Name of the layers in messages."""
     tensor_part: ClassVar[str]
-    """Part of the names of its tensors in checkpoints, and of no others."""
+    """Part of the names of the layer's tensors in checkpoints. No other tensor has it."""
     megatron_lm_variant: ClassVar[str]
     """Megatron-LM's argument `experimental_attention_variant`."""
     kernels: ClassVar[tuple[str, str]]
-    """Module with the kernels for GPUs, and the package that installs it. Without them torch computes the layers."""
+    """Module with the GPU kernels, and the package that installs it. Without the package torch computes the layers."""
     sums_norm_gradient: ClassVar[bool]
-    """Whether Megatron sums the gradient of its output norm over tensor-parallel ranks without sequence parallelism."""
+    """Whether Megatron sums the output norm's gradient over tensor-parallel ranks even without sequence parallelism."""
 
     @property
     @abstractmethod
@@ -38,11 +38,11 @@ class LinearAttention(ABC):
     @property
     @abstractmethod
     def config_sizes(self) -> Mapping[str, int]:
-        """Return the fields of config.json that set the shapes of its tensors, with their values."""
+        """Return the fields of config.json, with values, that set the shapes of the layer's tensors."""
 
     @abstractmethod
     def megatron_settings(self) -> dict[str, Any]:
-        """Return the fields of Megatron-Core's TransformerConfig with the sizes."""
+        """Return the layer's sizes as fields of Megatron-Core's TransformerConfig."""
 
     @abstractmethod
     def layer_weights(self, hidden_size: int) -> int:
@@ -50,7 +50,8 @@ class LinearAttention(ABC):
 
     @abstractmethod
     def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
-        """Return the numbers per token that autograd saves in a layer after the norm: in the model's dtype, in float32.
+        """Return how many numbers per token autograd saves in a layer after the norm: (in the model's dtype, in
+        float32).
 
         `in_torch`: torch computes the state and saves more than the kernels.
         """

@@ -1,8 +1,8 @@
 """Choice of `trainer.logprob_chunk_tokens`: the tokens with logits in memory at once, by time and memory.
 
-The logits [tokens, vocabulary] are computed in blocks of the vocabulary, each as large as the logits of one chunk of
-tokens. Fewer blocks save time: each reads all hidden states, and adds to their float32 gradient. More blocks save
-memory.
+The logits [tokens, vocabulary] are computed in blocks of the vocabulary. A block has as many logits as one chunk of
+tokens. Each block reads all hidden states, and adds to their float32 gradient. So few blocks save time, and many blocks
+save memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 CPU_CHUNK_TOKENS = 1024
-"""Tokens of a chunk on CPUs (small caches)."""
+"""Tokens of a chunk on CPUs. CPU caches are small."""
 LIMIT_BYTES = 1 << 30
 """Most bytes of logits in memory at once on a GPU, with the float32 copies that torch makes."""
 BLOCK_SHARE = 0.02
-"""Largest share of the head's time that more blocks may cost. Still fewer blocks only cost memory."""
+"""Largest share of the head's time that splitting into blocks may cost. Fewer blocks would only cost memory."""
 
 # Seconds on an H200 in bfloat16, fitted to the rows `logprobs_forward_backward` of tools/bench/results/h200.jsonl:
 # 32,768 tokens, hidden size 2,560, vocabulary 151,936, 9 to 33 blocks. The largest error is 1.7 % with kernels, and
@@ -26,10 +26,9 @@ BLOCK_SHARE = 0.02
 _PRODUCT_SECONDS = 8 / 783e12
 """Seconds per token, hidden channel and vocabulary row: four matrix products at the speed of a large one."""
 _LOGIT_SECONDS = {True: 6.0e-12, False: 26.6e-12}
-"""Seconds per logit of softmax, entropy and gradients. True: kernels read the logits in their type."""
+"""Seconds per logit of softmax, entropy and gradients. Key True: kernels read the logits in their stored type."""
 _BLOCK_SECONDS = {True: 7.5e-12, False: 5.7e-12}
-"""Seconds per token, hidden channel and block, for reads of hidden states and sums of their gradient. True: with
-kernels."""
+"""Seconds per token, hidden channel and block, to read hidden states and sum their gradient. Key True: with kernels."""
 
 
 def head_seconds(
@@ -51,9 +50,9 @@ def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
 def chosen_chunk_tokens(
     *, num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, has_kernels: bool
 ) -> int:
-    """Return the smallest chunk of tokens whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
+    """Return the smallest chunk of tokens with blocks that cost at most `BLOCK_SHARE` of the head's time on a GPU.
 
-    `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows on a rank, `itemsize` bytes of a
+    `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows on a rank, `itemsize` the bytes of a
     weight. The logits of a chunk never exceed `LIMIT_BYTES`, even if blocks then cost more time.
     """
     seconds = partial(
@@ -73,9 +72,9 @@ def chosen_chunk_tokens(
 
 
 def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
-    """Return the chunk of tokens whose logits take the memory of one of `num_blocks` equal blocks of the vocabulary.
+    """Return the chunk of tokens with as many logits as one of `num_blocks` equal blocks of the vocabulary.
 
-    The logits of a block are those of all `num_tokens` for a part of the vocabulary.
+    A block has the logits of all `num_tokens` for a part of the vocabulary.
     """
     # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
     rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
@@ -91,7 +90,7 @@ def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
 
 
 def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig, *, is_gpu: bool) -> int:
-    """Return the number of tokens whose logits are computed at once: set in the recipe, or chosen for the model."""
+    """Return the number of tokens with logits in memory at once: set in the recipe, or chosen for the model."""
     if (setting := recipe.trainer.logprob_chunk_tokens) is not None:
         return setting
     if not is_gpu:

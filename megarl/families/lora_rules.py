@@ -1,6 +1,6 @@
 """LoRA adapters under PEFT's names, derived from the rules of their linear layers.
 
-A fused linear layer has one adapter: its projections share the matrix A, and its matrix B is split like the weight.
+A fused linear layer has one adapter. Its projections share the matrix A, and its matrix B is split like the weight.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> di
 def projections(names: Iterable[str]) -> list[str]:
     """Return the last name parts of the modules with adapters, sorted, for PEFT's `target_modules`.
 
-    `names` are those of the matrices, numbered or with placeholders.
+    `names` are matrix names, with layer numbers or with placeholders.
     """
     # Names end in MODULE.lora_A.weight or MODULE.lora_B.weight.
     return sorted({name.split(".")[-3] for name in names})

@@ -13,7 +13,7 @@ from megarl.types import ConfigError
 
 
 def architecture_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return all settings but those of experts. Raises ConfigError for sliding windows of several sizes."""
+    """Return all settings except the experts'. Raises ConfigError for sliding windows of several sizes."""
     attention = shape.attention
     return {
         "num_layers": shape.num_layers,
@@ -34,7 +34,9 @@ def architecture_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has one."""
+    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has a single
+    size.
+    """
     sizes = {window for window in shape.windows if window}
     if not sizes:
         return {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def list_rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return a model's rules: how each Megatron parameter is composed of Hugging Face tensors.
+    """Return a model's rules: the Hugging Face tensors that make up each Megatron parameter.
 
     Raises ValueError if two rules describe the same Megatron parameter.
     """
@@ -48,7 +48,7 @@ def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the parameters of vLLM's draft model holding the model's trained draft layers. Empty: it has none."""
+    """Return the parameters of vLLM's draft model for the model's trained draft layers. Empty without such layers."""
     draft_layers = FAMILIES[model.family].draft_layers
     if not model.num_draft_layers or draft_layers is None:
         return ()
@@ -64,19 +64,21 @@ def is_draft_tensor(model: ModelShape, tensor: TensorName) -> bool:
 
 
 def live_name(template: str, model: ModelShape) -> str:
-    """Return the name in vLLM of a tensor that vLLM does not fuse. vLLM removes prefixes other than `model.`."""
+    """Return vLLM's name of a tensor that vLLM does not fuse. vLLM removes prefixes other than `model.`."""
     prefix = FAMILIES[model.family].prefix
     return "model." + template.removeprefix(prefix) if template.startswith(prefix) else template
 
 
 def checkpoint_name(name: str, model: ModelShape) -> str:
-    """Return a tensor's name in checkpoints from its name in the family's module (beginning with `model.`)."""
+    """Return a tensor's name in checkpoints. `name` is its name in the family's module, beginning with `model.`."""
     prefix = FAMILIES[model.family].prefix
     return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def template_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for numbers."""
+    """Return the shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` in place of
+    numbers.
+    """
     return {name: shape for rule in list_rules(model) for name, shape in rule.tensors}
 
 
@@ -85,7 +87,7 @@ def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
 
 
 def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the layers with a tensor, keyed by the tensor's template. Outside of layers: (-1,)."""
+    """Return the layers with a tensor, keyed by the tensor's template. For a tensor outside the layers: (-1,)."""
     numbers: dict[str, set[int]] = {}
     for rule in rules:
         rule_layers = range(model.num_layers) if rule.layers is None else rule.layers
@@ -101,7 +103,7 @@ def list_model_tensors(model: ModelShape) -> tuple[TensorName, ...]:
 
 
 def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
-    """Return the tensors of these rules in all their layers and experts, sorted by layer, template and expert."""
+    """Return these rules' tensors in all layers and experts, sorted by layer, template and expert."""
     return in_order(
         TensorName(template, layer, expert)
         for template, layers in layers_by_template(rules, model).items()
@@ -142,7 +144,7 @@ def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
 
 
 def is_read_by_drafter(model: ModelShape, name: str) -> bool:
-    """Return whether vLLM's draft model loads a tensor of a checkpoint with untrained draft layers."""
+    """Return whether vLLM's draft model loads a tensor, in a checkpoint with untrained draft layers."""
     draft_layers = FAMILIES[model.family].draft_layers
     if draft_layers is None:
         return False
@@ -151,13 +153,13 @@ def is_read_by_drafter(model: ModelShape, name: str) -> bool:
 
 
 def list_draft_copies(model: ModelShape) -> dict[str, str]:
-    """Return the tensors of trained draft layers that copy others: the name of each copy, and of its original."""
+    """Return the trained draft layers' copies of other tensors: name of the copy -> name of the original."""
     draft_layers = FAMILIES[model.family].draft_layers
     return draft_layers.copies(model) if model.num_draft_layers and draft_layers else {}
 
 
 def _limit_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield rules limited to the model's own layers, before the draft layers."""
+    """Yield rules limited to the model's own layers, without draft layers."""
     all_layers = frozenset(range(model.num_layers))
     for rule in rules:
         yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule

@@ -1,11 +1,11 @@
 """Layers for multi-token prediction (MTP), stored in a checkpoint with the model.
 
-An MTP layer sees the hidden state of token t and the embedding of token t + 1, and predicts token t + 2 with the
+An MTP layer reads the hidden state of token t and the embedding of token t + 1. It predicts token t + 2 with the
 model's head. Source: DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). In Megatron-Core 0.16.1 it is a layer of
 `MultiTokenPredictionBlock`, in vLLM 0.30 the draft model of the method `mtp`.
 
-Its tensors are those of the model's last layer with attention, two norms and a projection before it, and a norm after
-it. Families name them in two ways: `NUMBERED` and `OWN_PREFIX`.
+Its tensors are: the tensors of the model's last layer with attention, two norms and a projection before this layer, and
+a norm after it. Families name them in two ways: `NUMBERED` and `OWN_PREFIX`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 OWN = "mtp."
-"""Prefix of the tensors in files that store MTP layers under a separate prefix."""
+"""Prefix of the MTP layers' tensors, in files with a separate prefix for them."""
 
 PARAMETERS = draft_layers.PARAMETERS + "layers.0."
 """Prefix of the layer's Megatron parameters. Only one layer can be trained, so its number is always 0."""
@@ -42,7 +42,7 @@ class MtpForm(NamedTuple):
     hidden_norm: str
     projection: str
     final_norm: str
-    """Names of the other tensors: the norms of both inputs, their projection, and the norm before the head."""
+    """Names of the further tensors: the norms of both inputs, their projection, and the norm before the head."""
     live_layer: str
     """vLLM's prefix of the transformer layer's parameters."""
     splits_projection: bool
@@ -113,11 +113,11 @@ class MtpForm(NamedTuple):
         return self.layer.startswith(OWN)
 
     def _number(self, model: ModelShape) -> int:
-        """Return the number of the trained MTP layer in the names of its tensors."""
+        """Return the trained MTP layer's number in the names of its tensors."""
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:
-        """Return the name in vLLM's draft model of a tensor that vLLM does not fuse."""
+        """Return the name, in vLLM's draft model, of a tensor that vLLM does not fuse."""
         if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
             return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
         return self.live_layer + template.removeprefix(self.layer)
@@ -139,8 +139,7 @@ NUMBERED = MtpForm(
     num_layers_field="num_nextn_predict_layers",
     copied=COPIED,
 )
-"""Form of DeepSeek-V3 and GLM-4.5: the layer has the number after the model's last one, and copies embedding
-and head."""
+"""Form of DeepSeek-V3 and GLM-4.5. The layer's number follows the model's last layer; it copies embedding and head."""
 
 OWN_PREFIX = MtpForm(
     layer=OWN + "layers.{layer}.",
@@ -157,5 +156,5 @@ OWN_PREFIX = MtpForm(
 
 
 def _last_attention(model: ModelShape) -> int:
-    """Return the number, from 0, of the model's last layer with attention, whose parts the MTP layer has."""
+    """Return the number, from 0, of the model's last layer with attention. The MTP layer has the same parts."""
     return max(number for number, kind in enumerate(model.layers) if kind.mixer == "attention")

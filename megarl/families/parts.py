@@ -35,7 +35,7 @@ class GroupedQuery:
 
     @property
     def score_channels(self) -> int:
-        """Return the query channels of all heads. Each is one multiply-add of an attention score."""
+        """Return the query channels of all heads: the multiply-adds of a token pair's attention scores."""
         return self.num_heads * self.head_dim
 
     @property
@@ -45,7 +45,7 @@ class GroupedQuery:
 
     @property
     def rotary_channels(self) -> int:
-        """Return the channels of a head that rotate if the rotary fraction is 1."""
+        """Return the rotating channels of a head, if the rotary fraction is 1."""
         return self.head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
@@ -54,7 +54,7 @@ class GroupedQuery:
         return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
-        """Return the numbers in the KV cache of one engine rank of `tp`, per token and layer."""
+        """Return how many numbers the KV cache of one engine rank of `tp` has per token and layer."""
         # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
 
@@ -63,7 +63,7 @@ class GroupedQuery:
 class Latent:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values are projected from a latent vector.
 
-    Some channels of each query and key head have rotary embeddings, the others do not.
+    Only some channels of each query and key head have rotary embeddings.
     """
 
     num_heads: int
@@ -139,11 +139,13 @@ class Router:
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's logits into scores."""
     has_bias: bool = False
-    """Whether a float32 bias per expert is added to the scores for the choice of experts (not for their weights)."""
+    """Whether a float32 bias per expert is added to the scores when experts are chosen. Their weights exclude the
+    bias.
+    """
     scale: float = 1.0
     """Factor of the routing weights."""
     num_groups: int = 1
-    """Number of groups of experts. The router first chooses groups for a token, then experts within them."""
+    """Number of groups of experts. The router first chooses groups for a token, then experts in these groups."""
     top_groups: int = 1
     """Number of groups chosen for each token."""
 
@@ -153,7 +155,7 @@ class Parts(NamedTuple):
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()
-    """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
+    """The kind of each layer. Empty: all have attention without a window, and experts if the model has a router."""
     num_kept_layers: int = 0
     """Number of draft layers at the checkpoint's end (`families.draft_layers`), copied unchanged."""
     linear_attention: LinearAttention | None = None

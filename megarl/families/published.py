@@ -15,5 +15,5 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".j
 
 
 def published_name(folder: str | Path) -> str | None:
-    """Return the Hub's name of the published model called like the folder (`models/Qwen3-14B`), or None."""
+    """Return the Hub's name of the published model with the folder's name (`models/Qwen3-14B`), or None."""
     return next((name for name in PUBLISHED if name.partition("/")[2] == Path(folder).name), None)

@@ -43,7 +43,7 @@ def read_dense(
 ) -> Parts:
     """Return the parts of a dense model with grouped-query attention.
 
-    Raises DataError for biases in config.json, except those in `ignored`, which this family does not read.
+    Raises DataError for biases in config.json. Fields in `ignored` are excluded: this family does not read them.
     """
     refuse_biases(config, ignored)
     layer_windows = sliding.read(config, windows)
@@ -98,7 +98,7 @@ def refuse_biases(config: Mapping[str, Any], ignored: Collection[str] = ()) -> N
 
 
 def check_normalised(top_k: int) -> None:
-    """Raise DataError for a softmax router that normalises the weight of a token's only expert to 1."""
+    """Raise DataError if `top_k` is 1 in a softmax router with normalised weights: the weight is then always 1."""
     if top_k == 1:
         raise DataError(
             "num_experts_per_tok 1 with normalised weights is not supported: the weight is then always 1, and "
@@ -115,7 +115,7 @@ def top_k(config: Mapping[str, Any], num_experts: int) -> int:
 
 
 def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers if the first `first_k_dense_replace` are dense, and all others have experts."""
+    """Return the layers' kinds: the first `first_k_dense_replace` are dense, and all further layers have experts."""
     num_dense = size(config, "first_k_dense_replace", null=0)
     if num_dense >= num_layers:
         raise DataError(f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers with experts.")
@@ -123,14 +123,14 @@ def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[Laye
 
 
 def require_field(config: Mapping[str, Any], field: str, remedy: str) -> Any:
-    """Return a field. Raises DataError with the remedy if it is missing or null."""
+    """Return a field. Raises DataError, with the text `remedy`, if it is missing or null."""
     if (value := config.get(field)) is None:
         raise DataError(f"{field} is missing. {remedy}")
     return value
 
 
 def sigmoid_router(config: Mapping[str, Any]) -> Router:
-    """Return the router of DeepSeek-V3's kind: sigmoid scores, a bias for the choice, groups, shared experts.
+    """Return a router like DeepSeek-V3's: sigmoid scores, a bias for the choice, groups, shared experts.
 
     Raises DataError for values that Megatron-Core 0.16.1, transformers and vLLM compute differently.
     """
@@ -168,7 +168,7 @@ Read = Callable[[Mapping[str, Any]], Parts]
 
 
 def softmax_router(config: Mapping[str, Any]) -> Router:
-    """Return the router of Qwen's kind: softmax scores, and a gated shared expert if there is one."""
+    """Return a router like Qwen's: softmax scores, and a gated shared expert if the model has one."""
     # Qwen2-MoE's rules always have QKV biases; transformers makes them optional by this field.
     if config.get("qkv_bias") is False:
         raise DataError("qkv_bias false is not supported.")
@@ -189,8 +189,9 @@ def softmax_router(config: Mapping[str, Any]) -> Router:
 
 
 def experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises DataError if no layer
-    has.
+    """Return whether each layer has experts, by `mlp_only_layers` and `decoder_sparse_step`.
+
+    Raises DataError if no layer has experts.
     """
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):

@@ -44,7 +44,7 @@ class ModelShape:
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()
-    """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
+    """The kind of each layer. Empty: all have attention without a window, and experts if the model has a router."""
     num_kept_layers: int = 0
     """Number of the checkpoint's draft layers copied unchanged."""
     num_draft_layers: int = 0
@@ -54,7 +54,7 @@ class ModelShape:
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     packs_experts: bool = False
-    """Whether files have one tensor for all experts of a layer, in a family with both forms."""
+    """Whether files have one tensor for all experts of a layer. Some families allow both forms."""
     packs_draft_experts: bool = False
     """Like `packs_experts`, for the draft layers."""
     has_value_head: bool = False
@@ -66,7 +66,7 @@ class ModelShape:
 
     @property
     def draft_layers_problem(self) -> str | None:
-        """Return why the draft layers cannot be trained, or None."""
+        """Return the reason why the draft layers cannot be trained, or None."""
         draft_layers = FAMILIES[self.family].draft_layers
         if draft_layers is None:
             able = either([name for name, family in FAMILIES.items() if family.draft_layers])
@@ -140,14 +140,14 @@ class ModelShape:
         return self.router.shared_intermediate_size if self.router else 0
 
     def with_draft_layers(self, is_trained: bool) -> ModelShape:
-        """Return the same model with its draft layers trained, or only copied."""
+        """Return the same model, with its draft layers trained (`is_trained`) or only copied."""
         num_layers = self.num_draft_layers + self.num_kept_layers
         return replace(
             self, num_draft_layers=num_layers if is_trained else 0, num_kept_layers=0 if is_trained else num_layers
         )
 
     def with_value_head(self) -> ModelShape:
-        """Return the same backbone with a value head. Raises DataError for checkpoints with more than a text model."""
+        """Return the same backbone with a value head. Raises DataError unless the checkpoint is a text model only."""
         family = FAMILIES[self.family]
         if family.section:
             # The export would keep the architecture of a language model: `value_head_fields` knows text models alone.
@@ -172,9 +172,9 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
 
 
 def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
-    """Return the fields of ModelShape about packed experts that a folder's files make true.
+    """Return the fields about packed experts that are True for a folder's files.
 
-    Files are not read for families with only one form.
+    Files are not read for families with a single form.
     """
     forms = (list_aliases(replace(model, packs_experts=packs, packs_draft_experts=packs)) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
@@ -189,7 +189,7 @@ def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
-    """Return a model's shape for a prediction. Without a folder, it comes from `PUBLISHED`.
+    """Return a model's shape for a prediction. If the folder is missing, `PUBLISHED` gives the shape.
 
     Raises DataError like `read_model_shape`. For a missing folder, the error has the command that downloads
     config.json.
@@ -202,7 +202,7 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
 
 
 def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
-    """Return the shape in a config.json with changed fields. Errors name the file's path."""
+    """Return the shape in a config.json, with the fields of `override` changed. Errors name the file's path."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
         shape = shape_from_config(overridden(completed_config(config, path.parent), override or {}))
@@ -273,7 +273,7 @@ def _check_rotated_channels(shape: ModelShape) -> None:
 
 
 def _check_ties(config: Mapping[str, Any], section: str) -> None:
-    """Raise DataError if the whole model and its text section disagree on whether the embedding is tied."""
+    """Raise DataError if config.json and its text section disagree on tying the embedding to the output layer."""
     name = "tie_word_embeddings"
     model_flag, text_flag = flag({name: False, **config}, name), flag({name: False, **mapping(config, section)}, name)
     if model_flag != text_flag:
@@ -285,14 +285,14 @@ def _check_ties(config: Mapping[str, Any], section: str) -> None:
 
 
 def _dense_intermediate_size(config: Mapping[str, Any], parts: Parts) -> int:
-    """Return the size of dense feed-forward layers. Models with experts in all layers may lack the field."""
+    """Return the size of dense feed-forward layers. The field may be missing if all layers have experts."""
     if parts.router is not None and all(kind.has_experts for kind in parts.kinds):
         return size({"intermediate_size": 0, **config}, "intermediate_size", null=0)
     return size(config, "intermediate_size")
 
 
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise DataError for a changed field that this model does not read."""
+    """Raise DataError for a changed field with no effect on this model."""
     if override and (section := FAMILIES[shape.family].section):
         raise DataError(
             f"{next(iter(override))} is a field of {section} in this model's config.json and cannot be overridden; "
@@ -304,9 +304,7 @@ def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
-    """Return the fields of config.json that set a tensor's shape, with values, for messages: `intermediate_size
-    17408`.
-    """
+    """Return the config.json fields that set a tensor's shape, with values, for messages: `intermediate_size 17408`."""
     linear = model.linear_attention
     names = {
         **({linear.tensor_part: linear.config_sizes} if linear else {}),
@@ -320,7 +318,7 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
-    """Return the fields of a reward model's config.json differing from its backbone's.
+    """Return the fields of config.json that differ between a reward model and its backbone.
 
     transformers scores the last token before the padding, so the tokenizer in `folder` gives the padding token.
     """
@@ -344,8 +342,8 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Return the padded vocabulary size: rows of Megatron's embedding over all tensor-parallel ranks.
 
-    vLLM 0.30 pads to a multiple of 64 too. So at equal tp both split the vocabulary alike, and a reshard need not send
-    it between ranks.
+    vLLM 0.30 pads to a multiple of 64 too. So at equal tp both split the vocabulary alike, and a reshard sends no rows
+    of it between ranks.
     """
     multiple = lcm(64, tp)
     return -(-vocab_size // multiple) * multiple
@@ -376,7 +374,7 @@ def _family_name(architecture: str, model_type: object) -> str:
 
 
 def _check_number_formats(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
-    """Raise DataError for a dtype, or for a quantised format of the weights, that megarl cannot read."""
+    """Raise DataError for a dtype or quantised format that megarl cannot read."""
     for field in ("dtype", "torch_dtype"):
         if config.get(field) not in (None, *DTYPES):
             raise DataError(f"{field} is {quote(config[field])}; it must be one of {', '.join(DTYPES)}.")

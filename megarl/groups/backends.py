@@ -1,4 +1,4 @@
-"""Backends of process groups: NCCL where GPU tensors enter, gloo for host tensors.
+"""Backends of process groups: NCCL for GPU tensors, gloo for host tensors.
 
 gloo copies GPU tensors to the host first, but its coalesced all-gather reads GPU memory on the host and crashes, also
 with one rank (pytorch issue 152645). Megatron's distributed optimizer calls it.
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 HOST_ONLY = "cpu:gloo"
-"""Backend of a group for host tensors. torch refuses a GPU tensor there; plain "gloo" would accept it."""
+"""Backend of a group for host tensors. With it torch refuses a GPU tensor; with plain "gloo" it would accept it."""
 
 
 class GlooOnlyGroupError(MegarlError):
-    """Raised for a process group of GPU tensors whose only backend for them is gloo."""
+    """Raised for a process group that would send GPU tensors over gloo."""
 
 
 def backends_for(device: torch.device) -> str:
@@ -28,7 +28,7 @@ def backends_for(device: torch.device) -> str:
 
 
 def require_gpu_backend(group: ProcessGroup, name: str, device: torch.device) -> None:
-    """Raise GlooOnlyGroupError, with the group's name, if the group would send tensors on this device by gloo."""
+    """Raise GlooOnlyGroupError naming the group if it would send tensors on this device over gloo."""
     if device.type == "cpu":
         return
     backend = group._get_backend(device).name() if device.type in [d.type for d in group._device_types] else None

@@ -1,4 +1,4 @@
-"""Cancellation of process groups across torch worlds by the driver, after the loss of a rank.
+"""Cancellation of cross-world process groups by the driver, after the loss of a rank.
 
 The driver detects a dead rank at once. Ranks waiting for it in a collective may never notice: gloo loses the error if a
 connection breaks in the middle of a message, and a stopped rank closes no connection.
@@ -15,7 +15,7 @@ _listeners: dict[str, Callable[[], object]] = {}
 
 
 def cancel(name: str, reason: str) -> None:
-    """Cancel the group `name`, so that no thread of this rank waits on it any longer. The first reason is stored.
+    """Cancel the group `name`: no thread of this rank waits on it any longer. The first reason is stored.
 
     This also works before the rank has joined the group. Callable from any thread; returns without waiting.
     """
@@ -30,8 +30,9 @@ def reason_for(name: str) -> str | None:
 
 
 def on_cancelled(name: str, listener: Callable[[], object]) -> None:
-    """Register a callback for the cancellation of a group. It is called from another thread, or now if already
-    cancelled.
+    """Register a callback for the cancellation of a group. Another thread calls it.
+
+    If the group is already cancelled, this thread calls it now.
     """
     # Registered before the check: a cancellation in between calls the listener twice, but is never missed.
     _listeners[name] = listener

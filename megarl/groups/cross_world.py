@@ -1,7 +1,7 @@
 """Cross-world process groups: groups over ranks of several `torch.distributed` worlds.
 
-They are created again whenever a world is added or lost. Such a group is not a subgroup of a world. It numbers its
-ranks by itself (`rank_in`, `ProcessGroup.size`). torch functions that use a world's tables of groups reject it.
+They are created again whenever a world is added or lost. Such a group is not a subgroup of a world. It numbers its own
+ranks (`rank_in`, `ProcessGroup.size`). torch functions that use a world's tables of groups reject it.
 
 No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails the exchanges of
 its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor `abort` wakes
@@ -56,16 +56,16 @@ class _Membership:
 
 _memberships: WeakKeyDictionary[ProcessGroup, _Membership] = WeakKeyDictionary()
 _unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Process groups that this rank left with unfinished exchanges. They stay referenced, because destroying them would
-block.
+"""Process groups that this rank left with unfinished exchanges. Destroying them would block, so they stay
+referenced.
 """
 
 
 def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
     """Join a cross-world process group and return it: over gloo, and NCCL for GPU tensors. A collective of its ranks.
 
-    `own_rank` is this rank's number in its torch world. Raises PeerGoneError, with the missing ranks, if ranks do not
-    arrive in time, or if the driver cancels the group.
+    `own_rank` is this rank's number in its torch world. Raises PeerGoneError, with the missing ranks, if a rank does
+    not arrive in time. Also raises it if the driver cancels the group.
     """
     _drop_finished()
     timeout = timedelta(seconds=timeout_seconds)
@@ -97,8 +97,8 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
 def _run_unless_cancelled(name: str, work: Callable[[], Result]) -> Result:
     """Call `work` in a thread. Returns its result or raises its error.
 
-    Raises PeerGoneError if the driver cancels the group `name` meanwhile, and abandons the thread: torch has no other
-    way to interrupt a connection to a rank that has just ended.
+    If the driver cancels the group `name` first, raises PeerGoneError and abandons the thread: torch has no other way
+    to interrupt a connection to a rank that has just ended.
     """
     results: list[Result] = []
     errors: list[Exception] = []
@@ -140,7 +140,9 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
 
 
 def register(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
-    """Record an exchange (`async_op=True`) over a group as in progress, and return it. Then call `wait` for it."""
+    """Record an exchange (`async_op=True`) over a group as in progress, and return it. Call `wait` for it
+    afterwards.
+    """
     assert work is not None
     if group is not None and (membership := _memberships.get(group)) is not None:
         membership.exchanges.append(work)
@@ -181,7 +183,7 @@ def _has_ended(work: dist.Work) -> bool:
 
 
 def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
-    """Record an exchange and wait for it, as `register` and `wait` do. None means a finished exchange."""
+    """Record an exchange and wait for it, like `register` and `wait`. `work` None means a finished exchange."""
     if work is not None:
         wait(register(work, group), group, is_on_host=is_on_host)
 
@@ -198,7 +200,9 @@ def _check(name: str) -> None:
 
 
 def leave_group(group: ProcessGroup | None) -> None:
-    """Leave a cross-world process group, without its other ranks. Exchanges of peers that wait for this rank fail."""
+    """Leave a cross-world process group; its other ranks take no part. Exchanges of peers waiting for this rank
+    fail.
+    """
     if group is None:
         return
     if (membership := _memberships.pop(group, None)) is not None:

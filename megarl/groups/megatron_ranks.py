@@ -37,7 +37,7 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
 
 def require_gpu_backends(device: torch.device) -> None:
-    """Raise GlooOnlyGroupError for the first of Megatron's groups that would send tensors on this device by gloo."""
+    """Raise GlooOnlyGroupError for the first Megatron group that would send tensors on this device over gloo."""
     from megatron.core import parallel_state
     from torch.distributed import ProcessGroup
 
@@ -47,7 +47,7 @@ def require_gpu_backends(device: torch.device) -> None:
 
 
 class RankGroups:
-    """A second set of Megatron's parallel groups, for models with other parallel sizes than the policy. It starts
+    """A second set of Megatron's parallel groups, for a model with other parallel sizes than the policy. It starts
     empty.
 
     Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges the
@@ -64,7 +64,7 @@ class RankGroups:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which Megatron uses this set of groups. Afterwards the other set is restored."""
+        """Context in which Megatron uses this set of groups. At its end Megatron's first set is restored."""
         self._exchange()
         try:
             yield

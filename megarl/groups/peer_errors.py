@@ -22,16 +22,14 @@ class PeerGoneError(ConnectionError):
 
 
 class ReplicaCollectiveError(RuntimeError):
-    """Raised if a collective among an engine replica's own ranks failed during a reshard. `__cause__` is the original
+    """Raised if a collective among one replica's own ranks failed during a reshard. `__cause__` is the original
     error.
     """
 
 
 @contextmanager
 def replica_collectives_marked() -> Iterator[None]:
-    """Context for collectives among an engine replica's own ranks. Raises ReplicaCollectiveError if a peer leaves
-    one.
-    """
+    """Context for collectives among one replica's own ranks. Raises ReplicaCollectiveError if a peer is lost in one."""
     try:
         yield
     except Exception as error:
@@ -41,10 +39,9 @@ def replica_collectives_marked() -> Iterator[None]:
 
 
 def engine_collectives_marked(group: object | None) -> AbstractContextManager[None]:
-    """Return the context `replica_collectives_marked` if a `group` connects trainers and engines, else an empty
-    context.
+    """Return the context `replica_collectives_marked`, or an empty context if `group` is None.
 
-    Without a group all ranks share one world, and any lost rank ends it.
+    A `group` connects trainers and engines. Without it all ranks share one world, and any lost rank ends the world.
     """
     return nullcontext() if group is None else replica_collectives_marked()
 
@@ -61,7 +58,7 @@ class LostPeer:
 def report_loss(error: Exception) -> LostPeer:
     """Return a rank's report to the driver after a peer left a cross-world process group.
 
-    Errors of other kinds, and ReplicaCollectiveError, are raised again.
+    Raises `error` again if it is of another kind, or a ReplicaCollectiveError.
     """
     if isinstance(error, ReplicaCollectiveError) or not is_peer_loss(error):
         raise error
@@ -69,7 +66,7 @@ def report_loss(error: Exception) -> LostPeer:
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, arose because another rank left a collective."""
+    """Return whether an error, or one of its causes, is the loss of another rank in a collective."""
     while error is not None:
         # Compared by name, because this module does not import torch.
         names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}

@@ -2,8 +2,8 @@
 
 On one machine the ranks meet through a file in a folder private to their user. On several machines rank 0 serves a
 TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs that meet
-by mistake and stops strangers guessing keys. It does not stop an attacker able to read the network or to list the
-store's keys.
+by mistake, and strangers cannot guess it. It does not stop an attacker who can read the network or list the store's
+keys.
 
 megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other libraries
 pickle their own objects in collectives, so the job's network must be trusted.
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The run's secret key, and where the ranks meet: a shared file (one machine) or rank 0's address (several).
+    """The run's secret key, and the meeting place of the ranks: a shared file (one machine) or rank 0's address
+    (several).
 
     `world` names this rank's `torch.distributed` world. The run never reuses a name.
     """
@@ -44,9 +45,9 @@ class Meeting:
     name: str
     """Name of the group, unique in the run."""
     first: int
-    """Number in this group of rank 0 of the own torch world. Rank r of that world is number `first` + r."""
+    """Number, in this group, of rank 0 of the own torch world. Rank r of the own world has number `first` + r."""
     num_ranks: int
-    """Number of ranks in the group, from all torch worlds together."""
+    """Number of ranks in the group, over all torch worlds."""
     seconds: float
     """Seconds within which all ranks must arrive."""
 

@@ -1,9 +1,8 @@
 """Collectives of Python objects, pickled and signed with the run's secret key. Only signed data is unpickled.
 
 gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore has an HMAC
-over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
-refused. Messages of another torch world, such as an engine replica's, are refused too. A restarted replica is a new
-world.
+over its sender, its number and its content, checked before unpickling. Forged and replayed messages are refused.
+Messages of another torch world, such as an engine replica's, are refused too. A restarted replica is a new world.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _HEAD = struct.Struct("<32sQ")
 _CONTEXT = struct.Struct("<qqQ")
 """Signed together with the content: sender, message number, length in bytes."""
 _MOST_BYTES = 1 << 32
-"""Maximum bytes of an accepted message. The length is read before its signature can be checked."""
+"""Maximum bytes of an accepted message. A message states its length before the signature can be checked."""
 
 Value = TypeVar("Value")
 
 
 class ForgedMessageError(Exception):
-    """Raised for a message between ranks whose signature does not fit its sender, number and content."""
+    """Raised for a message between ranks with a signature that does not match its sender, number and content."""
 
 
 class SignedChannel:
@@ -100,8 +99,8 @@ def gather(
 ) -> list[Value]:
     """Gather the values of all ranks, ordered by rank in the group. A collective.
 
-    `value` may be any picklable object. With `to`, only this global rank receives values, and the others return an
-    empty list. A cross-world group is allowed, but not together with `to`. Raises ForgedMessageError.
+    `value` may be any picklable object. With `to`, only this global rank receives values; all others return an empty
+    list. A cross-world group is allowed, but not together with `to`. Raises ForgedMessageError.
     """
     name = cross_world.group_name(group)
     members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -138,7 +137,7 @@ def broadcast(
 ) -> Any:
     """Broadcast the value of the global rank `source`, and return it on all ranks.
 
-    The first broadcast has `block_bytes` bytes. Longer messages need a second one. Raises ForgedMessageError.
+    The first broadcast has `block_bytes` bytes. A longer message needs a second one. Raises ForgedMessageError.
     """
     # The first broadcast has a fixed size, so a short message needs no broadcast of its length.
     if dist.get_rank() == source:

@@ -12,15 +12,15 @@ from megarl.platform import device, numa
 
 
 def leave() -> None:
-    """Destroy this rank's torch world and all its groups. Ranks that wait for this one in a collective then fail."""
+    """Destroy this rank's torch world and all its groups. Ranks waiting for this rank in a collective then fail."""
     torch.distributed.destroy_process_group()
 
 
 def initialize(timeout_seconds: float) -> None:
     """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous. Later calls do nothing.
 
-    `timeout_seconds` limits each collective. Raises ConfigError if this machine cannot provide the chosen device, and
-    GlooOnlyGroupError if an earlier initialisation left GPU tensors to gloo.
+    `timeout_seconds` limits each collective. Raises ConfigError if this machine lacks the chosen device, and
+    GlooOnlyGroupError if an earlier initialisation would send GPU tensors over gloo.
     """
     if torch.distributed.is_initialized():
         backends.require_gpu_backend(_world(), "the torch world", device.current())

@@ -55,5 +55,5 @@ def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def quote(value: Any) -> str:
-    """Return a field's value as text for a message, "missing" for None."""
+    """Return a field's value as text for a message; "missing" for None."""
     return "missing" if value is None else shortened(repr(value))

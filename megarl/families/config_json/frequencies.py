@@ -14,13 +14,13 @@ from megarl.families.config_json.rotary import Rotary
 Array = Any
 """A one-dimensional float32 array of numpy, or a tensor of torch."""
 Where = Callable[[Array, Array, Array], Array]
-"""Function of torch or numpy that chooses elements of two arrays by a condition."""
+"""Function `where` of torch or numpy: it chooses elements of two arrays by a condition."""
 
 
 def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pairs: Array, where: Where) -> Array:
     """Return the angle of each pair of channels per position, [num_channels / 2], in radians.
 
-    `exponents` are the even numbers below num_channels, divided by it. `pairs` are the pairs' numbers, from 0.
+    `exponents` are the even numbers below num_channels, divided by num_channels. `pairs` numbers the pairs from 0.
     """
     plain = 1.0 / rotary.theta**exponents
     if rotary.scaling == "linear":
@@ -47,11 +47,11 @@ def _llama3(plain: Array, rotary: Rotary, where: Where) -> Array:
 def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
     """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2).
 
-    Fast pairs keep their frequency, slow pairs get the divided one. A linear ramp joins them.
+    Fast pairs keep their `plain` frequency, slow pairs get the `divided` one. A linear ramp joins the two.
     """
 
     def find_pair(rotations: float) -> float:
-        """Return the number of the pair, as a real number, that rotates this often over the original context."""
+        """Return the number (a real number) of the pair that makes so many rotations over the original context."""
         positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) of a model, read from config.json. No torch.
 
 Supported: unscaled, linear interpolation, Llama 3's scaling, and YaRN (arXiv:2309.00071). vLLM 0.30 applies `dynamic`
-scaling only beyond `max_position_embeddings`, a length that it refuses. So `dynamic` equals no scaling here.
+scaling only beyond `max_position_embeddings`, and refuses such lengths. So `dynamic` equals no scaling here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _REQUIRED: dict[str, frozenset[str]] = {
     "llama3": _FIELDS["llama3"],
     "yarn": frozenset({"factor", _ORIGINAL}),
 }
-"""Parameters that each rope_type needs. transformers and vLLM replace some missing ones by fields of the model; megarl
-does not."""
+"""Parameters that each rope_type needs. transformers and vLLM replace some missing parameters by fields of the model;
+megarl does not.
+"""
 
 _NAMES = frozenset({"rope_type", "type", "rope_theta"})
 _FRACTION = "partial_rotary_factor"
@@ -52,7 +53,7 @@ class Rotary:
     theta: float
     """Base of the frequencies."""
     fraction: float = field(default=1.0, kw_only=True)
-    """Fraction of a head's channels that rotate, beginning with the first."""
+    """Fraction of a head's channels that rotate. The first channels rotate."""
     scaling: Scaling = "default"
     factor: float = 1.0
     """Ratio of the extended context to the trained one."""
@@ -75,9 +76,7 @@ class Rotary:
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings of transformers 4 or 5, without nulls. Raises DataError if a file has both and they
-    differ.
-    """
+    """Return the rotary settings without nulls, in the form of transformers 4 or 5. Raises DataError if both differ."""
     # transformers 5 has them in rope_parameters, transformers 4 in rope_scaling, and the base in a field of its own.
     newer, older = (
         {name: value for name, value in mapping(config, field).items() if value is not None}
@@ -92,7 +91,7 @@ def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_rotary(config: Mapping[str, Any], *, fraction: float | None = None) -> Rotary:
-    """Return the rotary embeddings of transformers 4 or 5. Raises DataError for unsupported ones.
+    """Return the rotary embeddings in a config.json of transformers 4 or 5. Raises DataError for unsupported settings.
 
     `fraction` is the family's default of `partial_rotary_factor`; None: the family rotates all channels.
     """
@@ -158,7 +157,7 @@ def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Return YaRN's factor of cosines and sines, as transformers 5 and vLLM 0.30 derive it."""
+    """Return YaRN's factor of cosines and sines, derived as in transformers 5 and vLLM 0.30."""
     if rope.get("attention_factor") is not None:
         return positive(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):

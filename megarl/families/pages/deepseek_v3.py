@@ -1,7 +1,7 @@
 """DeepSeek-V3 and V3.1, Moonlight, Kimi-K2: latent attention, a sigmoid router, dense first layers, shared experts.
 
 The layer for multi-token prediction is copied unchanged, or trained (`families.mtp`). Norms of latent vectors use
-`rms_norm_eps`, as in Megatron-Core and vLLM; transformers 5 always uses 1e-6 there.
+`rms_norm_eps`, like Megatron-Core and vLLM. transformers 5 always uses 1e-6 for these norms.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""Fields that vLLM 0.30 reads. Without them it would route without the bias, or by a softmax."""
+"""Fields that vLLM 0.30 reads. If they are missing, it routes without the bias, or by a softmax."""
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return the missing fields of `_ROUTING`, if the folder has the bias for choosing experts."""
+    """Return the missing fields of `_ROUTING`, if the folder has the router's bias."""
     missing = {field: value for field, value in _ROUTING.items() if config.get(field) is None}
     has_bias = bool(missing) and any(name.endswith(".gate.e_score_correction_bias") for name in stored_names())
     return missing if has_bias else {}
@@ -90,7 +90,7 @@ def _attention(config: Mapping[str, Any]) -> Latent:
 
 
 def _rotary(config: Mapping[str, Any]) -> Rotary:
-    """Return unscaled or YaRN embeddings. Raises DataError for settings that vLLM 0.30 reads in another way."""
+    """Return unscaled or YaRN embeddings. Raises DataError for settings that vLLM 0.30 reads differently."""
     rope = rope_settings(config)
     rotary = read_rotary(config)
     if rotary.scaling not in ("default", "yarn") or rope.get("rope_type", rope.get("type")) == "dynamic":
@@ -120,8 +120,8 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of latent attention. Megatron's and Transformer Engine's layers replicate the down
-    projections.
+    """Return the rules of latent attention. Down projections are replicated, in Megatron's and Transformer Engine's
+    layers.
     """
     attention, hidden = model.attention, model.hidden_size
     assert isinstance(attention, Latent)
@@ -163,7 +163,7 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. With a latent vector of queries, both down projections are one replicated parameter."""
+    """Return vLLM's parameters. If queries have a latent vector, both down projections are one replicated parameter."""
     attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
     down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))

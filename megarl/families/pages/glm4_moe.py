@@ -53,7 +53,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. The router and its bias are float32 there in models of any dtype."""
+    """Return vLLM's parameters. vLLM keeps the router and its bias in float32, whatever the model's dtype."""
     gate = llama.LAYER + "mlp.gate."
     shared = stacks.feed_forward(llama.LAYER + "mlp.shared_experts.")
     router = (stacks.float32(gate + "weight"), stacks.float32(gate + "e_score_correction_bias"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return the number of dense first layers as `first_k_dense_replace`. transformers 5 writes the layers' types
+    """Return `first_k_dense_replace`, the number of dense first layers. transformers 5 writes the layers' types
     instead.
     """
     if config.get("first_k_dense_replace") is not None:

@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU.
 
-Files pack all experts of a layer into one transposed tensor, in which gates and ups alternate. The released files are
+Files pack all experts of a layer into one transposed tensor, with gate and up rows in turn. The released files are
 MXFP4.
 """
 
@@ -58,7 +58,7 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a gpt-oss model: Qwen2's, experts with biases, and a sink for each head."""
+    """Return the rules of a gpt-oss model: Qwen2's rules, experts with biases, and a sink for each head."""
     hidden = (model.hidden_size,)
     router = replicate(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
     output = replicate(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)
@@ -113,7 +113,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters: `attn` for `self_attn`, alternating gates and ups in the experts."""
+    """Return vLLM's parameters: `attn` in place of `self_attn`, and alternating gate and up rows in the experts."""
     attention, live = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
     return (
         stacks.vocabulary(llama.EMBEDDING, "model.embedding.weight"),

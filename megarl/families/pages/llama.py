@@ -21,7 +21,7 @@ DECODER = "decoder.layers.{layer}."
 def rules(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules that map each Megatron parameter of a Llama model to Hugging Face tensors.
 
-    With several pipeline stages, a tied output layer is a copy of the embedding on the last one.
+    With several pipeline stages, a tied output layer is a copy of the embedding on the last stage.
     """
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."

@@ -46,7 +46,9 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
 
 
 def _without_image_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without the rotary settings for images: a text token has a single position."""
+    """Return config.json without the rotary settings for images. They have no effect on text: a token has one
+    position.
+    """
     rope = {name: value for name, value in mapping(config, "rope_parameters").items() if name not in _OF_IMAGES}
     return {**config, "rope_parameters": rope}
 
@@ -72,7 +74,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return the places of the experts' tensors in packed ones. Empty: the files have a tensor for each expert.
+    """Return the places of the experts' tensors in packed tensors. Empty if the files have a tensor for each expert.
 
     Packed tensors are gate_up_proj [experts, 2 * channels, hidden_size], all gates before all ups, and down_proj
     [experts, hidden_size, channels].
@@ -95,7 +97,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. A delta-net has one for queries, keys, values and gates, and one for both rates."""
+    """Return vLLM's parameters. A delta-net has two: one for queries, keys, values and gates, one for both rates."""
     linear = delta_net(model)
     keys, end = linear.key_channels, linear.convolved_channels
     rows = ((0, keys), (keys, 2 * keys), (2 * keys, end))
@@ -124,7 +126,7 @@ def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Fa
 
 
 def _with_vision(text: Family) -> Family:
-    """Return the family for checkpoints with a vision tower, which is copied."""
+    """Return the family for checkpoints with a vision tower. The tower is copied."""
     return replace(
         text,
         classifier="",

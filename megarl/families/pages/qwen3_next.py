@@ -35,7 +35,7 @@ LINEAR = llama.LAYER + "linear_attn."
 MIXERS = {"full_attention": "attention", "linear_attention": "linear_attention"}
 """Kind of a layer's mixer (`LayerKind.mixer`), keyed by the values of `layer_types`."""
 KEYS = ("query", "key", "value", "z", "beta", "alpha")
-"""Parts of a delta-net's input projection, by their names in checkpoints of Megatron-Core 0.16.1."""
+"""Parts of a delta-net's input projection, by their key endings in checkpoints of Megatron-Core 0.16.1."""
 
 
 def read(config: Mapping[str, Any]) -> Parts:
@@ -44,7 +44,9 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool], mtp: MtpForm) -> Parts:
-    """Return the parts of a model with delta-nets and gated attention. `has_experts` says it for each layer."""
+    """Return the parts of a model with delta-nets and gated attention. `has_experts` is True for each layer with
+    experts.
+    """
     refuse_biases(config)
     if config.get("attn_output_gate", True) is not True:
         raise DataError(f"attn_output_gate is {quote(config['attn_output_gate'])}: transformers always has the gates.")
@@ -75,7 +77,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
 
 
 def _mixers(config: Mapping[str, Any]) -> list[Any]:
-    """Return the mixer of each layer. Raises DataError for unknown mixers, and if all layers have the same."""
+    """Return the mixer of each layer. Raises DataError for an unknown mixer, or if all layers have the same one."""
     num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
     if types is None:
         # Releases without the field have an interval. Its default is that of transformers.
@@ -97,7 +99,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     wide, narrow = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
 
     def part(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
-        """Return the rows of one part (queries, keys, ...) in every key head's group of rows."""
+        """Return the rows of one part (queries, keys, ...) in each key head's group of rows."""
         firsts = (head * step + start for head in range(linear.num_key_heads))
         return tuple(Segment(tensor, first, first + length) for first in firsts)
 
@@ -123,7 +125,7 @@ def hybrid_rules(
 ) -> tuple[Rule, ...]:
     """Return the rules of a model with delta-nets and gated attention.
 
-    `tensors` and `blocks` are those of a delta-net's input projection: queries, keys, values, gates, beta, alpha.
+    `tensors` and `blocks` compose a delta-net's input projection: queries, keys, values, gates, beta, alpha.
     """
     linear = delta_net(model)
     is_linear = model.layers_where(lambda kind: kind.mixer == "linear_attention")

@@ -15,7 +15,7 @@ from megarl.types import DataError
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a Seed-OSS model. Raises DataError for other biases than those vLLM 0.30 always has."""
+    """Return the parts of a Seed-OSS model. Raises DataError if its biases differ from vLLM 0.30's fixed biases."""
     for field, value in {"attention_bias": True, "attention_out_bias": False}.items():
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {quote(config[field])}; in vLLM 0.30 it is always {quote(value)}.")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorName(NamedTuple):
-    """The name of a checkpoint's tensor. Without a number for it, layer is -1 and expert is 0."""
+    """The name of a checkpoint's tensor. If the name has no such number, layer is -1 and expert is 0."""
 
     template: str
     layer: int = -1

@@ -1,4 +1,4 @@
-"""Places of single experts' tensors in packed tensors of a checkpoint, which have all experts of a layer."""
+"""Places of single experts' tensors in packed tensors of a checkpoint. A packed tensor has all experts of a layer."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class Alias(NamedTuple):
     """Name of the packed tensor in files, with `{layer}`."""
     packed_shape: tuple[int, ...]
     axes: tuple[Axis, ...]
-    """Place of each dimension of the expert's tensor in the packed one, which has one dimension more."""
+    """Place of each dimension of the expert's tensor in the packed tensor. The packed tensor has one dimension more."""

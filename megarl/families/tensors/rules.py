@@ -1,8 +1,8 @@
-"""Rules of a model family: how a Megatron parameter is composed of Hugging Face tensors.
+"""Rules of a model family: the Hugging Face tensors that make up a Megatron parameter.
 
-A Megatron parameter is a sequence of blocks, a block a sequence of segments, a segment a range of one Hugging Face
-tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores its
-parts one after another.
+A Megatron parameter is a sequence of blocks, and a block a sequence of segments. A segment is a range of one Hugging
+Face tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores
+its parts one after another.
 
 This covers column, row and vocabulary splits. Megatron's interleaved query groups are one block, even if a rank's part
 ends inside a group or a head. Its gate and up halves are two blocks.
@@ -45,8 +45,8 @@ class Variant:
 class Rule:
     """A Megatron parameter and its Hugging Face tensors.
 
-    In `parameter`, `{layer}` and `{expert}` stand for the numbers on the rank, in `tensors` for those in the whole
-    model. Two rules may have the same tensors or the same parameter in different layers.
+    In `parameter`, `{layer}` and `{expert}` are numbers on the rank; in `tensors`, numbers in the whole model. Two
+    rules may have the same tensors or the same parameter in different layers.
     """
 
     parameter: str
@@ -61,17 +61,17 @@ class Rule:
     padded: bool = False
     """Whether the parameter has more vocabulary rows at its end than the Hugging Face tensor."""
     transformer_engine: Variant | None = None
-    """Differences in Transformer Engine's layers. None: the parameter is the same there."""
+    """Differences in Transformer Engine's layers. None: no difference."""
     is_expert: bool = False
     """Whether the parameter belongs to one expert. Experts are distributed over ranks, and may be split."""
     layers: frozenset[int] | None = None
     """Numbers, from 0, of the layers with this parameter. None: all layers."""
     is_buffer: bool = False
-    """Whether the parameter is a buffer of Megatron's module, never trained."""
+    """Whether the parameter is an untrained buffer of Megatron's module."""
     dtype: Literal["model", "float32"] = "model"
     """Data type: the model's, or always float32."""
     block_keys: tuple[str, ...] = ()
-    """Endings of the keys in Megatron's checkpoints that store each block as a separate tensor. Empty: one key."""
+    """Key endings, if Megatron's checkpoints store each block as a separate tensor. Empty: one key."""
 
     def has_layer(self, layer: int) -> bool:
         """Return whether a layer has this parameter. Outside of layers, `layer` is -1."""
@@ -144,8 +144,8 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     """Return the rule of Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
     With output gates, the gates of a group follow its query heads. In the checkpoint each gate follows its head.
-    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: with fewer
-    key-value heads than ranks, a part may begin or end inside a head.
+    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts. If tp exceeds
+    the number of key-value heads, a part may begin or end inside a head.
     """
     width, heads = model.head_dim, model.num_heads // model.num_kv_heads
     block = tuple(
@@ -207,7 +207,7 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
 def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) -> tuple[Rule, ...]:
     """Add a shared expert to the rules, in the layers with experts, if the model has one.
 
-    `theirs` is its name in the checkpoint: `shared_expert` or `shared_experts`.
+    `theirs` is the shared expert's name in the checkpoint: `shared_expert` or `shared_experts`.
     """
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:

@@ -1,4 +1,4 @@
-"""vLLM's parameters as stacks of Hugging Face tensors, and stacks that several families share. No torch."""
+"""vLLM's parameters as stacks of Hugging Face tensors, and stacks common to several families. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAYER = "model.layers.{layer}."
 class Part(NamedTuple):
     """One tensor of a stack, or a range of its rows, and its split over the engine's ranks.
 
-    `first`: only the first rank that shares an expert has the tensor, the others have zeros.
+    `first`: of the ranks that share an expert, only the first has the tensor. All others have zeros.
     """
 
     tensor: str
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A parameter of vLLM: tensors concatenated along `dim`, with `alternates` row by row.
+    """A parameter of vLLM: tensors concatenated along `dim`, or with `alternates` interleaved row by row.
 
     With `stacks_experts`, the parameter has all local experts in an additional first dimension.
     """
