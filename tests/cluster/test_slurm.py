@@ -553,6 +553,13 @@ def test_a_script_says_what_the_recipe_says() -> None:
     assert not any("sbatch --nodes" in line for line in comments)
 
 
+def test_a_script_sets_the_number_of_spare_nodes_whatever_the_submitting_shell_has() -> None:
+    spared = ["cluster.recover=restart", "cluster.spare_nodes=1"]
+    for overrides, expected in ((spared, 1), ([], 0)):
+        script = render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", overrides), arguments=[])
+        assert re.findall("^MEGARL_SPARE_NODES=(.*)$", script, re.MULTILINE) == [str(expected)]
+
+
 def test_options_of_the_command_stand_in_the_printed_script(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
