@@ -79,11 +79,11 @@ class Checkpoints:
         if (folder / _RECORD).exists() and not overwrite:
             raise UserError(f"path = {name}: {self.path_of(run, kind, name)} exists; use another name, or overwrite")
         self._refuse_if_read(folder)
-        stored = self.list_stored(owner)
-        total = sum(checkpoint.record["size_bytes"] for checkpoint in stored)
-        if total >= self._most_bytes or len(stored) >= MOST_CHECKPOINTS:
+        checkpoints = self.list_stored(owner)
+        num_bytes = sum(checkpoint.record["size_bytes"] for checkpoint in checkpoints)
+        if num_bytes >= self._most_bytes or len(checkpoints) >= MOST_CHECKPOINTS:
             raise UserError(
-                f"this key has {len(stored)} checkpoints with {total / 2**30:.1f} GiB; the limits are "
+                f"this key has {len(checkpoints)} checkpoints with {num_bytes / 2**30:.1f} GiB; the limits are "
                 f"{MOST_CHECKPOINTS} and {self._most_bytes / 2**30:g} GiB. Delete some (RestClient.delete_checkpoint)"
             )
         # Names of clients cannot begin with a dot, so no request reaches an unfinished folder.
@@ -108,32 +108,32 @@ class Checkpoints:
 
     def find(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
         """Return the folder and the record of an owner's checkpoint. Raises NotFoundError."""
-        missing = NotFoundError(f"path = {path:.200}: does not exist")
+        not_found = NotFoundError(f"path = {path:.200}: does not exist")
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3:
-            raise missing
+            raise not_found
         run, kind, name = parts
         # Checked before it becomes a path: the text is a client's.
         if not _RUN.match(run) or kind not in KINDS or not _NAME.match(name):
-            raise missing
+            raise not_found
         folder = self._folder / run / kind / name
         record = self._read_record(folder)
         # Foreign, expired and missing checkpoints have one answer, so that names cannot be probed.
         if record is None or record.get("owner") != owner or self._is_expired(record):
-            raise missing
+            raise not_found
         return folder, record
 
     def list_stored(self, owner: str, run: str | None = None) -> list[Stored]:
         """Return an owner's checkpoints, of one run or of all, newest first."""
         if run is not None and not _RUN.match(run):
             return []
-        stored = []
+        checkpoints = []
         for folder in self._folder.glob(f"{run or '*'}/*/[!.]*"):
             record = self._read_record(folder)
             if record is not None and record.get("owner") == owner and not self._is_expired(record):
                 parts = folder.parent.parent.name, folder.parent.name, folder.name
-                stored.append(Stored(*parts, self.path_of(*parts), record))
-        return sorted(stored, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
+                checkpoints.append(Stored(*parts, self.path_of(*parts), record))
+        return sorted(checkpoints, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
         """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read or the disk fails."""
@@ -153,10 +153,10 @@ class Checkpoints:
 
     @contextmanager
     def reading(self, folder: Path, saved_at: float) -> Iterator[None]:
-        """Context of the ranks' reading of a checkpoint: it is neither deleted nor replaced.
+        """Context in which ranks read a checkpoint: it is neither deleted nor replaced.
 
-        Raises NotFoundError if it is not the one with this time of its record any more. A file that vanished under the
-        ranks would be an error of theirs, which ends the whole service. Damaged files raise UserError.
+        `saved_at` is the time in its record. Raises NotFoundError if another checkpoint has its place. Raises UserError
+        for damaged files and a failing disk.
         """
         path = self.path_of(folder.parent.parent.name, folder.parent.name, folder.name)
         record = self._read_record(folder)

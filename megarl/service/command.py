@@ -84,10 +84,10 @@ def prepare(
     """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
 
     `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
-    A model without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` is a limit for each account,
-    `most_host_bytes` one for models and copies of weights in the memory of each host (default: a share of it).
-    `engine_slots` is the number of adapters that an engine samples from at once (default: `ENGINE_SLOTS`), `limits` are
-    those of the tokens that wait.
+    A model without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` limits the checkpoints of each
+    account. `most_host_bytes` limits models and copies of weights in the memory of each host (default: a share of it).
+    An engine samples from `engine_slots` adapters at once (default: `ENGINE_SLOTS`). `limits` are those of waiting
+    tokens.
     """
     accounts = read_accounts(keys, host)
     # A missing or unknown SDK is reported now, before any rank starts.

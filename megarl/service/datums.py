@@ -1,7 +1,7 @@
 """Datums of a client as a batch of sequences.
 
-Position i of a datum's arrays belongs to its target i. The batch has one token more: entry i + 1 of its arrays belongs
-to the prediction of token i + 1, whose label is target i.
+Position i of a datum's arrays belongs to its target i. The batch has one token more. Entry i + 1 of its arrays belongs
+to the prediction of token i + 1, and target i is the label of this prediction.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def _check_datum(datum: Datum, place: str, loss: str, *, vocab_size: int, max_to
             f"{place}.model_input has {num_tokens} tokens: this service trains at most {max_tokens - 1} at once "
             "(trainer.max_tokens_per_microbatch); cut the datum"
         )
-    wanted = {"target_tokens", *LOSSES[loss].inputs}
-    if missing := sorted(wanted - datum.inputs.keys()):
-        raise UserError(f"{place}.loss_fn_inputs.{missing[0]} is missing: {loss} needs it")
+    required_names = {"target_tokens", *LOSSES[loss].inputs}
+    if missing_names := sorted(required_names - datum.inputs.keys()):
+        raise UserError(f"{place}.loss_fn_inputs.{missing_names[0]} is missing: {loss} needs it")
     # A dropped array would silently train another loss than the client means.
-    if unknown := sorted(datum.inputs.keys() - wanted):
-        raise UserError(f"{place}.loss_fn_inputs.{unknown[0]:.50}: {loss} does not use it; leave it out")
+    if unused_names := sorted(datum.inputs.keys() - required_names):
+        raise UserError(f"{place}.loss_fn_inputs.{unused_names[0]:.50}: {loss} does not use it; leave it out")
     for name, values in datum.inputs.items():
         if len(values) != num_tokens:
             raise UserError(

@@ -118,7 +118,7 @@ class _Sequence:
 def _make_refusal(sequence: _Sequence, reason: str | None, message: str) -> Work:
     """Return the work of a request that does not run: it reports `reason` to the sequence, and raises a UserError.
 
-    It is run in the order of the sequence, so the client gets the error of this request and not of a later one.
+    The sequence calls it in the turn of the request. So the next step fails, and no earlier one.
     """
 
     async def work() -> Reply:
@@ -152,8 +152,8 @@ class Ledger:
     def open_model(self, model_id: str, owner: str, on_skip: Callable[[str], object]) -> None:
         """Begin the numbers of a model, with 1. Only the first call has an effect.
 
-        `on_skip` is called in the turn of a training request that was refused, or too large to wait, and of any that is
-        still missing `GAP_SECONDS` after later ones.
+        `on_skip` is called in the turn of a training request that was refused, or was too large to wait. It is called
+        for each request that is still missing `GAP_SECONDS` after later ones, too.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
@@ -274,27 +274,26 @@ class Ledger:
 
         A dropped or skipped number stays used: a client cannot send another request with it.
         """
-        oldest = self._clock() - READ_SECONDS
+        oldest_read = self._clock() - READ_SECONDS
         oldest_unread = self._clock() - UNREAD_SECONDS
-        is_old = {
+        old_promises = {
             promise
             for promise in self._promises.values()
-            if (promise.read_at is not None and promise.read_at < oldest)
+            if (promise.read_at is not None and promise.read_at < oldest_read)
             or (promise.finished_at is not None and promise.finished_at < oldest_unread)
         }
-        self._promises = {name: promise for name, promise in self._promises.items() if promise not in is_old}
-        self._single = {key: promise for key, promise in self._single.items() if promise not in is_old}
+        self._promises = {name: promise for name, promise in self._promises.items() if promise not in old_promises}
+        self._single = {key: promise for key, promise in self._single.items() if promise not in old_promises}
         for sequence in self._sequences.values():
-            sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in is_old}
-        latest = self._clock() - GAP_SECONDS
+            sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in old_promises}
+        oldest_wait = self._clock() - GAP_SECONDS
         for model_id, sequence in self._sequences.items():
-            if sequence.waiting_since is not None and sequence.waiting_since < latest:
+            if sequence.waiting_since is not None and sequence.waiting_since < oldest_wait:
                 self._skip_missing(model_id, sequence)
 
     def forget_owner_keys(self, prefix: Hashable) -> None:
         """Forget the requests without order with keys from `prefix` on: their session ended."""
-        ended = {key for key in self._single if isinstance(key, tuple) and key[0] == prefix}
-        for key in ended:
+        for key in [key for key in self._single if isinstance(key, tuple) and key[0] == prefix]:
             self._promises.pop(self._single.pop(key).request_id, None)
 
     async def close(self) -> None:
@@ -333,7 +332,7 @@ class Ledger:
                 raise
 
     def _is_patient(self, sequence: _Sequence, number: int) -> bool:
-        """Return whether the client of a busy service still repeats this request."""
+        # The first refusal of a number begins its patience.
         return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
     def _find_used(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:

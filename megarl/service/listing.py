@@ -105,7 +105,6 @@ def _describe_checkpoint(stored: Stored) -> dict[str, Any]:
 
 
 def _cut(items: Sequence[Any], page: Page) -> tuple[Sequence[Any], dict[str, int]]:
-    """Return the items of a page, and the SDK's cursor."""
     cursor = {"offset": page.offset, "limit": page.limit, "total_count": len(items)}
     return items[page.offset : page.offset + page.limit], cursor
 

@@ -45,8 +45,10 @@ def checked_settings(name: str, settings: Mapping[str, float | str]) -> dict[str
     numbers: dict[str, float] = {}
     for key, value in settings.items():
         if key not in loss.settings:
-            known = ", ".join(loss.settings) or "none"
-            raise UserError(f"loss_fn_config.{key:.50} = {value!r:.50}: {name} has no such setting; it has {known}")
+            setting_names = ", ".join(loss.settings) or "none"
+            raise UserError(
+                f"loss_fn_config.{key:.50} = {value!r:.50}: {name} has no such setting; it has {setting_names}"
+            )
         # The newer map of settings may have texts, but no loss here takes one.
         if isinstance(value, str) or not math.isfinite(value):
             raise UserError(f"loss_fn_config.{key} = {value!r:.50}: is not a finite number; give one")

@@ -56,7 +56,7 @@ class PublishedWeights:
         self._published.append(weights)
         try:
             await self._trainer.publish(model_id, version)
-            await self._make_room(owner)
+            await self._forget_surplus_copies(owner)
         except BaseException:
             if weights in self._published:
                 self._published.remove(weights)
@@ -89,10 +89,10 @@ class PublishedWeights:
     def end_session(self, session_id: str) -> list[str]:
         """End a session's weights, and return the versions to forget in the trainer."""
         # Copies of checkpoints that the trainer still makes are forgotten by their last request.
-        ended = [weights for weights in {*self._published, *self._used} if weights.session_id == session_id]
-        self._published = [weights for weights in self._published if weights not in ended]
-        versions = [weights.version for weights in ended if weights.version is not None]
-        for weights in ended:
+        ended_weights = [weights for weights in {*self._published, *self._used} if weights.session_id == session_id]
+        self._published = [weights for weights in self._published if weights not in ended_weights]
+        versions = [weights.version for weights in ended_weights if weights.version is not None]
+        for weights in ended_weights:
             weights.is_ended, weights.version = True, None
         return versions
 
@@ -120,21 +120,21 @@ class PublishedWeights:
         self._published.append(weights)
         # If the session ends during the wait, the weights lose their version. None would be the base model's.
         version = weights.version
-        await self._make_room(weights.owner)
+        await self._forget_surplus_copies(weights.owner)
         return version
 
-    async def _make_room(self, owner: str) -> None:
-        """Remove an account's least recently used copies beyond the limit."""
-        owned = [weights for weights in self._published if weights.owner == owner]
-        surplus = [weights for weights in owned[:-1] if not weights.num_users][: max(0, len(owned) - MOST_PUBLISHED)]
+    async def _forget_surplus_copies(self, owner: str) -> None:
+        owner_weights = [weights for weights in self._published if weights.owner == owner]
+        unused_weights = [weights for weights in owner_weights[:-1] if not weights.num_users]
+        surplus = unused_weights[: max(0, len(owner_weights) - MOST_PUBLISHED)]
         for weights in surplus:
             weights.is_ended = weights.folder is None
         await self._forget(surplus)
 
-    async def _forget(self, ended: list[Weights]) -> None:
-        versions = [weights.version for weights in ended if weights.version is not None]
-        self._published = [weights for weights in self._published if weights not in ended]
-        for weights in ended:
+    async def _forget(self, ended_weights: list[Weights]) -> None:
+        versions = [weights.version for weights in ended_weights if weights.version is not None]
+        self._published = [weights for weights in self._published if weights not in ended_weights]
+        for weights in ended_weights:
             weights.version = None
         if versions:
             await self._trainer.forget(models=[], versions=versions)

@@ -243,7 +243,7 @@ class Adapters:
             self._versions.pop(name, None)
 
     def _select(self, name: str) -> None:
-        """Make a model the live one. Its state must be in memory (`read_back`)."""
+        # Its state must be in memory (`read_back`).
         if self._live == name:
             return
         self.hold_live()

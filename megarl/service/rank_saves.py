@@ -36,13 +36,13 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
     If a rank has a fault, the folder is incomplete on all of them.
     """
     records = _Room(folder / "records", _RECORD_BYTES + _RECORD_BYTES_PER_PARAMETER * len(trained_parameters(policy)))
-    if _is_anywhere(fault := records.take()):
+    if _any_rank_has(fault := records.take()):
         return {}, fault
     # Rank 0 writes the state common to all ranks already here.
     records.free()
     save = checkpoint.plan_save(folder, {"": policy}, str(parallel))
     tensors = _Room(folder / "tensors", save.num_bytes)
-    if _is_anywhere(fault := records.take() or tensors.take()):
+    if _any_rank_has(fault := records.take() or tensors.take()):
         return {}, fault
     tensors.free()
     try:
@@ -51,7 +51,7 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
         fault = None if save.error is None else str(save.error)
     except StorageError as error:
         fault = str(error)
-    if _is_anywhere(fault):
+    if _any_rank_has(fault):
         return {}, fault
     # Another program may take the room now, but has little time for it.
     records.free()
@@ -81,8 +81,8 @@ class _Room:
             self._file.unlink(missing_ok=True)
 
 
-def _is_anywhere(fault: str | None) -> bool:
-    """Return whether any rank has a fault. A collective."""
+def _any_rank_has(fault: str | None) -> bool:
+    # A collective.
     count = torch.tensor(int(fault is not None), device=device.current())
     dist.all_reduce(count)
     return bool(count)

@@ -354,9 +354,9 @@ class RankTrainer:
         """Move models to disk. Returns the error of the disk. Call it in a turn of training."""
         answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
         # A rank with a full disk has the model in memory.
-        moved = [set(names) for names, _ in answers]
-        self._on_disk |= set.intersection(*moved) & self._models.keys()
-        self._with_files |= set.union(*moved)
+        models_by_rank = [set(names) for names, _ in answers]
+        self._on_disk |= set.intersection(*models_by_rank) & self._models.keys()
+        self._with_files |= set.union(*models_by_rank)
         return next((error for _, error in answers if error is not None), None)
 
     async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:

@@ -256,7 +256,7 @@ def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return model and number of a numbered request from the first bytes of its JSON; None if they are not there."""
+    """Return model and number of a request, from the first bytes of its JSON. None if they are not there."""
     model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
     return None if model_id is None or seq_id is None else (model_id[1].decode(), int(seq_id[1]))
 

@@ -73,13 +73,13 @@ class RestRoutes:
         return web.json_response(self._listing.list_checkpoints(owner, _page(request)))
 
     async def _delete_checkpoint(self, request: web.Request, owner: str) -> web.StreamResponse:
-        self._desk.checkpoints.delete(_path(request), owner)
+        self._desk.checkpoints.delete(_checkpoint_path(request), owner)
         return web.Response(status=204)
 
     async def _set_lifetime(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(Lifetime, dict(await read_json(request)))
         try:
-            self._desk.checkpoints.set_lifetime(_path(request), owner, body.ttl_seconds)
+            self._desk.checkpoints.set_lifetime(_checkpoint_path(request), owner, body.ttl_seconds)
         except OSError as error:
             # A status of the server's faults would make the SDK repeat the request for five minutes.
             self._desk.report(f"lifetime of a checkpoint: {type(error).__name__}: {error}")
@@ -106,7 +106,6 @@ def _page(request: web.Request) -> Page:
     return page
 
 
-def _path(request: web.Request) -> str:
-    """Return the SDK's name of the checkpoint in a request's address."""
+def _checkpoint_path(request: web.Request) -> str:
     parts: Any = request.match_info
     return f"tinker://{parts['run']}/{parts['kind']}/{parts['name']}"

@@ -304,7 +304,7 @@ async def _json(request: web.Request) -> dict[str, Any]:
 
 
 def _body_bytes(request: web.Request) -> int:
-    """Return the bytes of a request's body, before it is read. Without a length it may have any up to the limit."""
+    # A body without a length may have any up to the limit.
     return 0 if not request.can_read_body else request.content_length or MAX_BODY_BYTES
 
 

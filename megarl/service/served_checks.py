@@ -24,10 +24,10 @@ def check_adapters(served: ServedModel, lora: LoraSettings | None) -> None:
         ("train_mlp", lora.train_mlp, served.trains_mlp),
         ("train_attn", lora.train_attn, served.trains_attention),
     )
-    for name, wanted, trained in kinds:
-        if wanted != trained:
+    for name, value, is_trained in kinds:
+        if value != is_trained:
             raise UserError(
-                f"lora_config.{name} = {wanted}: in this service it is {trained} (lora.targets of its recipe)"
+                f"lora_config.{name} = {value}: in this service it is {is_trained} (lora.targets of its recipe)"
             )
 
 
