@@ -263,7 +263,6 @@ def damaged(url: str, name: str) -> dict[str, Any]:
     training.optim_step(types.AdamParams(learning_rate=0.1)).result()
     good = training.save_state("good").result().path
     errors: dict[str, str] = {}
-    start = time.monotonic()
 
     def sample(path: str) -> Any:
         return service.create_sampling_client(model_path=path).compute_logprobs(types.ModelInput.from_ints(TEXT))
@@ -277,14 +276,13 @@ def damaged(url: str, name: str) -> dict[str, Any]:
             load(path).result()
         except Exception as error:
             errors[label] = f"{type(error).__name__}: {error}"
-    seconds = time.monotonic() - start
     resumed = service.create_training_client_from_state_with_optimizer(good).result()
     before, after = (
         one.forward([datum(TEXT)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
         for one in (training, resumed)
     )
     forward = [[float(number) for number in numbers] for numbers in (before, after)]
-    return {"errors": errors, "seconds": seconds, "labels": list(DAMAGES), "forward": forward}
+    return {"errors": errors, "labels": list(DAMAGES), "forward": forward}
 
 
 def flip_bit(file: Path) -> None:
