@@ -104,6 +104,13 @@ def test_pages_are_short(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_fit_into_120_characters(page: str) -> None:
+    prose = _FENCED.sub("", text_of(page)).splitlines()
+    # A row of a table cannot be wrapped.
+    assert [line for line in prose if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_read_plainly(page: str, tool: Callable[[str], Any]) -> None:
     found = list(sentences(page))
     words = [word.lower() for sentence in found for word in re.findall(r"[A-Za-z']+", sentence)]
