@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 from megarl.environments.libraries.library_process import ForeignError
 from megarl.environments.libraries.library_tasks import LibraryTasks
+from megarl.terminal import FirstOfEachKind
 
+_NOTICES = FirstOfEachKind(logging.getLogger(__name__).warning)
 _ARGUMENT_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
 """Fields of Harbor's TrialConfig set by the arguments of `Harbor`."""
 
@@ -21,9 +24,11 @@ class Harbor:
     `tasks` is a folder of tasks. `agent` is one of Harbor's, or your own as `module:Class`. It gets the endpoint's
     address and the attempt's key. `environment` is one of Harbor's, docker for example, or `module:Class`. Both get
     their arguments from `agent_kwargs` and `environment_kwargs`. `trial` has further fields of Harbor's TrialConfig.
-    Each attempt has a folder in `trials` with Harbor's result, logs and trajectory. With data `environment:COUNT` the
-    last tasks, a share of `heldout`, are for validation only, and the others for training only. `python` is the
-    interpreter of a virtual environment with harbor (Python 3.12 or newer).
+    Each attempt has a folder in `trials` with Harbor's result, logs and trajectory. A verifier's reward counts although
+    the trial also had an error; the first error of each kind is logged. A trial that is cancelled stops its environment
+    within a minute. Environments of killed trials are stopped by the next trial on their machine. With data
+    `environment:COUNT` the last tasks, a share of `heldout`, are for validation only, and the others for training only.
+    `python` is the interpreter of a virtual environment with harbor (Python 3.12 or newer).
     """
 
     makes_problems = True
@@ -69,7 +74,10 @@ class Harbor:
         # Random, because an attempt may be made again after a kill.
         trial_name = f"{problem['index']}-{secrets.token_hex(4)}"
         request = {"task": task, "trial_name": trial_name, "base_url": base_url, "api_key": api_key}
-        rewards = (await process.request(request)).get("rewards")
+        answer = await process.request(request)
+        for note in answer.get("notes") or []:
+            _NOTICES.tell(str(note).partition(":")[0], f"trial {trial_name}: {note!s:.400}")
+        rewards = answer.get("rewards")
         if not isinstance(rewards, dict) or not rewards:
             raise ForeignError(f"the verifier of trial {trial_name} gave no reward")
         if "reward" not in rewards and len(rewards) > 1:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +23,13 @@ from megarl.types import ConfigError
 LIBRARY = {
     "models/task/task.py": """
 import pathlib
+from types import SimpleNamespace as Space
 class Task:
+    short_name = "task"
+    config = Space(environment=Space())
     def __init__(self, folder):
         self.task_dir = folder
+        self.paths = Space(environment_dir=pathlib.Path(folder, "environment"))
         (pathlib.Path(folder) / "tests/test.sh").read_text()
 """,
     "models/trial/config.py": """
@@ -31,13 +37,31 @@ from types import SimpleNamespace
 class Config:
     @classmethod
     def model_validate(cls, values):
-        return SimpleNamespace(**{"type": None, "import_path": None} | values)
+        return SimpleNamespace(**{"type": None, "import_path": None, "delete": True} | values)
 AgentConfig = EnvironmentConfig = Config
 class TrialConfig(Config):
     model_fields = dict.fromkeys(["task", "trial_name", "trials_dir", "agent", "environment", "verifier"])
 """,
+    "models/trial/paths.py": """
+import pathlib
+TrialPaths = pathlib.Path
+""",
     "environments/factory.py": """
+import pathlib
+class Environment:
+    def __init__(self, session_id, trial_paths):
+        # A folder is the container, and outlives its process.
+        self.container = pathlib.Path(trial_paths.parent.parent, "containers", session_id)
+    def start(self):
+        self.container.mkdir(parents=True)
+    async def stop(self, delete):
+        if "stuck" in self.container.name:
+            raise OSError("no daemon")
+        self.container.rmdir()
 class EnvironmentFactory:
+    @classmethod
+    def create_environment_from_config(cls, *, session_id, trial_paths, **_):
+        return Environment(session_id, trial_paths)
     @staticmethod
     def run_preflight(kind, import_path, kwargs):
         if kind == "docker":
@@ -51,8 +75,9 @@ class AgentFactory:
         return SimpleNamespace(MODEL_CONNECTION=None if vars(config).get("name") == "oracle" else object())
 """,
     "trial/trial.py": """
-import json, os, pathlib
+import asyncio, json, os, pathlib
 from types import SimpleNamespace as Space
+from harbor.environments.factory import EnvironmentFactory
 class Trial:
     @classmethod
     async def create(cls, config):
@@ -65,11 +90,24 @@ class Trial:
         folder.mkdir(parents=True)
         (folder / "trajectory.json").write_text(json.dumps(config.agent | {"key": os.environ["OPENAI_API_KEY"]}))
         outcome = json.loads(pathlib.Path(config.task["path"], "outcome").read_text())
-        errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if outcome == "error" else []
-        return Space(recorded_exceptions=lambda: errors, verifier_result=Space(rewards=outcome))
+        session = f"{config.trial_name}__env" + ("-stuck" if outcome == "stuck" else "")
+        environment = EnvironmentFactory.create_environment_from_config(session_id=session, trial_paths=folder)
+        environment.start()
+        try:
+            if outcome in ("hangs", "stuck"):
+                (folder / "pid").write_text(str(os.getpid()))
+                await asyncio.Event().wait()
+        finally:
+            await environment.stop(delete=True)
+        is_late = outcome in ("error", {"reward": 0.25})
+        errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if is_late else []
+        verdict = None if outcome == "error" else Space(rewards=outcome)
+        return Space(recorded_exceptions=lambda: errors, verifier_result=verdict)
 """,
 }
-OUTCOMES = ({"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error")
+OUTCOMES = (
+    {"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error", {"reward": 0.25},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -92,7 +130,9 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     check_installed.cache_clear()
 
 
-async def test_a_trial_gives_its_verifier_s_reward_and_keeps_its_trajectory(tasks: Path) -> None:
+async def test_a_trial_gives_its_verifier_s_reward_and_keeps_its_trajectory(
+    tasks: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def play(task: int) -> float:
         agent = Harbor("tasks", agent="my:Agent", environment="my:Environment", agent_kwargs={"depth": 2})
         return await agent.run({"index": task, "record": {}}, "http://endpoint/v1", "secret")
@@ -101,19 +141,70 @@ async def test_a_trial_gives_its_verifier_s_reward_and_keeps_its_trajectory(task
         rewards = await asyncio.gather(*map(play, range(len(OUTCOMES))), return_exceptions=True)
     finally:
         await close_shared()
-    assert rewards[:2] == [0.5, 1.0]
+    # The verifier judged the last one although its agent was late, which the log says.
+    assert rewards[:2] == [0.5, 1.0] and rewards[6] == 0.25
+    assert "AgentTimeoutError: late" in caplog.text
     for reward, reason in zip(
-        rewards[2:],
+        rewards[2:6],
         ("none is named reward", "Out of range float", "gave no reward", "AgentTimeoutError: late"),
         strict=True,
     ):
         assert isinstance(reward, ForeignError) and reason in str(reward)
     trials = [json.loads(path.read_text()) for path in tasks.parent.glob("trials/*/trajectory.json")]
     assert len(trials) == len(OUTCOMES)
+    assert [*tasks.parent.glob("containers/*")] == [*tasks.parent.glob("trials/.live/*")] == []
     assert trials[0] == {
         "import_path": "my:Agent", "kwargs": {"depth": 2}, "model_name": "openai/policy",
         "base_url": "http://endpoint/v1", "model_api_key_name": "OPENAI_API_KEY", "key": "secret",
     }  # fmt: skip
+
+
+async def begin_trial(tasks: Path, outcome: str) -> tuple[asyncio.Task[float], int]:
+    """Begin a trial that never ends. Return it with its process once its container runs."""
+    (tasks / "0/outcome").write_text(json.dumps(outcome))
+    agent = Harbor("tasks", agent="my:Agent", environment="my:Environment")
+    running = asyncio.create_task(agent.run({"index": 0, "record": {}}, "http://endpoint/v1", "secret"))
+    while not (files := [path for path in tasks.parent.glob("trials/*/pid") if path.read_text()]):
+        assert not running.done(), running.exception()
+        await asyncio.sleep(0.02)
+    [file] = files
+    return running, int(file.read_text())
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "closed"])
+async def test_a_trial_that_is_ended_stops_its_container(tasks: Path, ends: str) -> None:
+    try:
+        running, _ = await begin_trial(tasks, "hangs")
+        [container] = tasks.parent.glob("containers/*")
+        if ends == "cancelled":
+            running.cancel()
+            while container.exists():
+                await asyncio.sleep(0.02)
+    finally:
+        await close_shared()
+    await asyncio.gather(running, return_exceptions=True)
+    assert [*tasks.parent.glob("containers/*")] == [*tasks.parent.glob("trials/.live/*")] == []
+
+
+@pytest.mark.parametrize("outcome", ["hangs", "stuck"])
+async def test_the_container_of_a_killed_trial_is_stopped_by_the_next(
+    tasks: Path, outcome: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be stopped is reported, and tried again."""
+    try:
+        killed, pid = await begin_trial(tasks, outcome)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ForeignError, match="ended with -9"):
+            await killed
+        [container] = tasks.parent.glob("containers/*")
+        agent = Harbor("tasks", agent="my:Agent", environment="my:Environment")
+        for _ in range(2):
+            assert await agent.run({"index": 1, "record": {}}, "http://endpoint/v1", "secret") == 1.0
+    finally:
+        await close_shared()
+    is_stuck = outcome == "stuck"
+    assert container.exists() == is_stuck and len([*tasks.parent.glob("trials/.live/*")]) == is_stuck
+    assert ("no daemon" in caplog.text) == is_stuck
 
 
 def test_what_cannot_be_tried_is_refused(tasks: Path) -> None:

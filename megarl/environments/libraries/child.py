@@ -20,7 +20,8 @@ If the library's `is_forked` is False, requests are steps of episodes, carried o
 Sessions in `closed` are closed before the request.
 
 If `is_forked` is True, the method `play(request)` carries out each request in a fork of this process. Answers come in
-any order, each shorter than 32 KiB. {"cancel": 1} kills the fork of request 1.
+any order, each shorter than 32 KiB. {"cancel": 1} kills the fork of request 1. If the library has `end_seconds`, the
+fork gets SIGTERM first, and so many seconds to end. So do all forks when the driver closes the connection.
 
 An exception of the library is the `error` of an answer.
 """
@@ -37,6 +38,7 @@ import select
 import signal
 import socket
 import sys
+import time
 
 MAX_ERROR_CHARACTERS = 2000
 """Maximum characters of an error's text, so a fork's answer stays below 32 KiB. Linux writes at most so many bytes
@@ -120,8 +122,11 @@ def answer(play, request):
     return {"value": value}
 
 
-def answer_in_forks(connection, answer, frames):
-    """Fork a process for each request, until the driver closes the connection."""
+def answer_in_forks(connection, answer, frames, end_seconds):
+    """Fork a process for each request, until the driver closes the connection.
+
+    A fork that must end gets SIGTERM first, and is killed after `end_seconds`.
+    """
     process_tree = load_file("processes/process_tree.py")
     # `select` also wakes for SIGCHLD through this pipe, so ended forks are noticed at once.
     woken, wake = os.pipe()
@@ -134,17 +139,34 @@ def answer_in_forks(connection, answer, frames):
         signal.set_wakeup_fd(-1)
         frames.answer_request(connection, request, answer)
 
-    running = {}
-    while True:
-        ready, _, _ = select.select([connection, woken], [], [])
+    running, ends = {}, {}
+
+    def end(pid):
+        if pid not in ends:
+            ends[pid] = time.monotonic() + end_seconds
+            if end_seconds:
+                process_tree.send_signal(pid, signal.SIGTERM)
+
+    def wait(descriptors):
+        seconds = max(0.0, min(ends.values()) - time.monotonic()) if ends else None
+        ready, _, _ = select.select([*descriptors, woken], [], [], seconds)
+        for pid in [pid for pid, deadline in ends.items() if deadline <= time.monotonic()]:
+            process_tree.kill_tree(pid)
+            del ends[pid]
         if woken in ready:
             os.read(woken, 512)
-            for number, status in reap_forks(running, process_tree.kill_tree):
+            for number, status in reap_forks(running, ends, process_tree.kill_tree):
                 error = f"ended with {os.waitstatus_to_exitcode(status)}"
                 frames.send(connection, {"id": number, "error": error})
-        if connection not in ready:
+        return ready
+
+    while True:
+        if connection not in wait([connection]):
             continue
-        request = frames.receive(connection, None)
+        try:
+            request = frames.receive(connection, None)
+        except (EOFError, OSError):
+            break
         if "cancel" not in request:
             try:
                 running[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
@@ -152,17 +174,25 @@ def answer_in_forks(connection, answer, frames):
                 frames.send(connection, {"id": request["id"], "error": f"no process can be forked: {error}"})
             continue
         for pid in [pid for pid, number in running.items() if number == request["cancel"]]:
-            process_tree.kill_tree(pid)
+            end(pid)
+    for pid in running:
+        end(pid)
+    while running:
+        wait([])
 
 
-def reap_forks(running, kill_tree):
-    """Collect ended forks and kill their descendants. Yields the request number and exit status of failed forks."""
+def reap_forks(running, ends, kill_tree):
+    """Collect ended forks and kill their descendants. Yields the request number and exit status of failed forks.
+
+    `running` and `ends` have the living forks, and lose the ended ones.
+    """
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             kill_tree(pid)
+            ends.pop(pid, None)
             number = running.pop(pid, None)
             if number is not None and status != 0:
                 yield number, status
@@ -194,6 +224,7 @@ def main():
     folder = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder] + [os.getcwd()]
     adapter = load_file(f"environments/libraries/{name}_adapter.py").Library
+    end_seconds = getattr(adapter, "end_seconds", 0.0)
 
     def start(settings):
         try:
@@ -205,7 +236,8 @@ def main():
             text = f"{name} cannot be loaded: {type(error).__name__}: {error}"
             raise frames.RefusedError(text) from error
         play = library.play if library.is_forked else Episodes(library.make_episode).play
-        return {"is_forked": library.is_forked, **library.introduction}, functools.partial(answer, play)
+        introduction = {"is_forked": library.is_forked, "end_seconds": end_seconds, **library.introduction}
+        return introduction, functools.partial(answer, play)
 
     if not adapter.is_forked:
         frames.answer_requests(connection, start)
@@ -213,7 +245,7 @@ def main():
     with contextlib.suppress(EOFError, OSError):
         answer_request = frames.introduce(connection, start)
         if answer_request is not None:
-            answer_in_forks(connection, answer_request, frames)
+            answer_in_forks(connection, answer_request, frames, end_seconds)
 
 
 if __name__ == "__main__":

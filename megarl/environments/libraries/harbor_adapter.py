@@ -1,28 +1,39 @@
 """Adapter of Harbor for the child process: makes trials of tasks against an endpoint."""
 
 import asyncio
+import contextlib
+import fcntl
 import importlib
+import json
 import os
 import pathlib
+import signal
+import sys
 
 KEY_NAME = "OPENAI_API_KEY"
+LIVE = ".live"
+"""Folder in that of the trials, with a file for each running one. A trial's process has its file locked."""
 
 
 class Library:
     is_forked = True
+    # Harbor stops an environment by `docker compose down`, which gives its programs 10 s to end.
+    end_seconds = 60.0
+    """Seconds for a cancelled trial to stop its environment, after SIGTERM."""
 
     def __init__(self, settings, load_file):
         os.environ["HARBOR_TELEMETRY"] = "0"
-        task_module = importlib.import_module("harbor.models.task.task")
+        self.task_class = importlib.import_module("harbor.models.task.task").Task
         self.configs = importlib.import_module("harbor.models.trial.config")
+        self.paths_class = importlib.import_module("harbor.models.trial.paths").TrialPaths
         self.trial_class = importlib.import_module("harbor.trial.trial").Trial
         self.settings = settings["trial"]
         folders = [path.parent for path in sorted(pathlib.Path(settings["tasks"]).glob("*/task.toml"))]
         # Reads each task, so that a broken one is refused before the run.
-        self.tasks = [str(task_module.Task(folder).task_dir) for folder in folders]
+        self.tasks = [str(self.task_class(folder).task_dir) for folder in folders]
         environment = self.configs.EnvironmentConfig.model_validate(self.settings["environment"])
-        factory = importlib.import_module("harbor.environments.factory").EnvironmentFactory
-        factory.run_preflight(environment.type, environment.import_path, kwargs=environment.kwargs)
+        self.environments = importlib.import_module("harbor.environments.factory").EnvironmentFactory
+        self.environments.run_preflight(environment.type, environment.import_path, kwargs=environment.kwargs)
         agent = self.configs.AgentConfig.model_validate(self.settings["agent"])
         agent_factory = importlib.import_module("harbor.agents.factory").AgentFactory
         self.has_connection = agent_factory.get_agent_class_from_config(agent).MODEL_CONNECTION is not None
@@ -47,17 +58,114 @@ class Library:
         return self.configs.TrialConfig.model_validate(values)
 
     def play(self, request):
-        """Make a trial of the task `request["task"]` against the endpoint `base_url`. Returns its rewards by name."""
+        """Make a trial of the task `request["task"]` against the endpoint `base_url`.
+
+        Returns its rewards by name, and `notes`: errors of the trial that leave the verifier's rewards valid.
+        """
         # Agents outside of the environment read these variables.
         os.environ[KEY_NAME] = request["api_key"]
         os.environ["OPENAI_BASE_URL"] = os.environ["OPENAI_API_BASE"] = request["base_url"]
         config = self.make_config(request["task"], request["trial_name"], request["base_url"])
-        return {"rewards": asyncio.run(self.make_trial(config))}
 
-    async def make_trial(self, config):
-        """Make a trial. Returns the verifier's rewards by name. Raises RuntimeError with the errors of the trial."""
-        result = await (await self.trial_class.create(config)).run()
+        async def make_trial():
+            trial = asyncio.current_task()
+            assert trial is not None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, trial.cancel)
+            notes = await self.sweep()
+            with self.live_trial(request["trial_name"], self.tasks[request["task"]]) as note_session:
+                rewards, errors = await self.make_trial(config, note_session)
+            return {"rewards": rewards, "notes": [*notes, *errors]}
+
+        return asyncio.run(make_trial())
+
+    async def make_trial(self, config, note_session):
+        """Make a trial. Returns the verifier's rewards by name, and the errors after them or before.
+
+        `note_session` is called with the session of each environment before it is created. Raises RuntimeError with the
+        errors of a trial without rewards.
+        """
+        create = self.environments.create_environment_from_config
+
+        def create_noted(*arguments, **options):
+            note_session(options["session_id"])
+            return create(*arguments, **options)
+
+        # This process makes one trial only.
+        self.environments.create_environment_from_config = create_noted
+        try:
+            result = await (await self.trial_class.create(config)).run()
+        finally:
+            self.environments.create_environment_from_config = create
         errors = [f"{error.exception_type}: {error.exception_message}" for error in result.recorded_exceptions()]
-        if errors:
+        rewards = None if result.verifier_result is None else result.verifier_result.rewards
+        # An agent out of time is judged too, and an environment may fail to stop after the verdict.
+        if errors and not rewards:
             raise RuntimeError("; ".join(errors))
-        return None if result.verifier_result is None else result.verifier_result.rewards
+        return rewards, errors
+
+    @contextlib.contextmanager
+    def live_trial(self, trial_name, task):
+        """Keep a locked file while a trial runs. Yields the function that notes a session of an environment.
+
+        The file of a killed trial stays, without a lock, until `sweep` has stopped the environments.
+        """
+        folder = pathlib.Path(self.settings["trials_dir"], LIVE)
+        folder.mkdir(parents=True, exist_ok=True)
+        begun = folder / f".{trial_name}"
+        with begun.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            facts = {"machine": os.uname().nodename, "environment": self.settings["environment"], "task": task}
+            file.write(json.dumps(facts) + "\n")
+            file.flush()
+            # Locked before `sweep` sees it.
+            path = begun.rename(folder / trial_name)
+
+            def note_session(session):
+                file.write(json.dumps(session) + "\n")
+                file.flush()
+
+            try:
+                yield note_session
+            finally:
+                # Harbor has stopped the environments, also of a cancelled trial.
+                path.unlink()
+
+    async def sweep(self):
+        """Stop the environments of trials whose process was killed on this machine. Returns the errors."""
+        errors = []
+        for path in pathlib.Path(self.settings["trials_dir"], LIVE).glob("[!.]*"):
+            with contextlib.suppress(FileNotFoundError), path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                # Its trial may have ended between the two calls.
+                if os.fstat(file.fileno()).st_nlink == 0:
+                    continue
+                facts, *sessions = map(json.loads, file)
+                if facts["machine"] != os.uname().nodename:
+                    continue
+                try:
+                    for session in sessions:
+                        await self.stop_session(path.name, facts, session)
+                # The environment may be anybody's class.
+                except Exception as error:
+                    print(f"{path}: {error!r}", file=sys.stderr)
+                    errors.append(f"the environment of the killed trial {path.name} does not stop: {error!r:.200}")
+                    continue
+                path.unlink()
+        return errors
+
+    async def stop_session(self, trial_name, facts, session):
+        """Stop an environment that another process started. Harbor's environments find it by its session."""
+        task = self.task_class(facts["task"])
+        config = self.configs.EnvironmentConfig.model_validate(facts["environment"])
+        environment = self.environments.create_environment_from_config(
+            config=config,
+            environment_dir=task.paths.environment_dir,
+            environment_name=task.short_name,
+            session_id=session,
+            trial_paths=self.paths_class(pathlib.Path(self.settings["trials_dir"], trial_name)),
+            task_env_config=task.config.environment,
+        )
+        await environment.stop(delete=config.delete)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,15 @@ class LibraryProcess:
         asyncio.get_running_loop().run_in_executor(None, self._server.close)
 
     async def close(self) -> None:
-        """Kill the process and all its descendants, and wait for their end."""
+        """End the process and all its descendants, and wait for their end.
+
+        Forks of a library with `end_seconds` get so many to stop what they have started. Then all are killed.
+        """
+        if (seconds := float(self.introduction.get("end_seconds", 0.0))) and not self.has_ended:
+            self._writer.write_eof()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await asyncio.shield(self._reading)
         self.has_ended = True
         await asyncio.to_thread(self._server.close)
         await self._reading
