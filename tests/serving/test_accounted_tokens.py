@@ -60,7 +60,7 @@ class Attempt:
     @property
     def is_count_exact(self) -> bool:
         """Whether the session has as many sampled tokens as its try in the journal."""
-        return self.session._sampler.num_sampled == self.log._attempt.num_sampled
+        return self.session._sampler.num_sampled == self.log._try.num_sampled
 
     async def ask(self, prompt: str, **fields: Any) -> Any:
         async with self.served.client(self.session) as client:
@@ -158,7 +158,7 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
         await again.abort(await again.begin(f"Four{LOOP}"))
         trajectory = await again.end()
         assert again.is_count_exact
-        assert again.session.counts["untrained_tokens"] == again.log._attempt.num_sampled - trajectory.num_sampled
+        assert again.session.counts["untrained_tokens"] == again.log._try.num_sampled - trajectory.num_sampled
         journal.settle(2, [(trajectory.journaled_as, trajectory.num_sampled)], set())
         journal.close()
         # A start writes the file anew.
