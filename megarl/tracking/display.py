@@ -1,7 +1,7 @@
-"""Progress of a run on the screen: on a terminal a live line below the other lines, otherwise plain lines only.
+"""Progress of a run on the screen. A terminal has a live line below the other lines; other output has plain lines only.
 
 The live line has the current phase with its time, the step, the time left and a graph of the reward. Each finished step
-gets a line of numbers (`step_table`). It shows the signs of reward hacking together: reward, accuracy, length,
+gets a line of numbers (`step_table`). Signs of reward hacking are next to each other there: reward, accuracy, length,
 truncated share, KL if measured, difference of trainer and engine log-probs, entropy.
 """
 
@@ -27,7 +27,7 @@ from megarl.tracking.step_table import LINE_CHARACTERS, StepTable
 from megarl.types import MegarlError
 
 MOST_LINES = 200
-"""Most steps of a run that prints a line for each step."""
+"""Runs of more steps print a line for some steps only."""
 
 _SPARKLINE_LENGTH = 24
 """Number of newest steps in the graph of the live line."""
@@ -47,11 +47,11 @@ class Closing(NamedTuple):
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step of the checkpoint resumed by this start of the run. 0: it began anew."""
+    """Step of the checkpoint resumed by this start; 0: it began anew."""
 
 
 class Display:
-    """Screen of one run. Any thread may print to it. `live` refreshes the live line in a separate thread."""
+    """Screen of one run. Any thread may print to it. `live` refreshes the live line in a thread of its own."""
 
     def __init__(
         self, console: rich.console.Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -73,10 +73,8 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Return whether the output is a terminal that can rewrite a line. Forced colours (FORCE_COLOR) do not prove
-        it.
-        """
-        # rich reports a terminal if colours are forced, so the file itself is asked too.
+        """Return whether the output is a terminal that can rewrite a line."""
+        # rich also reports a terminal if colours are forced (FORCE_COLOR), so ask the file itself too.
         return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty()
 
     @contextmanager
@@ -91,7 +89,7 @@ class Display:
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=False,
-            # Libraries' lines would break up the live line. If stderr is a file, they stay in the file.
+            # Lines of libraries would break up the live line. If stderr is a file, they go there.
             redirect_stderr=sys.stderr.isatty(),
         ) as live:
             live.refresh()
@@ -101,7 +99,7 @@ class Display:
     def logged_to(self, path: Path) -> Iterator[None]:
         """Append all lines printed inside this context to a file, without colours.
 
-        An error that leaves the context is the file's last line; the command prints it on the screen.
+        An error that leaves the context becomes the file's last line. The command prints it on the screen.
         """
         self._log = path
         try:
@@ -114,9 +112,9 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, *, is_printed: bool = False) -> Iterator[None]:
-        """Show inside this context that the run is in this phase.
+        """Show the name of a phase on the live line while this context is open.
 
-        `is_printed`: without a live line, print a line for the phase.
+        `is_printed`: without a live line, print a line instead.
         """
         if is_printed and not self.is_live:
             self.info(name)
@@ -139,17 +137,17 @@ class Display:
         self._print(Text(f"warning: {printable(text)}", style="yellow"))
 
     def step(self, step: int, row: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
-        """Print a line with a step's metrics, and a header if one is due.
+        """Print a line with a step's metrics, after a header if one is due.
 
         Long runs omit most steps without an evaluation. With `evaluation_follows`, a second call prints the
-        evaluation's metrics alone.
+        evaluation's metrics.
         """
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
         self._step, self._last_logged = step, now
-        # SFT and preference runs have no reward, so the graph shows their loss.
+        # SFT and preference runs have no reward, so show their loss.
         followed = row.get("reward/mean", row.get("train/loss", math.nan))
-        # One NaN would make every later scale NaN.
+        # One NaN would make all later scales NaN.
         if math.isfinite(followed):
             self._recent_values.append(followed)
         if evaluation_follows or self._has_line(step, row):
@@ -175,7 +173,7 @@ class Display:
             self._print(Text.assemble((f"{label:<10}", "bold"), text))
 
     def status(self) -> Text:
-        """Return the text of the live line at this moment."""
+        """Return the current text of the live line."""
         now, phases = self._clock(), tuple(self._phases)
         words = [_WHEEL[int(now * _REFRESHES_PER_SECOND) % len(_WHEEL)]]
         if self._current is not None:
@@ -195,7 +193,7 @@ class Display:
 
     def _append(self, line: str) -> None:
         if self._log is not None:
-            # A full disk ends the run at the next line of metrics.jsonl, with an error naming it.
+            # The next line of metrics.jsonl reports a full disk, and ends the run.
             with suppress(OSError):
                 append_whole(self._log, f"{printable(line)}\n".encode(errors="replace"))
 
@@ -208,8 +206,8 @@ class Display:
         return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
-        """Return whether the step gets a line. Long runs print only some steps. A note says so at the first omitted
-        step.
+        """Return whether the step gets a line. Long runs print some steps only, with a note at the first
+        omitted step.
         """
         if self._steps is None or self._steps <= MOST_LINES:
             return True
@@ -217,19 +215,17 @@ class Display:
             self._has_noted_thinning = True
             self.info(f"about {MOST_LINES} of {self._steps} steps have a line here; metrics.jsonl has all")
         assert self._first_logged is not None
-        # The first two steps and the last always have lines: they show that a run works, and how it ends.
+        # Always print the first two steps and the last one: they show that the run works, and how it ends.
         is_end = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)
         has_evaluation = any(name.startswith("val/") for name in row)
         return is_end or has_evaluation or step % math.ceil(self._steps / MOST_LINES) == 0
 
     def _seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds left, from the mean step time. The first step does not count: it compiles
-        kernels.
-        """
+        """Return the estimated seconds left, from the mean time of all steps after the first: it compiles kernels."""
         if self._steps is None or self._first_logged is None or self._step is None:
             return None
         first, began = self._first_logged
-        # One logged step gives no pace.
+        # A single logged step gives no estimate.
         if self._step <= first:
             return None
         pace = (self._last_logged - began) / (self._step - first)
@@ -237,7 +233,7 @@ class Display:
 
     def _sparkline(self) -> str:
         """Return the recent values of a metric as a graph of block characters."""
-        # Copied, because another thread may add to it.
+        # Copy, because another thread may append.
         return sparkline(tuple(self._recent_values), with_blocks=prints_blocks(self.console))
 
 

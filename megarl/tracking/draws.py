@@ -1,7 +1,7 @@
-"""Ledger of a run's prompts or training examples, `draws.jsonl`: which were drawn, and what became of each.
+"""Ledger of a run's prompts or training examples, `draws.jsonl`: each one drawn, and what became of it.
 
-A line belongs to a step and has the events since the line before. `account` proves from the ledger that each epoch drew
-every prompt once, over all restarts of the run.
+Each line has the events of a step since the line before. From the ledger, `account` proves that each epoch drew every
+prompt once, over all restarts of the run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ Event = tuple[str, str, int] | tuple[str, str, int, int]
 """An event in the life of a prompt.
 
 ("drawn", source, number, index): the prompt `index` of a source was drawn. `number` counts the prompts of the source's
-endless stream, so `number // size` is the epoch. ("skipped", source, count): the curriculum skipped this many before
-the next draw. (ending, source, index): one of ENDINGS."""
+endless stream, so `number // size` is the epoch. ("skipped", source, count): the curriculum skipped `count` prompts
+before the next draw. (ending, source, index): a prompt ended; `ending` is one of ENDINGS.
+"""
 
 _MAX_SKIPPED = 10_000_000
-"""Limit of the prompts skipped for one draw, the same as in `data.mixture`."""
+"""Maximum number of prompts skipped for one draw, as in `data.mixture`."""
 
 ENDINGS = {
     "used": "trained on",
@@ -36,15 +37,15 @@ ENDINGS = {
     "stale": "dropped for exceeding the staleness bound",
     "aborted": "dropped as surplus (rollout.stragglers = abort)",
 }
-"""Endings of a drawn prompt: meaning by name."""
+"""Meanings of a drawn prompt's endings."""
 
 
 @dataclass
 class DrawEvents:
-    """Events of the current step, saved in checkpoints with the number of events before them.
+    """Events of the current step. Checkpoints contain them, with the number of earlier events.
 
-    A checkpoint is written in the middle of a step, so the ledger alone may have more or fewer events than the state of
-    the checkpoint. A resumed run cuts the ledger to `num_written` events (`rewind`), and continues with `pending`.
+    A checkpoint is written in the middle of a step, so the ledger may have more or fewer events than the checkpoint's
+    state. A resumed run cuts the ledger to `num_written` events (`rewind`), and continues with `pending`.
     """
 
     num_written: int = 0
@@ -67,10 +68,10 @@ class DrawEvents:
         return cls(int(values["num_written"]), [_event(value) for value in values["pending"]])
 
     def write(self, file: Path, step: int, sizes: Mapping[str, int], num_open: int, too_long: int) -> None:
-        """Append the pending events to the ledger as the line of a step. Raises OSError.
+        """Append the pending events to the ledger, as the line of a step. Raises OSError.
 
-        `sizes` are the numbers of prompts by source. `num_open` groups are in flight or waiting. `too_long` records
-        were left out of the data.
+        `sizes` are the numbers of prompts by source. `num_open` is the number of groups in flight or waiting.
+        `too_long` is the number of records left out of the data.
         """
         line = {"step": step, "first": self.num_written, "sizes": sizes, "open": num_open, "too_long": too_long,
                 "events": self.pending}  # fmt: skip
@@ -80,7 +81,7 @@ class DrawEvents:
 
 
 def rewind(file: Path, num_events: int) -> int:
-    """Cut the ledger to its first `num_events` events. Returns how many of these it lacks. Raises OSError."""
+    """Cut the ledger to its first `num_events` events. Return how many of them are missing. Raises OSError."""
     if not file.exists():
         return num_events
     num_found = 0
@@ -118,9 +119,9 @@ class Epoch:
     """Number of draws of each prompt, by its index."""
     skipped: int = 0
     endings: Counter[str] = field(default_factory=Counter)
-    """Number of drawn prompts by their ending (ENDINGS). Prompts without an ending are in flight or waiting."""
+    """Number of drawn prompts by ending (ENDINGS). Prompts in flight or waiting have none."""
     is_complete: bool = False
-    """Whether the next epoch has begun, or all prompts of this one were drawn or skipped."""
+    """Whether the epoch is over: the next one began, or all of its prompts were drawn or skipped."""
 
     @property
     def num_open(self) -> int:
@@ -139,11 +140,11 @@ class Epoch:
 
 @dataclass
 class Account:
-    """Contents of a run's ledger. `faults` has one line each. Empty: every prompt is accounted for."""
+    """The content of a run's ledger. `faults` has a line per error; empty: every prompt is accounted for."""
 
     epochs: list[Epoch]
     num_open: int
-    """Number of groups in flight or waiting at the last line, as the run counted them."""
+    """Number of groups in flight or waiting at the last line, as counted by the run."""
     too_long: int
     """Number of records left out of the data because they are too long."""
     last_step: int
@@ -215,7 +216,7 @@ def _epoch(epochs: dict[tuple[str, int], Epoch], source: str, number: int, size:
 
 
 def _lines(file: Path) -> Iterator[_Line]:
-    """Yield the lines of a ledger. A last line cut short is left out."""
+    """Yield the lines of a ledger, without an incomplete last line."""
     with storage_faults_named(file):
         if not file.is_file():
             raise DataError(
@@ -256,7 +257,7 @@ def _event(value: Sequence[Any]) -> Event:
 
 
 _MOST = 1 << 53
-"""Limit of a number in the ledger: the largest that JSON readers of all languages read exactly."""
+"""Largest integer that JSON readers of all languages read exactly. The ledger accepts none above."""
 
 
 def _count(value: Any) -> int:

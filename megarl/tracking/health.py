@@ -1,4 +1,4 @@
-"""Health rules: checks of a run's metrics that warn if the policy cannot learn or loses abilities.
+"""Health rules: checks of a run's metrics. They warn if the policy cannot learn or loses abilities.
 
 Rules are functions of numbers, without ranks, files or screens. Each rule is a row of RULES, and warns once in a run.
 """
@@ -22,10 +22,10 @@ LOWEST_LEARNING_RATE = 1e-8
 LORA_FACTOR = 10.0
 """Factor of the usual learning rates for LoRA adapters (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2
-"""Consecutive evaluations below the best one after which a rule warns. A single one may be chance."""
+"""A rule warns after this many consecutive evaluations below the best one, because a single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Finite values of each watched metric, each with its step, in order."""
+"""Finite values of each watched metric: (step, value) in order."""
 
 
 class Evidence(NamedTuple):
@@ -64,7 +64,7 @@ class BrokenRule:
 
 
 class Rule(NamedTuple):
-    """A health rule: the metrics that it watches, its check, the meaning of a failure, and a remedy."""
+    """A health rule: the metrics it watches, its check, the meaning of a failure, and a remedy."""
 
     name: str
     metrics: tuple[str, ...]
@@ -74,15 +74,15 @@ class Rule(NamedTuple):
     reads_evaluations: bool = False
 
     def is_due_after(self, metrics: Collection[str]) -> bool:
-        """Return whether the rule is checked after metrics of these names were logged."""
-        # A step has hundreds of metrics: only the rule that needs it searches them all.
+        """Return whether to check the rule once metrics of these names are logged."""
+        # A step has hundreds of metrics. Search them only for a rule with a pattern.
         return any(name in metrics for name in self.metrics) or (
             self.reads_evaluations and any(map(is_accuracy, metrics))
         )
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
-    """Return a check failing if the last `window` values of a metric are all bad."""
+    """Return a check that fails if the last `window` values of a metric are all bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         last = _values(series, metric)[-health.window :]
@@ -96,17 +96,17 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """Return a check failing if a metric rises: the median of its last `window` values against that of the first.
+    """Return a check that fails if a metric rises: the median of its last `window` values compared with the first.
 
-    It fails if the ratio of both medians is at least `factor` and the last median is at least `least`.
+    It fails if the ratio of both medians is at least `factor`, and the last median at least `least`.
     """
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
-        # Steps without a gradient have norm 0. As the first steps they would make any later norm a rise.
+        # A step without a gradient has norm 0. As a first step, it would make any later norm a rise.
         values = [value for value in _values(series, metric) if value > 0]
         if len(values) < 2 * health.window:
             return None
-        # Medians, because single steps have outliers.
+        # Medians, because single steps may be outliers.
         before, now = median(values[: health.window]), median(values[-health.window :])
         if now < least(health) or now < factor(health) * before:
             return None
@@ -116,9 +116,7 @@ def _rises(
 
 
 def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
-    """Return evidence of a validation set whose accuracy falls while the training reward rises. None: there is no such
-    set.
-    """
+    """Return evidence of a validation set whose accuracy falls while the training reward rises; None: there is none."""
     rewards = series.get("reward/mean", ())
     for metric in [name for name in series if is_accuracy(name)]:
         evaluated = series[metric]
@@ -131,7 +129,8 @@ def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
         # If the best evaluation came before the first step, compare with the first rewards.
         before = until or [value for _, value in rewards[: health.window]]
         now = [value for _, value in rewards[-health.window :]]
-        # A falling accuracy alone may be overfitting or a bad learning rate; with a rising reward it is reward hacking.
+        # A falling accuracy alone may mean overfitting or a bad learning rate. With a rising reward it is reward
+        # hacking.
         if before and fmean(now) >= fmean(before) + health.reward_rise:
             compared = f"after {best:.3g} at step {best_step}, while reward/mean rose from {fmean(before):.3g} to "
             return Evidence(metric, newest[-1][1], f"{compared}{fmean(now):.3g}")
@@ -243,11 +242,11 @@ class Health:
                 self._series[name].append((step, value))
         broken: list[BrokenRule] = []
         for rule in RULES:
-            # Check a rule only after steps with its metrics.
+            # Check a rule only if this step has its metrics.
             if not rule.is_due_after(metrics) or not self.takes(rule.name):
                 continue
             if (evidence := rule.check(self._series, self.config)) is not None:
-                # Once per run: a broken rule stays broken in most later steps.
+                # Warn once per run, because a broken rule stays broken in most later steps.
                 self.warned.add(rule.name)
                 metric, value, compared = evidence
                 broken.append(BrokenRule(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
@@ -259,7 +258,7 @@ class Health:
     def replay(self, steps: Iterable[StepLine]) -> None:
         """Add the metrics of the steps before a resume.
 
-        Rules that these steps broke count as reported, because an earlier start has warned.
+        Rules broken in these steps count as reported, because an earlier start has warned.
         """
         for line in steps:
             self.observe(line.step, line.metrics)
@@ -272,7 +271,7 @@ def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, fl
 
 
 def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> BrokenRule | None:
-    """Return the broken rule if a learning rate is outside the usual range, else None."""
+    """Return the broken rule if a learning rate is outside of the usual range, else None."""
     low, high = usual
     if low <= rate <= high:
         return None
@@ -290,7 +289,7 @@ def is_accuracy(name: str) -> bool:
 def heldout_metrics(rows: Collection[Mapping[str, float | None]]) -> list[str]:
     """Return the names of the accuracies and mean rewards of whole validation sets in rows of metrics.
 
-    A reward that equals the set's accuracy in every row is left out.
+    A reward equal to the set's accuracy in all rows is left out.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     accuracies = [name for name in names if is_accuracy(name)]

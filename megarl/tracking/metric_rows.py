@@ -1,7 +1,7 @@
 """Rows of `METRICS`, in which a module declares its metrics.
 
-`tracking.metric_table` collects the rows of all modules. It parses the modules and does not import them, so a row's
-values are literals or constants of this module.
+`tracking.metric_table` collects the rows of all modules. It parses the modules without importing them, so a row's
+values must be literals or constants of this module.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class MetricRow:
     """A metric, or all metrics whose names match a pattern."""
 
     name: str
-    """Name of the metric. Words in capitals are placeholders, as in `val/SET/accuracy`. `turns/{mean,max}` stands for
-    two metrics."""
+    """Name of the metric. Words in capitals are placeholders, as in `val/SET/accuracy`. `turns/{mean,max}` means two
+    metrics.
+    """
     unit: str
     meaning: str
     over: str = ""
-    """Statistic of the value, if the meaning does not say it: one of this module's constants."""
+    """Statistic of the value, unless the meaning says it: one of this module's constants."""
     condition: str = ""
-    """Recipe field needed for the metric: `weights.overlap` or `rollout.placement=separate`."""
+    """Recipe setting that the metric needs: `weights.overlap` or `rollout.placement=separate`."""

@@ -1,8 +1,8 @@
-"""Table of all metrics: names, units and meanings, read from the modules computing them.
+"""Table of all metrics: names, units and meanings, read from the modules that compute them.
 
-Each of these modules lists its metrics in `METRICS`, a tuple of `MetricRow`. The modules are parsed and not imported,
-because some need torch and the table must work without it. Parts of a name in capitals are placeholders:
-`time/PHASE_seconds`, `val/SET/accuracy`. OWN stands for one or several parts.
+Each of these modules lists its metrics in `METRICS`, a tuple of `MetricRow`. The modules are parsed without importing
+them, because some need torch. In a name, words in capitals are placeholders: `time/PHASE_seconds`, `val/SET/accuracy`.
+OWN stands for one or several parts.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def rows() -> tuple[Row, ...]:
 
 
 def find(name: str) -> Row | None:
-    """Return the row that describes a logged metric. None: a metric of user code, for example of a custom loss.
+    """Return the row that describes a logged metric; None: it comes from user code, for example a custom loss.
 
-    In mixtures and evaluations, a metric's name follows a prefix `environment/SOURCE/` or `val/SET/`.
+    In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """
     matching = [row for row in rows() if row.pattern.fullmatch(name)]
     best = min(matching, key=_generality, default=None)
     group, _, rest = name.partition("/")
     _, _, rest = rest.partition("/")
     if rest and group == "environment" and (best is None or "OWN" in best.name):
-        # A source's metrics are logged without their usual prefix, so each is tried.
+        # Metrics of a source are logged without their usual prefix, so try each prefix.
         candidates = (find(prefix + rest) for prefix in ("", "rollout/", "environment/"))
         return next((row for row in candidates if row is not None and "OWN" not in row.name), best)
     if best is None and group == "val" and rest.startswith("reward/"):
@@ -125,7 +125,7 @@ def _text_of(node: ast.expr) -> str:
 
 
 def describe_row(row: MetricRow) -> Iterator[tuple[str, str, str]]:
-    """Yield name, unit and full meaning of a declared row. A family `turns/{mean,max}` has several names."""
+    """Yield name, unit and full meaning of a declared row: one per name of a family like `turns/{mean,max}`."""
     stem, _, members = row.name.partition("{")
     condition = f"with {row.condition}: " if row.condition else ""
     for member in members.removesuffix("}").split(","):

@@ -1,6 +1,6 @@
-"""Metrics combined over ranks and microbatches as mean, sum or maximum.
+"""Metrics, combined over ranks and micro-batches as mean, sum or maximum.
 
-A mean is weighted by counts. A NaN in any part makes the result NaN.
+Counts weight the mean. A NaN in any part makes the result NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number measured on one rank or microbatch. A subclass defines how numbers are combined."""
+    """A number measured on one rank or micro-batch. A subclass defines how to combine numbers."""
 
     number: float
 
@@ -34,7 +34,7 @@ class Mean(Metric):
 
     def merge_with(self, metric: Metric) -> Mean:
         assert isinstance(metric, Mean)
-        # Empty parts are skipped, because their NaN would survive the weight 0.
+        # Skip empty parts: NaN times weight 0 is NaN.
         parts = [part for part in (self, metric) if part.count]
         count = sum(part.count for part in parts)
         return Mean(sum(part.number * (part.count / count) for part in parts), count)
@@ -49,7 +49,7 @@ class Sum(Metric):
 @dataclass(frozen=True, slots=True)
 class Max(Metric):
     def merge_with(self, metric: Metric) -> Metric:
-        # Comparisons with NaN are false, so NaN needs its own test to survive.
+        # Comparisons with NaN are false, so test for NaN explicitly.
         return self if math.isnan(self.number) or self.number >= metric.number else metric
 
 

@@ -1,4 +1,4 @@
-"""Reports of ranks about the outputs of a model's modules. The driver reads them, so this module imports no torch."""
+"""Reports of ranks about the outputs of a model's modules. Imports no torch, because the driver reads them too."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Place of an output in a pass. Places sort by the order in which the whole model computes a microbatch.
+    """Place of an output in a pass. Places sort in the order in which the whole model computes a micro-batch.
 
-    `row` is the number of the microbatch on this replica, `chunk` that of the model chunk over all pipeline stages, and
-    `call` counts the outputs of this chunk for this microbatch.
+    `row` is the number of the micro-batch on this replica. `chunk` is the number of the model chunk over all pipeline
+    stages. `call` counts this chunk's outputs for this micro-batch.
     """
 
     row: int
@@ -18,7 +18,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A module's output: its place, the module's name with layers numbered through the whole model, and its number."""
+    """Output of a module: its place, the module's name with layers numbered over the whole model, and its number."""
 
     place: Place
     name: str
@@ -37,7 +37,7 @@ class CanaryReport(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """The first tensor with NaN or infinity: its kind and name, its layer from 0 (None: outside of layers), its ranks.
+    """The first tensor with NaN or infinity: kind, name, layer from 0 (None: outside of layers), ranks.
 
     `kind` is weight, output (of a module), loss or gradient. `none`: a repeated pass was finite.
     """

@@ -1,7 +1,7 @@
-"""Outcomes of an update and of a step, as typed values that decide the run's next action.
+"""Outcomes of an update and of a step. The run's next action depends on these typed values.
 
-No decision reads a metric, so a metric's name never changes what is trained. The driver reads these values too, so this
-module imports no torch.
+No decision reads a metric, so renaming a metric never changes the training. Imports no torch, because the driver uses
+this module too.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class UpdateOutcome:
     """Gradient norm before clipping."""
     learning_rate: float
     is_empty: bool = False
-    """Skipped, because none of its tokens is trained."""
+    """Skipped, because it has no trained token."""
     not_finite: bool = False
     """Skipped, because its loss or gradient is not finite."""
     spike: bool = False
     """Dropped, because it exceeds a limit of train.on_spike."""
     mismatch_exceeded: bool | None = None
-    """Skipped because of train.max_logprob_gap. None: there is no such limit."""
+    """Skipped because of train.max_logprob_gap; None: there is no limit."""
     loss: Sum | None = None
     """The minimised loss, in nats."""
     mismatch: Mean | None = None
@@ -96,14 +96,14 @@ def merge_ranks(updates: Sequence[Update]) -> Update:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Outcome of a step's updates, as far as later decisions need it."""
+    """Outcome of a step's updates, for later decisions."""
 
     not_finite: tuple[str, ...] = ()
-    """Models (policy, critic) with an update that was skipped because it is not finite."""
+    """Models (policy, critic) with an update skipped for a loss or gradient that is not finite."""
     has_empty_update: bool = False
-    """Whether an update was skipped because none of its tokens is trained."""
+    """Whether an update was skipped because it has no trained token."""
     excess_mismatch: float | None = None
-    """Mean difference of trainer and engine log-probs, in nats, if it made updates be skipped. None: it did not."""
+    """Mean difference of trainer and engine log-probs, in nats, if updates were skipped because of it; else None."""
     kl: float | None = None
     """Mean divergence of the policy from the reference, in nats per token. None: not measured."""
 

@@ -14,15 +14,15 @@ from megarl.tracking.metric_table import find
 from megarl.tracking.run_folder import State
 
 PREFIX = "megarl_"
-"""Beginning of all metric names of megarl in Prometheus."""
+"""First part of all names of megarl's metrics in Prometheus."""
 _STATES: Sequence[State] = ("starting", "running", "done", "failed", "interrupted", "stopped")
 _OTHER_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 class RunMetrics:
-    """Tracker with the newest metrics of a run, for collection by Prometheus.
+    """Tracker that holds the newest metrics of a run for Prometheus. Any thread may collect them.
 
-    Its methods are described in `trackers.RunTracker`. Any thread may collect.
+    `trackers.RunTracker` describes the methods.
     """
 
     def __init__(self, run: str, steps: int | None, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -34,7 +34,8 @@ class RunMetrics:
         self._began = time.time()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        # Replaced as a whole, so that a scrape during the step sees the metrics of one moment.
+        # Replace the mapping as a whole, so that a scrape meanwhile sees the metrics of one step. Missing metrics keep
+        # their last value.
         self._newest = {**self._newest, **scalars}
         self._step, self._logged_at = step, time.time()
 
@@ -78,9 +79,9 @@ class RunMetrics:
 
 
 def step_families(newest: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
-    """Yield a gauge for each metric: its name in Prometheus, and its name in megarl as the label `metric`.
+    """Yield a gauge per metric: its name in Prometheus, with its name in megarl as the label `metric`.
 
-    Two names may become one, like `a/b_c` and `a_b/c`. Their values then differ in the label only.
+    If two names become one, as with `a/b_c` and `a_b/c`, their values differ in the label only.
     """
     families: dict[str, GaugeMetricFamily] = {}
     for metric, value in sorted(newest.items()):

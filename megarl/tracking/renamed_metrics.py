@@ -1,6 +1,6 @@
-"""Old names of metrics, for runs and checkpoints written before a metric was renamed.
+"""Old names of metrics, for runs and checkpoints from before a metric was renamed.
 
-Readers of a run folder use the current names, so a report and a resumed run have one curve for each metric.
+Readers of a run folder use current names. So a metric has one curve, even across a rename.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _BY_SOURCE = {
     for old, new in RENAMED.items()
     if old.startswith(("curriculum/", "tools/", "rollout/kept_tokens"))
 }
-"""Renamed metrics that a mixture also logs for each source, as `environment/SOURCE/NAME`, without the prefix
-`rollout/`."""
+"""Renamed metrics that a mixture also logs per source, as `environment/SOURCE/NAME`, without the prefix `rollout/`."""
 
 
 @lru_cache(maxsize=4096)
 def current_name(name: str) -> str:
-    """Return the current name of a logged metric, also with the prefix of a source of a mixture."""
-    # Cached: a reader of a run asks for the same names in each of its steps.
+    """Return the current name of a logged metric, with or without a source's prefix."""
+    # Cached, because a reader of a run asks for the same names at each step.
     group, _, rest = name.partition("/")
     source, _, metric = rest.partition("/")
     if group == "environment" and metric in _BY_SOURCE:
@@ -49,8 +48,8 @@ def current_name(name: str) -> str:
 def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics by their current names.
 
-    A step logged before tools/truncated and tools/shortened became one has both. Their counts are added, because each
-    counted the replies shortened to another limit. Null, for a number that was not finite, stays null.
+    An old step may have both tools/truncated and tools/shortened. Their counts are added, because they counted
+    different limits. Null, for a number that was not finite, stays null.
     """
     current: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -64,6 +63,6 @@ def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_error(name: str) -> str | None:
-    """Return an error that a name of a metric is old, with the new name, or None."""
+    """Return the error that a metric's name is old, with its current name; None if it is current."""
     new = current_name(name)
     return None if new == name else f"{name} is an old name; write {new}"

@@ -47,7 +47,7 @@ State = Literal["starting", "running", "done", "failed", "interrupted", "stopped
 RECORDS = "records"
 """Folder of the steps' records (train.record) in a run folder."""
 _STATUS_BYTES = 512
-"""Size of status.json in bytes, padded with spaces, so a final status fits even on a full disk."""
+"""Size of status.json in bytes, padded with spaces. So a final status fits even on a full disk."""
 
 JOURNAL = "attempts.journal"
 """Name, in a run folder, of the journal of attempts by agent programs."""
@@ -56,20 +56,19 @@ JOURNAL = "attempts.journal"
 class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
-    Files: `config.yaml` (the complete recipe of the newest start with a trained step, secrets hidden); `status.json`;
+    Files: `config.yaml` (complete recipe of the newest start with a trained step, secrets hidden); `status.json`;
     `metrics.jsonl`; `versions.jsonl` (checksums of the weights); `draws.jsonl` (what became of each prompt);
-    `attempts.journal` (answers to agents, see `rollout.journal`); in a fork `parent.json`, the run and step from which
-    it was made.
+    `attempts.journal` (answers to agents, see `rollout.journal`); in a fork `parent.json` (original run and step).
 
     Folders: `owners/` (the lock, see `FolderLock`); `tensorboard/`; `samples/`; `tokens/` (a few samples token by
     token); `records/` (steps for `megarl replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
-    `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved
-    aside by --restart); `logs/`, with one folder per start and a link to the latest.
+    `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved by
+    --restart); `logs/`, with one folder per start and a link to the latest.
 
     A start's folder has its recipe, its ranks' output, `notices.jsonl` (warnings) and `attempt.json` (start, machine,
     steps before it, end).
 
-    As a context manager it writes how the run ended. `resumed_step` is the step of the resumed checkpoint, 0 for a new
+    As a context manager, it records how the run ended. `resumed_step` is the step of the resumed checkpoint; 0: a new
     run.
     """
 
@@ -81,11 +80,11 @@ class RunFolder:
         restart: bool = False,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create and lock the folder and read its state. Only `begin` changes anything else.
+        """Create and lock the folder, and read its state. Nothing else changes until `begin`.
 
-        `on_wait` is called with a text if an owner on another machine must be watched for up to a minute.
+        `on_wait` is called with a text if an owner on another machine must be observed for up to a minute.
 
-        Raises ConfigError if the folder cannot be made, or has an earlier run and neither `resume` nor `restart` is
+        Raises ConfigError if the folder cannot be created, or has an earlier run and neither `resume` nor `restart` is
         set. Raises RunFolderLockedError if another process owns it, StorageError if it cannot be read.
         """
         self.path = run_path(recipe)
@@ -101,7 +100,7 @@ class RunFolder:
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0
         self.resumed_line: StepLine | None = None
-        """Metrics of the resumed step, as far as they are logged."""
+        """Metrics already logged for the resumed step."""
         self._recipe_text = to_yaml(recipe)
         self._steps = recipe.train.steps
         self._is_config_current = False
@@ -118,7 +117,7 @@ class RunFolder:
             if resume:
                 self.earlier.refuse_newer_version()
             self._counted = self.earlier.status if resume else {}
-        # Unlock on any error, so that the same process can try again.
+        # Unlock after any error, so that the same process can try again.
         except BaseException:
             self.close()
             raise
@@ -132,12 +131,12 @@ class RunFolder:
         """Begin a start of the run, anew or from the checkpoint of `step`. Metrics and samples of later steps are
         removed.
 
-        `unlogged` are metrics of `step` that a checkpoint of an earlier version holds, because it logged a step after
-        its evaluation. They are logged now.
+        `unlogged` are metrics of `step` in the checkpoint of an earlier version, which logged a step only after its
+        evaluation. They are logged now.
 
-        Returns the number of unreadable lines removed from metrics.jsonl, not counting a last line cut short. Raises
+        Returns the number of unreadable lines removed from metrics.jsonl, without an incomplete last line. Raises
         MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
-        if a file cannot be written; nothing of an earlier start is lost then.
+        if a file cannot be written; then nothing of an earlier start is lost.
         """
         self._count_restart(step or 0, most_restarts)
         with storage_faults_named(self.path):
@@ -147,8 +146,8 @@ class RunFolder:
             self.tokens_folder.mkdir(exist_ok=True)
             self.logs_folder = _new_attempt(self.path / "logs")
             replace_text(self.logs_folder / "config.yaml", self._recipe_text)
-            # A resumed attempt replaces config.yaml only after its first step, so a failed start with a wrong recipe
-            # leaves it.
+            # A resumed start replaces config.yaml only after its first step. If it fails because of a wrong recipe, the
+            # file is still the old one.
             if step is None or not (self.path / "config.yaml").exists():
                 self._write_config()
             unreadable = self._forget_after(step)
@@ -160,12 +159,12 @@ class RunFolder:
             self._status["step"] = self.resumed_step
             if step is not None and (findings := _findings(self.earlier.status)):
                 self._status["health"] = findings
-            # Also without a checkpoint: a start from the beginning must not use these nodes either.
+            # Even without a checkpoint, a start must not use these nodes.
             if self._counted and (nodes := self.earlier.bad_nodes):
                 self._status["bad_nodes"] = list(nodes)
             self._has_begun = True
             self.set_status()
-            # With train.epochs the recipe's text lacks the number of steps, computed from the data.
+            # With train.epochs the number of steps depends on the data, so the recipe's text lacks it.
             self._attempt = {"started": _now(), "resumed_step": self.resumed_step, "steps": self._steps}
             self.describe({"machine": machine(), "versions": versions()})
         return unreadable
@@ -179,7 +178,7 @@ class RunFolder:
         self._is_restart = False
 
     def use_recipe(self, recipe: Recipe) -> None:
-        """Write another recipe to config.yaml after the next step, because the run has other parallel sizes."""
+        """Write a resized run's recipe to config.yaml after the next step."""
         self._recipe_text, self._is_config_current = to_yaml(recipe), False
 
     def set_status(
@@ -193,8 +192,8 @@ class RunFolder:
     ) -> None:
         """Update status.json atomically. Omitted arguments keep their values.
 
-        `cause` is the reason for the run's end in words, `exit_code` that of the process, `rank` the first rank that
-        failed. Raises RunFolderLockedError, and writes nothing, if another process has taken the folder over.
+        `cause` is the reason for the run's end in words, `exit_code` the process's, `rank` the first failed rank. If
+        another process has taken over the folder, nothing is written and RunFolderLockedError raised.
         """
         self._lock.check()
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
@@ -203,7 +202,7 @@ class RunFolder:
             self._write_config()
         text = json.dumps(self._status)
         if self._status["state"] in ("starting", "running"):
-            # Reserves the bytes that `_overwrite_status` uses on a full disk.
+            # Pad now, so that `_overwrite_status` needs no more bytes on a full disk.
             text = text.ljust(_STATUS_BYTES - 1)
         replace_text(self.path / "status.json", text + "\n")
 
@@ -219,7 +218,7 @@ class RunFolder:
 
     @property
     def dead_owner(self) -> str | None:
-        """Return the process that owned the folder and died without releasing it, or None."""
+        """Return the process that owned the folder and died without releasing it; None: there is none."""
         return self._lock.taken_from
 
     @property
@@ -255,7 +254,7 @@ class RunFolder:
         if not self.metrics_file.exists():
             return None
         with self.metrics_file.open("rb") as file:
-            # A step has at most two lines. Parsing those of all steps takes up to 2 ms each.
+            # A step has at most two lines. Parsing all steps would be slow: up to 2 ms each.
             steps = list(read_steps(deque(file, maxlen=2)))
         return steps[-1] if steps and steps[-1].step == number else None
 
@@ -272,15 +271,15 @@ class RunFolder:
                 append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count, as `restarts` in status.json, consecutive resumes without a completed step in between.
+        """Count consecutive resumes without a completed step in between, as `restarts` in status.json.
 
         Raises MegarlError above the limit.
         """
-        # An attempt from the beginning may follow one from a checkpoint, so an earlier value goes.
+        # The new start may be from the beginning, so remove an earlier value.
         self._status.pop("resumed_step", None)
         if step:
             self._status["resumed_step"] = step
-        # A newer checkpoint than at the last resume means progress, so counting starts again.
+        # A newer checkpoint than at the last resume means progress, so count from zero again.
         if not self._counted or step > whole_number(self._counted.get("resumed_step")):
             return
         restarts = whole_number(self._counted.get("restarts"))
@@ -293,7 +292,7 @@ class RunFolder:
 
     def _move_aside(self) -> None:
         """Move the folder's contents into a new subfolder of `earlier/`."""
-        # The lock must stay: moving it would let another process lock the name.
+        # Leave the lock in place: if it were moved, another process could lock the name.
         moved = [path for path in self.path.iterdir() if path.name not in (HOME, "earlier")]
         if not moved:
             return
@@ -303,7 +302,7 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Remove metrics, samples and records of steps after `step`. Returns the number of unreadable lines of
+        """Remove metrics, samples and records of steps after `step`. Return the number of unreadable lines of
         metrics.
         """
         last = -1 if step is None else step
@@ -318,7 +317,7 @@ class RunFolder:
             if (number := re.fullmatch(r"step_(\d+)", path.name)) and int(number[1]) > last:
                 shutil.rmtree(path)
         if step is None:
-            # A resumed run keeps the event files; TensorBoard purges their later steps itself (`purge_step`).
+            # A resumed run keeps its event files. TensorBoard itself ignores their later steps (`purge_step`).
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
         return unreadable
 
@@ -333,11 +332,11 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write how the run ended. An error caused by the folder or its disk is raised as StorageError instead."""
-        # An error caused by the folder or its disk becomes a StorageError, which has its own exit code.
+        """Record how the run ended. If the folder or its disk caused the error, raise a StorageError instead."""
+        # A StorageError has its own exit code.
         broken = None if error is None else storage_error(self.path, error)
         try:
-            # The status belongs to the process that took the folder over.
+            # After a takeover, the status belongs to the other process.
             if self._has_begun and not isinstance(error, RunFolderLockedError):
                 self._set_end(broken or error)
         except (OSError, StorageError) as failure:
@@ -367,19 +366,19 @@ class RunFolder:
             state = ends.get(type(error), "failed")
             self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
         self._attempt |= {"ended": _now(), **self._status}
-        # status.json has the same facts, so a full disk must not change how the run ends.
+        # status.json has the same facts, so a full disk changes nothing here.
         with suppress(OSError):
             self.describe({})
 
     def _overwrite_status(self) -> None:
         """Overwrite status.json in place, with as much of the cause as fits.
 
-        A full disk has no space for a new file. The write is not atomic: a reader may briefly see invalid JSON.
+        A full disk has no space for a new file. The write is not atomic, so a reader may briefly see invalid JSON.
         """
         with (self.path / "status.json").open("r+b", buffering=0) as file:
             room = os.fstat(file.fileno()).st_size
             content = json.dumps(self._status).encode() + b"\n"
-            # JSON escapes may lengthen the text, so the length is checked again after each cut.
+            # JSON escapes lengthen the text, so check the length again after each cut.
             while len(content) > room and self._status["cause"]:
                 self._status["cause"] = self._status["cause"][: room - len(content)]
                 content = json.dumps(self._status).encode() + b"\n"
@@ -392,7 +391,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path, name, on_wait)
         except OSError as error:
-            # A full or broken disk is not a wrong runs_folder; it becomes a StorageError.
+            # A full or broken disk is no error of runs_folder. It becomes a StorageError.
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise
             raise ConfigError(
@@ -428,7 +427,7 @@ def _new_attempt(logs: Path) -> Path:
 
 
 def _find_free_path(path: Path) -> Path:
-    """Return the path, or if it exists the first free one with a number appended."""
+    """Return the path, or the first free one with a number appended."""
     number = 1
     free = path
     while free.exists():
@@ -438,13 +437,13 @@ def _find_free_path(path: Path) -> Path:
 
 
 def _forget_lines(file: Path, last: int) -> list[float | None]:
-    """Remove the lines of steps after `last` from a JSON Lines file. Return the steps of all lines, None if unreadable.
+    """Remove the lines of steps after `last` from a JSON Lines file. Return the steps of all lines; None: unreadable.
 
-    Unreadable lines are removed too. Without the file the list is empty.
+    Unreadable lines are removed too. If the file is missing, the list is empty.
     """
     if not file.exists():
         return []
-    # A killed process may leave half a line at the end. This is expected, so it is not counted.
+    # A kill may leave half a line at the end. It is expected, so do not count it.
     *lines, cut_short = file.read_bytes().split(b"\n")
     steps = [_step(line) for line in lines]
     retained = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last]
@@ -485,7 +484,7 @@ def machine() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
-        # Cores this process may use, which Slurm and containers limit. os.cpu_count would count all.
+        # Only cores allowed to this process by Slurm or a container. os.cpu_count would count all.
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory / 2**30:.0f} GiB",
     }

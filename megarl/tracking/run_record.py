@@ -1,6 +1,6 @@
-"""Reads a run folder, even if files are missing or broken. This module never writes.
+"""Reader of a run folder, even if files are missing or broken. It never writes.
 
-Everything that reads run folders uses it: starts of a run, reports, model cards, exports, forks, replays.
+It is used wherever run folders are read: starts of a run, reports, model cards, exports, forks, replays.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
-"""Files that mark a run folder. It has at least one of them."""
+"""Files that mark a run folder: it has at least one of them."""
 _MOST_NOTICES = 50
-"""Most warnings read from a start."""
+"""Maximum number of warnings read per start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
     """One start of a run: its number, its recorded facts and its recipe.
 
-    `facts` has the contents of attempt.json. It is empty for versions of megarl without the file. `config` has the
-    recipe fields by dotted name. `stacks` are files with stacks that a user requested.
+    `facts` is the content of attempt.json; empty if an earlier version wrote none. `config` has the recipe fields by
+    dotted name. `stacks` are files of stacks requested by a user.
     """
 
     number: int
@@ -83,7 +83,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder. Status and checkpoints are those at its reading; everything else is read when it is needed.
+    """A run folder. Status and checkpoints are read at once, everything else when needed.
 
     `status` is empty if status.json is missing or is not a JSON object.
     """
@@ -94,11 +94,11 @@ class RunRecord:
     checkpoints: tuple[Path, ...]
     """Complete checkpoints, newest first. Their files may still be damaged."""
     damaged: tuple[Path, ...]
-    """Checkpoints that earlier starts recognised as damaged and renamed."""
+    """Checkpoints found damaged and renamed by earlier starts."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the state of a run folder, which need not exist. Raises StorageError if it cannot be read."""
+        """Read the state of a run folder. It need not exist. Raises StorageError if it cannot be read."""
         home = path / "checkpoints"
         with storage_faults_named(path):
             content = read_or_none(path / "status.json")
@@ -130,7 +130,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Return the last step: in status.json, which may be missing or old, or in the metrics."""
+        """Return the last step, from status.json or the metrics, because status.json may be missing or old."""
         return max(self.step, self.rows[-1][0] if self.rows else 0)
 
     @property
@@ -141,9 +141,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """Return the state of the run in status.json. `ended unseen`: the file says that it runs, but its process is
-        gone.
-        """
+        """Return the state in status.json; `ended unseen` if the file says running, but the process is gone."""
         return run_state(self.path, self.status)
 
     @property
@@ -222,7 +220,7 @@ class RunRecord:
         if self.checkpoints or self.damaged:
             checkpoint_names = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
             state = f"with checkpoints ({checkpoint_names})"
-        # A broken status.json may hide a finished run, so a start over it is refused too.
+        # A broken status.json may hide a finished run, so refuse to start over it.
         elif self.has_status and "state" not in self.status:
             state = "whose status.json cannot be read"
         elif self.step > 0 or self.status.get("state") == "done":
@@ -273,7 +271,7 @@ class RunRecord:
             )
 
     def refuse_start_over(self) -> None:
-        """Raise DataError if checkpoints exist but none can be loaded, so that the run does not silently begin anew."""
+        """Raise DataError if checkpoints exist but none can be loaded. The run must not silently start anew."""
         if self.checkpoints or self.damaged:
             raise DataError(
                 f"{self.path / 'checkpoints'}: none of the run's {len(self.checkpoints) + len(self.damaged)} "
@@ -283,12 +281,12 @@ class RunRecord:
 
 
 def refuse_other_schema(checkpoint: Path) -> None:
-    """Raise DataError for a checkpoint with another schema version. Unreadable checkpoints are left to other checks."""
+    """Raise DataError for a checkpoint of another schema version. Other checks report unreadable checkpoints."""
     with storage_faults_named(checkpoint):
         content = read_or_none(checkpoint / DRIVER)
     if not (driver := parsed_object(content, MEDIUM)):
         return
-    # The first schema did not write its number.
+    # The first schema has no number.
     schema = driver.get("schema", 1)
     if schema != SCHEMA:
         _refuse_newer(checkpoint, _written_by(checkpoint.parents[1]))
@@ -329,7 +327,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def refuse_other_folders(path: Path) -> None:
-    """Raise ConfigError unless the path is a run folder. If it contains run folders, the error names them."""
+    """Raise ConfigError unless the path is a run folder. If it contains run folders, the message names them."""
     if any((path / name).is_file() for name in _MARKS):
         return
     if not path.exists():
@@ -369,7 +367,7 @@ def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, float]]], list[str
         return [], notes
     if unreadable:
         notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
-    # If a step occurs twice, it was trained again, so the last one counts.
+    # A step occurs twice if it was trained again. The last one counts.
     return sorted({step.step: dict(step.metrics) for step in join_steps(lines)}.items()), notes
 
 
@@ -385,7 +383,7 @@ def _written_by(run: Path) -> str | None:
 
 def _refuse_newer(place: Path, theirs: str | None) -> None:
     """Raise DataError if `theirs`, the version of megarl that wrote a folder, is newer than this one."""
-    # Imported here: few commands compare versions.
+    # Imported here, because few commands compare versions.
     from packaging.version import InvalidVersion, Version
 
     own_version = version("megarl")
@@ -406,7 +404,7 @@ def whole_number(value: Any) -> int:
 
 
 def _folders(home: Path) -> list[Path]:
-    """Return the folders inside a folder. Raises OSError if it cannot be read; Path.glob would return nothing."""
+    """Return the folders inside a folder. Raises OSError if it is unreadable. (Path.glob would return nothing.)"""
     try:
         with os.scandir(home) as entries:
             return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,4 +1,4 @@
-"""Spikes: updates whose gradient norm or loss is far above the median of the last updates (train.on_spike)."""
+"""Detection of spikes: updates with a gradient norm or loss far above the recent median (train.on_spike)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.tracking.outcomes import UpdateOutcome
 
 
 class UpdateLimits(NamedTuple):
-    """Gradient norm and loss above which an update is dropped. None: no limit."""
+    """Gradient norm and loss above which the next update is dropped; None: no limit."""
 
     grad_norm: float | None = None
     loss: float | None = None
@@ -47,10 +47,10 @@ def is_memory(saved: Any) -> bool:
 
 
 class SpikeDetector:
-    """Computes the limits of the next update from the last `window` updates: their median times a factor.
+    """Computes the next update's limits: the median of the last `window` updates, times a factor.
 
-    Dropped updates count in the median too, so that a lasting change of level is accepted after half a window. Limits
-    begin with half a window of updates. Updates without a gradient, and losses that are not positive, do not count.
+    Dropped updates count in the median too, so a lasting change of level is accepted after half a window. There are no
+    limits before half a window of updates. Updates without a gradient, and losses of zero or below, do not count.
     `loss_factor` None: losses are not compared.
     """
 

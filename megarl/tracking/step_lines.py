@@ -1,6 +1,6 @@
-"""Lines of metrics.jsonl: one for each step, and a second one if the step is evaluated.
+"""Lines of metrics.jsonl: one per step, and a second one if the step is evaluated.
 
-The file may be of an earlier version, cut short, or changed by anybody, so lines are checked when they are read.
+Lines are checked when they are read, because the file may be old, incomplete, or edited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLLOWS = "evaluation_follows"
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """Line of a step. `metrics` have their current names. NaN: the value is not finite."""
+    """Line of a step. `metrics` have current names. NaN: the value was not finite."""
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class StepLine:
 
     @classmethod
     def read(cls, line: bytes, max_values: int | None = None) -> Self | None:
-        """Return the line. None: it is not a JSON object with a step, or has more than `max_values` values.
+        """Return the line; None: it is not a JSON object with a step, or has more than `max_values` values.
 
         Values that are not numbers are left out.
         """
@@ -44,13 +44,13 @@ class StepLine:
         return {"step": self.step, **({_FOLLOWS: True} if self.evaluation_follows else {}), **self.metrics}
 
     def is_continued_by(self, line: StepLine) -> bool:
-        """Return whether the next line is that of the step's evaluation."""
+        """Return whether the next line is the step's evaluation."""
         return self.evaluation_follows and self.step == line.step
 
     def with_evaluation(self, line: StepLine) -> StepLine:
-        """Return the whole step, from this line and the evaluation's.
+        """Return the whole step, made of this line and its evaluation's.
 
-        Metrics of both, like times, are those of the whole step in the evaluation's line.
+        If both have a metric, for example a time, the evaluation's line has the value for the whole step.
         """
         return replace(line, metrics={**self.metrics, **line.metrics})
 
@@ -67,9 +67,7 @@ def read_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
 
 
 def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
-    """Yield the steps of lines in order, each joined with its evaluation. A step that was trained again comes once
-    more.
-    """
+    """Yield the steps of lines in order, each joined with its evaluation. A step trained again is yielded again."""
     step: StepLine | None = None
     for line in lines:
         if step is not None and step.is_continued_by(line):
@@ -83,7 +81,7 @@ def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
 
 
 def _is_number(value: Any) -> bool:
-    # bool is excluded, because Python counts it as an int.
+    # Python counts bool as an int, so exclude it.
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
@@ -91,6 +89,6 @@ def _number(value: float | None) -> float:
     """Return a logged number. NaN: it was not finite, so the file has null."""
     try:
         return math.nan if value is None or not math.isfinite(value) else float(value)
-    # JSON integers have any size; a float has not.
+    # A JSON integer may be too large for a float.
     except OverflowError:
         return math.nan

@@ -1,6 +1,4 @@
-"""Lines for the steps of a run on the screen: a table of metrics with short numbers, fixed columns and a repeated
-header.
-"""
+"""Table of a run's steps on the screen: short numbers, fixed columns, a repeated header."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from typing import NamedTuple
 from megarl.tracking.health import heldout_metrics
 
 LINE_CHARACTERS = 100
-"""Longest line of the table. Columns that do not fit are left out, from the end."""
+"""Longest line of the table. Columns beyond it are left out."""
 LINES_PER_HEADER = 20
-"""Step lines under one header. A terminal of 24 lines then shows a header most of the time."""
+"""Step lines per header. In a terminal of 24 lines, a header is then visible most of the time."""
 
 
 class _Column(NamedTuple):
@@ -22,7 +20,7 @@ class _Column(NamedTuple):
     width: int
     """Number of characters. Numbers have at most 7, or 6 if they cannot be negative."""
     metrics: tuple[str, ...]
-    """Alternatives for the column. It shows the first that the run logs."""
+    """Alternatives for the column: it shows the first one that the run logs."""
 
 
 _COLUMNS = (
@@ -54,15 +52,14 @@ class StepTable:
     def lines(
         self, step: int, row: Mapping[str, float], seconds_left: float | None, *, max_characters: int = LINE_CHARACTERS
     ) -> list[str]:
-        """Return the lines of a step: a header every 20 lines or for other columns, then numbers, then results of
-        validation sets.
+        """Return the lines of a step: a header if due, numbers, then results of validation sets.
 
-        `row` maps names of metrics to values. Results of validation sets have separate lines, because their names may
-        be long. Columns beyond `max_characters` of a line are left out. A step with nothing but results has no line of
-        numbers. A step with a line of numbers already gets only lines of results.
+        A header is due after 20 lines, or for other columns. `row` maps metric names to values. Results of validation
+        sets have lines of their own, because their names may be long. Columns beyond `max_characters` are left out. A
+        step with only results has no line of numbers. A second call for a step prints only results.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
-        # Without a number of steps there is room for six digits.
+        # If the number of steps is unknown, leave space for six digits.
         head = head.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
         values = _values(row)
         results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
@@ -83,9 +80,7 @@ class StepTable:
         return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), max_characters)
 
     def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
-        """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new
-        header.
-        """
+        """Return the labels and widths of columns that fit into `room` characters. A new column needs a new header."""
         labels = tuple(column.label for column in _COLUMNS if column.label in self._labels or column.label in values)
         if labels != self._labels:
             self._labels, self._lines_left = labels, 0
@@ -97,7 +92,7 @@ class StepTable:
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the value of each column with a metric in the row, by label. With a reward there is no loss."""
+    """Return the value of each column with a metric in the row, by label. With a reward, the loss is left out."""
     values = {}
     for column in _COLUMNS:
         name = next((name for name in column.metrics if name in row), None)
@@ -121,7 +116,7 @@ def _wrap(words: list[str], begin: str, max_characters: int) -> list[str]:
 def short_number(value: float) -> str:
     """Return a number in at most 7 characters: `11.1k`, `31.50`, `0.250`, `0.0123`, `1.2e-4`, `-0.250`, `nan`.
 
-    Numbers beyond 1e15 or below 1e-99 need more.
+    Only numbers beyond 1e15 or below 1e-99 need more.
     """
     size = abs(value)
     if not math.isfinite(value) or size == 0:
@@ -129,13 +124,13 @@ def short_number(value: float) -> str:
     if size < 0.001:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
-    # The limits are where rounding would add a digit: 999.95 would become 1000.0.
+    # At these limits, rounding would add a digit: 999.95 would become 1000.0.
     for limit, digits in ((0.1, 4), (9.9995, 3), (99.995, 2), (999.95, 1)):
         if size < limit:
             return f"{value:.{digits}f}"
     for power, suffix in enumerate("kMGT", start=1):
         if size < 999.5 * 1000**power:
-            # "#" keeps zeros at the end, and a dot after three digits.
+            # "#" keeps trailing zeros, and a dot after three digits.
             return f"{value / 1000**power:#.3g}".rstrip(".") + suffix
     return f"{value:.1e}"
 
@@ -151,7 +146,7 @@ def left_text(seconds: float | None) -> str:
     num_seconds = round(seconds)
     if num_seconds < 36_000:
         return f"{num_seconds // 3600}:{num_seconds // 60 % 60:02}:{num_seconds % 60:02}"
-    # The estimate of a long run is no more exact than this.
+    # The estimate for a long run is no more exact.
     if num_seconds < 360_000:
         return f"{num_seconds / 3600:.1f} h"
     days = num_seconds / 86_400

@@ -11,7 +11,7 @@ from megarl.platform.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Time spans of one process, nested or disjoint. Times are in seconds on an axis common to all tracks."""
+    """Time spans of one process, nested or disjoint, in seconds on a time axis common to all tracks."""
 
     name: str
     spans: Sequence[Span]
@@ -21,9 +21,9 @@ class Track:
 
 
 def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Chrome trace of all tracks within the span `whole`, a span of the first track.
+    """Return the Chrome trace of all tracks within the span `whole` of the first track.
 
-    Times are in microseconds. `facts` are stored in the trace as `otherData`.
+    Its times are in microseconds. `facts` are stored as `otherData`.
     """
     _, began, _ = whole
     events: list[dict[str, Any]] = []
@@ -43,18 +43,18 @@ def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any])
                 "ts": round((start - began) * 1e6, 3),
                 "dur": round((end - start) * 1e6, 3),
             }
-            # Longer spans first at equal starts: the format nests spans in the order of events.
+            # At equal starts, longer spans come first, because the format nests spans in the order of events.
             for name, start, end in sorted(spans, key=lambda span: (span[1], -span[2]))
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts)}
 
 
 def covered(tracks: Sequence[Track], whole: Span) -> float:
-    """Return the share of the span `whole` in which any track has an open span."""
+    """Return the share of `whole` during which any track has an open span."""
     _, began, ended = whole
     seconds, reached = 0.0, began
     for start, end in sorted((start, end) for track in tracks for _, start, end in track.spans):
-        # Sorted by start, so overlapping spans count once.
+        # Spans are sorted by start, so overlapping ones count once.
         start, end = max(start, reached), min(end, ended)
         if end > start:
             seconds += end - start

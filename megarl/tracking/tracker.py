@@ -32,9 +32,9 @@ METRICS = (
 
 
 class Tracker:
-    """Logger of a run: writes metrics and samples to the run folder, prints a line per step, and calls the trackers.
+    """Logs a run: writes metrics and samples to the run folder, prints a line per step, and calls the trackers.
 
-    It adds METRICS of this module to each step: the step's time, and the time of each `phase(PHASE)`.
+    Adds METRICS of this module to each step: the step's time, and the time of each `phase(PHASE)`.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Tracker:
         trackers: Sequence[str] = ("tensorboard",),
         display: Display | None = None,
     ) -> None:
-        """Start the trackers, named as in `trackers.TRACKERS` or by import path. `steps` is the number of steps of the
-        run.
+        """Start the trackers, named as in `trackers.TRACKERS` or by import path. `steps` is the run's number
+        of steps.
         """
         self._folder = folder
         self._display = display or Display()
@@ -54,8 +54,8 @@ class Tracker:
         self._notices = FirstOfEachKind(self.notice)
         self._last_step: int | None = None
         self._line = folder.resumed_line
-        """The line logged last."""
-        # Creates the file, so that a folder that cannot be written fails before the run starts.
+        """The last logged line."""
+        # Create the file now, so that an unwritable folder fails before the run starts.
         append_whole(folder.metrics_file, b"")
         self._trackers: dict[str, RunTracker] = {}
         for name in trackers:
@@ -66,7 +66,7 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside this context to the metric `time/NAME_seconds` of the next logged step."""
+        """Add the time spent in this context to the metric `time/NAME_seconds` of the next logged step."""
         started = time.monotonic()
         try:
             with self._display.phase(name), span(name):
@@ -84,7 +84,7 @@ class Tracker:
         return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
 
     def log(self, step: int, scalars: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
-        """Log a step's metrics. Step numbers must increase. NaN and infinite values become null in metrics.jsonl.
+        """Log a step's metrics. Step numbers must increase. In metrics.jsonl, NaN and infinite values become null.
 
         `evaluation_follows`: `log_evaluation` is called next for this step.
         """
@@ -96,10 +96,10 @@ class Tracker:
     def log_evaluation(
         self, step: int, metrics: Mapping[str, float], whole_step: Mapping[str, float] | None = None
     ) -> None:
-        """Log a step's evaluation, as a second line if the step's other metrics are logged.
+        """Log a step's evaluation. If the step is already logged, this is its second line.
 
-        The line has the step's time with its evaluation, the larger peak memory of both, and the metrics `whole_step`
-        of both together. Other metrics stay as they are in the step's line: they describe its training.
+        The line has the time of step and evaluation together, the larger peak memory, and the metrics `whole_step`.
+        Other metrics remain in the step's line, because they describe the training.
         """
         timing = self._take_timing()
         earlier = self._line.metrics if self._line is not None and self._line.step == step else {}
@@ -113,25 +113,25 @@ class Tracker:
         timing = self.seconds
         self._add_to_totals(timing)
         self._phase_seconds = {}
-        # Not time.monotonic(): steps then follow without gaps, so their times add up to the run's.
+        # Add instead of reading the clock, so that the steps' times add up to the run's.
         self._step_started += timing["time/step_seconds"]
         return timing
 
     def _log(self, line: StepLine) -> None:
         faults.reach("log")
-        # metrics.jsonl first: it is complete even if a tracker fails.
+        # metrics.jsonl first, so that it is complete even if a tracker fails.
         append_whole(self._folder.metrics_file, json_line(line.as_json()))
         self._to_trackers(lambda tracker: tracker.log(line.step, line.metrics))
         self._last_step, self._line = line.step, line
         self._display.step(line.step, line.metrics, evaluation_follows=line.evaluation_follows)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl and pass them to trackers.
+        """Append records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl, and pass them to the trackers.
 
-        A record's `set` names its validation set. Records without one are from training.
+        A record's `set` names its validation set. Training samples have no `set`.
         """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
-        # Converted once for the file and all trackers.
+        # Convert once for the file and all trackers.
         plain = [_plain(record) for record in records]
         append_whole(path, b"".join(map(_line, plain)))
         self._to_trackers(lambda tracker: tracker.samples(step, plain))
@@ -162,11 +162,11 @@ class Tracker:
             self._give_up(name, error)
 
     def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
-        """Call every tracker. A tracker that fails is dropped with a warning, and the run continues.
+        """Call every tracker. Drop a failing tracker with a warning, and continue.
 
-        Raises DiskFullError, because on a full disk nothing else can be written either.
+        Raises DiskFullError, because nothing else can be written to a full disk either.
         """
-        # A copy, because failing trackers are removed in the loop.
+        # Copy the list, because the loop removes failing trackers.
         for name, tracker in list(self._trackers.items()):
             try:
                 with disk_full_named(self._folder.path):
@@ -189,7 +189,7 @@ class Tracker:
         self._notices.tell(kind, text)
 
     def unhealthy(self, finding: BrokenRule) -> None:
-        """Report a broken health rule on the console, in status.json, and to trackers that take texts."""
+        """Report a broken health rule on the console, in status.json, and to trackers that accept texts."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))
@@ -215,7 +215,7 @@ class Tracker:
 
     def _heldout_results(self) -> dict[str, tuple[float, float]]:
         """Return the first and last values of `heldout_metrics`, over all starts of the run."""
-        # Only these values are read into memory: a long run has millions of others.
+        # Read only these values into memory, because a long run has millions of others.
         rows = [
             {name: value for name, value in step.metrics.items() if name.startswith("val/")}
             for step in self._folder.logged_steps()

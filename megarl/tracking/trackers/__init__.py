@@ -1,7 +1,7 @@
-"""Trackers that a recipe can name: destinations of metrics and samples in addition to `metrics.jsonl`.
+"""Trackers for a recipe: destinations of metrics and samples in addition to `metrics.jsonl`.
 
-A new tracker is one file with a class like `RunTracker`, and one line in TRACKERS. A recipe may also name a user's
-tracker by import path.
+To add a tracker, write one file with a class like `RunTracker`, and add a line to TRACKERS. A recipe may also name a
+user's tracker by import path.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TRACKERS = {
 
 
 class RunTracker(Protocol):
-    """A tracker of one run. If a method raises, the tracker is dropped with one warning, and the run continues.
+    """A tracker of one run. If a method raises, the tracker is dropped with a warning, and the run continues.
 
-    It is constructed as `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0 for a
-    new run). It must discard values that were logged for later steps.
+    It is created by `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0: a new
+    run). It must discard values logged for later steps.
 
     A class may have `modules`: names of modules imported at its start, each with a remedy if the import fails. A static
     method `check()` may raise ConfigError if the environment does not allow a start. An optional method

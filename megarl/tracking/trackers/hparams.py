@@ -1,8 +1,7 @@
-"""Settings of a run for TensorBoard's HPARAMS tab, stored as two summaries by TensorBoard's own functions.
+"""Settings of a run for TensorBoard's HPARAMS tab: two summaries, stored by TensorBoard's own functions.
 
-The first summary declares the columns. They are the same for all loops, so all runs share one table. The second has the
-values of the run's recipe fields, except fields without effect. For a run resumed with changed settings, TensorBoard
-shows the first values.
+The first declares the columns, equal for all loops, so that all runs share a table. The second has the run's recipe
+fields, without those that have no effect. If a run is resumed with other settings, TensorBoard shows the first ones.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ SECTIONS = (
 )  # fmt: skip
 """Recipe fields shown as columns. A section stands for all its fields."""
 
-# protobuf creates the message classes at import, so type checkers do not know their fields.
+# protobuf creates its message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2
 _plugin: Any = plugin_data_pb2
 _TYPES = {bool: bool, int: float, float: float}
 
 
 class _Column(summary_v2.Domain):
-    """Type of a column without limits: TensorBoard's own domains need the smallest and the largest value."""
+    """Type of a column without limits. TensorBoard's own types need the smallest and largest value."""
 
     def __init__(self, dtype: type) -> None:
         self._dtype = dtype
@@ -68,7 +67,7 @@ def summaries(recipe: Recipe) -> list[Any]:
 
 def ended() -> Any:
     """Return the summary that marks the end of a run. The reason of the end is in `status.json`."""
-    # TensorBoard's function for it, `summary.session_end_pb`, needs TensorFlow.
+    # TensorBoard's own function, `summary.session_end_pb`, needs TensorFlow.
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
     content = metadata.create_summary_metadata(_plugin.HParamsPluginData(session_end_info=info))
     value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
@@ -91,14 +90,14 @@ def _metrics(recipe: Recipe) -> list[str]:
     of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
     if recipe.loop == "distillation":
         of_loop.insert(0, "distillation/reverse_kl" if recipe.has_advantages else "distillation/divergence")
-    # A set without verdicts has a mean reward only.
+    # Without verdicts, a set has only a mean reward.
     measures = ("accuracy", "reward/mean") if recipe.has_engine else ("accuracy",)
     return [*(f"val/{name}/{measure}" for name in sets for measure in measures), *of_loop]
 
 
 def _column_type(annotation: Any) -> type:
     types = {_TYPES.get(kind, str) for kind in _kinds(annotation)}
-    # A column with values of several types must be text.
+    # A column of mixed types must be text.
     return types.pop() if len(types) == 1 else str
 
 
@@ -115,7 +114,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _scalar(recipe: Recipe, name: str, value: Any) -> bool | float | str:
-    """Return a field's value as TensorBoard takes it, with secrets hidden."""
+    """Return a field's value in a form accepted by TensorBoard, with secrets hidden."""
     # Numbers cannot be secrets, and their columns accept only numbers.
     if isinstance(value, int | float):
         return value

@@ -19,7 +19,7 @@ from megarl.files.plain_yaml import flatten_sections
 from megarl.types import ConfigError
 
 _CLIENT_SETTINGS = {
-    # The calls run between two steps, so an unreachable server must not stop training for long.
+    # Calls happen between two steps, so an unreachable server must not delay training for long.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -34,7 +34,7 @@ _PARAMETER_CHARACTERS = 500
 
 
 class MLflow:
-    """MLflow run on the server at MLFLOW_TRACKING_URI. `trackers.RunTracker` describes the methods.
+    """MLflow run on the server MLFLOW_TRACKING_URI. `trackers.RunTracker` describes the methods.
 
     MLFLOW_EXPERIMENT_NAME names the experiment (default megarl). The client's own variables give access, for example
     MLFLOW_TRACKING_TOKEN. A resumed run continues under its id, stored in the run folder. If steps are trained again,
@@ -56,7 +56,7 @@ class MLflow:
 
         self._client = MlflowClient(server)
         file = folder / "mlflow_run_id"
-        # The id file may be missing in a resumed run that had no mlflow tracker before.
+        # A resumed run has no id file if it had no mlflow tracker before.
         if not resumed_step or not file.exists():
             recipe = yaml.safe_load((folder / "config.yaml").read_text())
             parameters = {
@@ -105,7 +105,7 @@ class MLflow:
 
 @contextmanager
 def _server_errors() -> Iterator[None]:
-    """Raise an OSError for an error of MLflow's client: the server is unreachable, or refuses a call."""
+    """Turn errors of MLflow's client (unreachable server, rejected call) into OSErrors."""
     from mlflow.exceptions import MlflowException
 
     try:

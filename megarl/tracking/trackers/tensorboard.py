@@ -23,22 +23,22 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """A new TensorBoard event file in a folder. Every method raises OSError if it cannot write.
+    """A new TensorBoard event file in a folder. Each method raises OSError if writing fails.
 
-    `purge_step`: in earlier files of the folder, TensorBoard ignores this step and later ones.
+    `purge_step`: TensorBoard ignores this step and later ones in earlier files of the folder.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard recognises event files by this prefix. The number separates files made in one second.
+        # TensorBoard recognises event files by this prefix. The number separates files created in the same second.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
-        # Unbuffered, so that a full disk is reported by the call that wrote.
+        # Unbuffered, so that the call itself reports a full disk.
         self.file = (folder / name).open("ab", buffering=0)
         self._records = RecordWriter(self.file)
         self._write(Event(file_version="brain.Event:2"))
         if purge_step is not None:
             self._write(Event(step=purge_step, file_version="brain.Event:2"))
-            # The same two events as in torch's SummaryWriter: TensorBoard purges on SessionLog.START.
+            # As in torch's SummaryWriter: TensorBoard discards later steps at SessionLog.START.
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
@@ -50,7 +50,7 @@ class EventFile:
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Add a Markdown text. Its tag becomes `tag/text_summary`."""
-        # Imported here: torch is needed for texts only.
+        # Imported here, because only texts need torch.
         from torch.utils.tensorboard.summary import text as text_summary
 
         self._write(Event(step=step, summary=text_summary(tag, text)))
@@ -75,9 +75,9 @@ class TensorBoard:
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._last_step = resumed_step
-        # For a resumed run, TensorBoard discards the steps after its checkpoint.
+        # In a resumed run, TensorBoard discards steps after the checkpoint.
         self.events = EventFile(folder / "tensorboard", purge_step=resumed_step + 1 if resumed_step else None)
-        # Also for a resumed run, because an earlier start may have ended before writing them.
+        # In a resumed run too, because an earlier start may have ended before this.
         for summary in hparams.summaries(read(folder / "config.yaml", is_of_run=True).recipe):
             self.events.add(summary, resumed_step)
 

@@ -50,15 +50,15 @@ class Trackio:
                     project=os.environ.get("TRACKIO_PROJECT", "megarl"),
                     name=folder.name,
                     config=yaml.safe_load((folder / "config.yaml").read_text()),
-                    # A new run with the name of an older one is another run.
+                    # A new run with an older run's name is a different run.
                     resume="allow" if resumed_step else "never",
                     embed=False,
-                    # megarl measures its ranks itself; the driver's machine may have none of them.
+                    # megarl measures its ranks itself, and the driver's machine may have none of them.
                     auto_log_gpu=False,
                     auto_log_cpu=False,
                 )
         except Exception as error:  # another library's errors: they may be of any class
-            # Trackers report failures as OSError, and the run continues without them.
+            # Report failures as OSError, so that the run continues without this tracker.
             raise OSError(f"Trackio: {type(error).__name__}: {error}") from error
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -78,7 +78,7 @@ class Trackio:
         """Do nothing: Trackio's own thread writes data as soon as it is logged."""
 
     def close(self) -> None:
-        # Not `run.finish`: Trackio would finish the run once more, with a line on the screen, when the process exits.
+        # Not `run.finish`: at exit, Trackio would finish the run again, with a line on the screen.
         with _silent():
             self._trackio.finish()
 

@@ -42,7 +42,7 @@ class WandB:
                 project=os.environ.get("WANDB_PROJECT", "megarl"),
                 name=folder.name,
                 id=_run_id(folder / "wandb" / "id", is_new=not resumed_step),
-                # Continues the id if W&B knows it, else creates it.
+                # Continue the run of this id, or create it.
                 resume="allow",
                 mode=_mode(),
                 dir=folder,
@@ -52,7 +52,7 @@ class WandB:
                 ),
             )
         except wandb.Error as error:
-            # Trackers report failures as OSError, and the run continues without them.
+            # Report failures as OSError, so that the run continues without this tracker.
             raise OSError(f"W&B: {error}") from None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
