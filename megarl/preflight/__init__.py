@@ -48,8 +48,8 @@ __all__ = [
 def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> ParallelConfig:
     """Check a recipe and its files, and return the parallel layout of its ranks.
 
-    `is_start` = False: the run would start on other machines. `is_trained` = False: only engines start, so the folders
-    of further models (critic, reward model, teachers) may be absent. Raises one exception with all errors: ConfigError
+    `is_start` = False: the run would start on other machines. `is_trained` = False: only engines start, so further
+    models' folders (critic, reward model, teachers) may be missing. Raises one exception with all errors: ConfigError
     if any is in the recipe, DataError if all are in files.
     """
     errors = _faults(recipe, is_start=is_start, is_trained=is_trained)
@@ -63,20 +63,20 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
     """Load the recipe of a file, and check it.
 
-    `is_of_run`: the file is the saved recipe of a run folder. Raises one ConfigError if a recipe cannot be read in
-    full. It also lists the errors of `check`, except those depending on unreadable fields.
+    `is_of_run`: the file is the saved recipe of a run folder. If parts of a recipe are unreadable, raises one
+    ConfigError. It also lists the errors of `check`, except those that depend on unreadable fields.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
         return draft.recipe
     errors = _faults(draft.recipe, is_start=is_start)
     unread = set(draft.unread)
-    # The data-parallel size is derived from these fields, so a fault that mentions it is not reliable either.
+    # The data-parallel size follows from these fields, so errors about it are not reliable either.
     if unread & {"cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.cp"}:
         unread.add("trainer.dp")
-    # Most checks depend on the loop. Without it their faults would mislead.
+    # Most checks depend on the loop. If it is unreadable, their errors would mislead.
     further = [*([] if "loop" in unread else errors.recipe), *errors.files]
-    # Drop each fault that names an unread field. The pattern (?!) matches nothing: then no fault is dropped.
+    # Drop each error that names an unreadable field. Without such fields, the pattern (?!) matches nothing.
     depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
     raise draft.error([text for text in map(str, further) if not depends.search(text)])
 
@@ -98,11 +98,11 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
     }
     facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
     run_faults = list(faults(facts, Cost, per_run=True))
-    # The memory table needs valid sizes and readable models, so it is computed only without other faults.
+    # The memory table needs valid sizes and readable models, so compute it only without other errors.
     is_sound = not any(source_faults.recipe or source_faults.files for source_faults in by_source.values())
     sound = next(iter(by_source.values())) if is_sound else None
     if sound is not None and is_trained:
-        # A recipe that could not be read in full has no values for the fields that a start would choose.
+        # If parts are unreadable, a start would choose other values.
         planned = with_memory_defaults(recipe, is_start=is_start)
         run_faults += map(finding_of, memory_faults(planned, sound.parallel, is_start=is_start))
     if not recipe.mixture:
@@ -137,12 +137,12 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     if Path(folder).is_dir():
         try:
             shape = read_model_shape(folder, recipe.model.override_config)
-            # A check may find a tokenizer that cannot be read: one fault among the others.
+            # An unreadable tokenizer is one error among others.
             source_faults += faults({**facts, "shape": shape}, (Cost.MODEL,))
         except DataError as error:
             source_faults.insert(0, finding_of(error))
         else:
-            # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
+            # Aligning ranks takes long and needs sizes that divide, so skip it if the recipe has errors.
             if not any(map(_is_of_recipe, source_faults)):
                 parallel = align_parallel(recipe, shape, parallel)
     of_recipe = [fault for fault in source_faults if _is_of_recipe(fault)]
@@ -154,9 +154,9 @@ def _is_of_recipe(fault: Finding) -> bool:
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
-    """Return the policy's shape and the parallel layout, for `megarl plan`. config.json is the only file needed.
+    """Return the policy's shape and the parallel layout, for `megarl plan`. Reads no file except config.json.
 
-    The order of the trainer's ranks is the plain one. Finding the order that makes weight updates fastest takes longer.
+    The trainer's ranks have the plain order, because finding the order with the fastest weight updates takes longer.
     Raises DataError for an invalid config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)

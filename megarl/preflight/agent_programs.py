@@ -17,7 +17,7 @@ from megarl.sandbox.containers.container import ContainerSettings, start_fault
 from megarl.sandbox.containers.outliving import socket_folder
 from megarl.sandbox.layers import REMEDIES
 
-# Endings of script files. An argument with one of them must be a file that exists.
+# Endings of script files. An argument with such an ending must be an existing file.
 _SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
 
 _START_REMEDIES = {
@@ -28,12 +28,12 @@ _START_REMEDIES = {
 
 
 _ENDING_LAUNCHERS = {
-    # With linuxproc or cgroups alike: the steps end with the batch script, and that ends with the driver.
+    # In both of Slurm's modes (linuxproc, cgroups), the steps end with the batch script, and it ends with the driver.
     "slurm": "a Slurm job ends all its processes with its driver, so attempts begin again after a restart of the job",
-    # An actor dies with its driver (Ray 2, lifetimes of actors), and the agent of a node is one.
+    # A node's agent is an actor, and an actor dies with its driver (Ray 2, lifetimes of actors).
     "ray": "Ray ends the agents of the nodes with their driver, and a later driver has other ones",
 }
-"""Launchers that let no program outlive the driver, and why."""
+"""Launchers under which no program outlives the driver, and why."""
 
 
 def command_faults(agent: AgentConfig) -> Iterator[str]:
@@ -58,7 +58,7 @@ def command_faults(agent: AgentConfig) -> Iterator[str]:
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """Return the script that an interpreter runs: the first argument with a script's ending, or None.
+    """Return the script run by an interpreter: the first argument with a script's ending, or None.
 
     After -m or -c, all arguments belong to a module or to code, so there is no script.
     """
@@ -84,7 +84,7 @@ def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
-    """Yield errors that keep programs from going on with the next driver after they outlived one."""
+    """Yield errors that would keep agent programs from continuing with the next driver."""
     rollout = recipe.rollout
     where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
     if rollout.agent.outlive_seconds is None:
@@ -130,15 +130,15 @@ def containers(recipe: Recipe) -> Iterator[str]:
     faults += [fault for task in tasks for fault in _task_faults(task, agent)]
     faults += [fault for image in images if (fault := _image_fault(image, agent)) is not None]
     yield from faults
-    # A start with these faults would fail again, with a less clear message.
+    # With these errors a trial start would fail too, with a less clear message.
     if faults:
         return
-    # Try only one of the unpacked images, because they are alike. Any other image may be missing.
+    # Unpacked images are alike, so try only one of them. Any other image may be missing.
     for image in list(images)[: 1 if agent.images_are_files else None]:
         settings = ContainerSettings(
             kind=agent.sandbox,
             name=f"megarl-check-{os.getpid()}",
-            # Any address would do: the trial starts no program that connects to it.
+            # Any address will do, because the trial starts no program.
             address=("127.0.0.1", 9),
             image=image,
             folders=agent.folders,
@@ -150,11 +150,11 @@ def containers(recipe: Recipe) -> Iterator[str]:
 
 
 def _socket_fault(place: int, folder: str) -> str | None:
-    """Return the error of a folder that would show the sockets of containers to a program; None: there is none."""
+    """Return the error of a folder that would show a program the sockets of containers; None: there is none."""
     shown, sockets = Path(folder).resolve(), socket_folder().resolve()
     if not (sockets.is_relative_to(shown) or shown.is_relative_to(sockets)):
         return None
-    # A program that reached the socket of another attempt could run commands in its container.
+    # Through another attempt's socket, a program could run commands in that attempt's container.
     return (
         f"rollout.agent.folders.{place} = {folder}: has {sockets}, where containers that outlive a driver listen; "
         "give the folder of the program alone"
@@ -176,7 +176,7 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
                 f"{image} docker-archive:IMAGE.tar` for example, on a file system of all nodes"
             )
         return None
-    # /bin/sh may be an absolute link, which is broken outside of the image.
+    # /bin/sh may be an absolute link. Outside of the image it is broken.
     if image is None or os.path.lexists(Path(image, "bin/sh")):
         return None
     return (
@@ -209,7 +209,7 @@ def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> It
         ("environment.storage_mb", task["storage_bytes"], 1 << 20, "rollout.agent.disk_gib", agent.disk_gib),
     )
     for name, needed, unit, cap, value in caps:
-        # Seconds have one unit; memory and files have bytes in the task and GiB in the recipe.
+        # Seconds are the same in both. Memory and files are in bytes in the task, and in GiB in the recipe.
         limit = None if value is None else value * (1 if unit == 1 else 1 << 30)
         if needed is not None and limit is not None and needed > limit:
             yield (
@@ -221,7 +221,7 @@ def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> It
             "rollout.agent.sandbox=sandbox, or remove it from the task"
         )
     num_cpus = len(os.sched_getaffinity(0))
-    # Other nodes may have more than the driver's machine. A container that cannot start there says so.
+    # Other nodes may have more CPUs. If not, the container there reports it.
     if task["cpus"] is not None and agent.nodes == "driver" and task["cpus"] > num_cpus:
         yield (
             f"{where}: environment.cpus = {task['cpus']:g}: this machine has {num_cpus}; lower it, or remove the task"

@@ -16,11 +16,11 @@ from megarl.types import DataError
 
 
 def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_models: bool = True) -> bool:
-    """Download a recipe's models and data sets that are names on the Hub and missing in this machine's cache.
+    """Download a recipe's models and data sets if they are names on the Hub and missing in this machine's cache.
 
-    `notify` gets a line before and after each download. Without `with_models` only data sets are downloaded. Returns
-    whether anything was downloaded. Raises DataError with the recipe field, the reason, and the command to run where
-    there is a network.
+    `notify` gets a line before and after each download. Without `with_models`, only data sets are downloaded. Returns
+    whether anything was downloaded. Raises DataError with the recipe field, the reason, and the command to run on a
+    machine with a network.
     """
     paths = recipe.model_paths if with_models else {}
     was_downloaded = [download_model(path, field, notify) for field, path in paths.items()]
@@ -41,7 +41,7 @@ def download_model(path: str, field: str, notify: Callable[[str], object]) -> bo
     if not names_repository(path):
         return False
     folder = cached_folder(path, "model", without=UNREAD)
-    # A cache made by `hf download NAME config.json` has no weights.
+    # `hf download NAME config.json` makes a cache without weights.
     if folder is not None and not check_model_folder(folder):
         return False
     _download(path, "model", field, download_commands(Path(path)), notify, without=UNREAD)

@@ -1,4 +1,4 @@
-"""Checks of losses comparing the trained policy with the sampling policy, or needing one advantage per sequence."""
+"""Checks of losses that compare the trained policy with the sampling policy, or need one advantage per sequence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SAME_POLICY = (
 
 @checks("algorithm")
 def without_drift(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting that has no effect here, because policy and reference are the same model."""
+    """Yield an error for each setting without effect, because the two compared models are the same."""
     algorithm, train = recipe.algorithm, recipe.train
     if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
         return
-    # Waiting groups keep the log-probs of the weights that sampled them.
+    # Waiting groups have log-probs of the older weights that sampled them.
     if recipe.rollout.carries_groups:
         return
-    # An importance weight with one of these losses has an error of its own, with the same remedy.
+    # Another check reports an importance weight with one of these losses, with the same remedy.
     corrects_twice = algorithm.importance_sampling is not None and algorithm.policy_loss in CORRECTING_LOSSES
     if algorithm.policy_loss in (*CORRECTING_LOSSES, "dro") and not corrects_twice:
         yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"
@@ -35,7 +35,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {_SAME_POLICY}"
     if algorithm.skip_ratio is not None:
         yield f"algorithm.skip_ratio = {algorithm.skip_ratio}: {_SAME_POLICY}"
-    # The absolute log-ratio has a slope of zero where both policies are equal.
+    # Where both policies are equal, the absolute log-ratio has slope zero.
     if algorithm.kl_cov_share is not None:
         yield (
             f"algorithm.kl_cov_share = {algorithm.kl_cov_share}: its penalty has no gradient in the first update of a "
@@ -45,7 +45,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
 
 @checks("algorithm")
 def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting needing one advantage per sequence, if tokens or turns have different ones."""
+    """Yield an error for each setting that needs one advantage per sequence, if a sequence has several."""
     algorithm = recipe.algorithm
     if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
         return
@@ -60,8 +60,8 @@ def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
 
 
 def _token_advantages(recipe: Recipe) -> str | None:
-    """Return which setting gives the tokens of a sequence different advantages, with its remedy; None: no setting
-    does.
+    """Return the setting that gives the tokens of a sequence different advantages, with its remedy; None: there is
+    none.
     """
     algorithm = recipe.algorithm
     if recipe.loop == "distillation":
@@ -93,7 +93,7 @@ def covariances(recipe: Recipe) -> Iterator[str]:
     if recipe.loop != "rl":
         return
     for name in ("clip_cov_share", "kl_cov_share"):
-        # Under old_logprobs = rollout the trainer makes no pass before the update.
+        # With old_logprobs = rollout, the trainer makes no pass before the update.
         if (share := getattr(algorithm, name)) is not None and algorithm.old_logprobs == "rollout":
             yield (
                 f"algorithm.{name} = {share}: needs log-probs computed by the trainer before the update, but "

@@ -1,6 +1,4 @@
-"""Checks of a recipe's environment: its import, and whether the chat template can add a message after a model's
-turn.
-"""
+"""Checks of a recipe's environment: its import, and whether the chat template can add messages after a model's turn."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         except MegarlError as error:
             yield str(error)
             return
-    # A single turn needs no further observation, so any chat template will do.
+    # A single turn needs no further message, so any chat template will do.
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(tokenizer_of(recipe.model), recipe.rollout.tool_parser)
@@ -64,7 +62,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         yield from _faults_with_tools(name, tools, dialogue)
         return
     try:
-        # Render one user message after an empty turn: templates that cannot append raise here and not during the run.
+        # Render a user message after an empty turn. A template that cannot do this raises here, not during the run.
         dialogue.observation(np.zeros(0, np.int32), ({"role": "user", "content": "."},))
     except ValueError as error:
         yield (
@@ -105,7 +103,7 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
 def _missing_state_and_role_names(recipe: Recipe, instance: object) -> Iterator[str]:
     """Yield an error if the algorithm needs states or roles, but the environment `instance` does not name them.
 
-    None: a program, which returns no steps and so no names.
+    `instance` None: a program. It returns no steps, and so no names.
     """
     is_trained = recipe.trains_rewards and bool(recipe.train.steps)
     if recipe.algorithm.advantage == "rae" and is_trained and not getattr(instance, "names_roles", False):
@@ -137,11 +135,11 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
         yield f"rollout.environment = {name!r}: {error}"
         return
     question = ({"role": "user", "content": "."},)
-    # Nine letters and digits: Mistral's chat templates reject call ids of any other length.
+    # Nine letters and digits: Mistral's chat templates reject call ids of another length.
     reply = {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": "call00000", "content": "."}
     try:
         _ = dialogue.call_format
-        # A template without tool support renders the same prompt with and without tools, and raises no error.
+        # A template without tool support renders the same prompt with and without tools, without an error.
         is_silent = np.array_equal(dialogue.opening(question, tools), dialogue.opening(question))
         dialogue.observation(np.zeros(0, np.int32), (reply,), tools)
     except ConfigError as error:

@@ -17,9 +17,9 @@ from megarl.types import DataError
 
 @checks("runs_folder", Cost.FILES)
 def runs_folder(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if the run folder cannot be created, tried with a temporary folder in its nearest existing parent.
+    """Yield an error if the run folder cannot be created, tried in its nearest existing parent.
 
-    A full disk is not an error of the recipe: the run itself then ends with a separate exit code.
+    A full disk is no error of the recipe. It ends the run itself, with a separate exit code.
     """
     runs_path = Path(recipe.runs_folder).absolute()
     nearest = next(folder for folder in (runs_path, *runs_path.parents) if folder.exists())
@@ -27,8 +27,7 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
         with TemporaryDirectory(dir=nearest, prefix=".megarl-"):
             pass
     except OSError as error:
-        # Full disk, exceeded quota and I/O errors pass here: waiting or another disk helps, editing the recipe does
-        # not.
+        # Ignore a full disk, an exceeded quota and I/O errors: editing the recipe does not help.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             return
         yield (
@@ -66,6 +65,6 @@ def data_set_files(recipe: Recipe) -> Iterator[DataError]:
             is_absent = fault.startswith("no such file")
             yield DataError(f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}")
             continue
-        # An empty file parses as zero records, so without this check a run would end in a confusing error later.
+        # An empty file parses as zero records, and would cause a confusing error later.
         empty = (file for file in files if not file.stat().st_size)
         yield from (DataError(f"{file}: {field} is empty; write records into it") for file in empty)

@@ -24,10 +24,10 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
 }
 """Names of the tensors passed by position to a user's own function, by recipe field."""
 _OF_SEQUENCES = ("cu_seqlens", "mask")
-"""Further tensors for a user's policy loss over whole sequences. The loss is one if it has a parameter `cu_seqlens`."""
+"""Further tensors for a user's policy loss over whole sequences. A parameter `cu_seqlens` marks such a loss."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Module calling a function on small tensors. It imports torch, so it is imported only for a user's function."""
+"""Module that calls a function on small tensors. It imports torch, so import it only for a user's function."""
 
 
 @checks("algorithm", Cost.FILES)
@@ -60,10 +60,10 @@ def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterat
         return
     keywords = _keywords_of(signature, len(positional))
     faults = [*_idle_fields(recipe, field, name, keywords), *_missing(recipe, field, further, name, keywords)]
-    # A function with **kwargs takes any keyword, so unknown ones are not faults.
+    # A function with **kwargs accepts any keyword.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         faults += _unfit_kwargs(recipe, field, further, name, keywords)
-    # A call with faulty keywords would fail for the reason already reported.
+    # With wrong keywords, the call would fail for the reason already reported.
     yield from faults or _failed_call(recipe, field, further, name, function, keywords)
 
 
@@ -79,7 +79,7 @@ def _failed_call(
     settings |= value_at(recipe, further)
     if field == "algorithm.policy_loss":
         needed = recipe.algorithm.needed_loss_metrics
-        # The path is imported by name: an import statement would load torch for every recipe.
+        # Import by name, because an import statement would load torch for every recipe.
         fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings, needed)
     else:
         samples = recipe.train.samples_per_prompt

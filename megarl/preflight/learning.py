@@ -57,7 +57,7 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
             f"evaluation.k = {list(settings.k)}: k attempts cannot be drawn from evaluation.samples_per_prompt {n}; "
             f"raise the latter to {max(settings.k)}, or lower k"
         )
-    # Greedy attempts of one turn are equal. With an environment the observations may still differ.
+    # Greedy attempts at a single turn are equal. With an environment, observations may differ.
     is_greedy = recipe.evaluation_sampling.temperature == 0 and recipe.rollout.environment == "single_turn"
     if recipe.has_engine and n > 1 and is_greedy:
         yield (
@@ -108,7 +108,7 @@ def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
     if not recipe.has_engine:
         return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
     owner_faults = [_measure_fault(owner, measure) for owner in owners]
-    # Sources may share a set's name; one of them measuring it is enough.
+    # Several sources may share a set's name. One that measures it is enough.
     return None if None in owner_faults else owner_faults[0]
 
 
@@ -122,10 +122,10 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
         return None
     if measure.startswith(tuple(f"reward/{metric_name(function.name)}/" for function in functions)):
         return None
-    # Measures by data source exist only if the recipe says where records name their source.
+    # Measures by data source need the field in which records name their source.
     if recipe.reward.source_field and (match := re.fullmatch(r"data_source/[^/]+/(.+)", measure)):
         measure = match[1]
-    # Confidence bounds (low, high) exist wherever the measure itself does.
+    # A measure's confidence bounds (low, high) exist if the measure does.
     measure = re.sub(r"/(low|high)$", "", measure)
     is_judged = judges_answers(recipe) != "none"
     if measure == "reward/mean":
@@ -173,7 +173,7 @@ def profiles(recipe: Recipe) -> Iterator[str]:
 def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
     """Yield each optimizer of a run: its recipe section, its settings, its total number of updates."""
     train = recipe.train
-    # The policy makes no updates while the critic warms up (frozen steps).
+    # The policy is not updated while the critic warms up (frozen steps).
     updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.is_on_policy else 1)
     yield "optimizer", recipe.optimizer, updates
     if recipe.has_critic:
@@ -248,7 +248,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
         yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
-    # transformers packs experts in memory whatever the form of the files. So PEFT's names do not depend on it.
+    # transformers packs experts in memory, whatever the files' form. So PEFT's names do not depend on the files.
     aliases = list_aliases(replace(shape, packs_experts=False))
     packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases else []
     if lora.rank and packed:
@@ -274,11 +274,11 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
     """Yield an error for each tracker that cannot be used.
 
-    With `is_trained` every tracker is imported. An evaluation uses no tracker, so only their names are checked.
+    With `is_trained`, trackers are imported. An evaluation uses none, so only their names are checked.
     """
     from megarl.tracking.trackers import check, locate
 
-    # A job's environment is not that of the node that submits it.
+    # A job's environment variables differ from those of the submitting node.
     is_here = is_start or recipe.cluster.launcher == "local"
     for name in recipe.trackers:
         try:
@@ -328,7 +328,7 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
 def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
     if (allowed := algorithm.dynamic_sampling) is None:
         return
-    # The spread of a group's rewards has no natural upper bound, so only the lower one is used.
+    # The spread of a group's rewards has no natural upper limit, so only the lower one is used.
     if algorithm.dynamic_sampling_metric == "reward":
         if allowed[0] < 0 or allowed[1] != 1:
             yield (
@@ -343,7 +343,7 @@ def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
 @checks("algorithm")
 def algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
-    # Under LoRA the reference shares the frozen base weights, so it cannot be replaced by a newer policy.
+    # With LoRA, the reference shares the frozen base weights, so no newer policy can replace it.
     if algorithm.reference_update_steps is not None and recipe.lora.rank:
         yield (
             f"algorithm.reference_update_steps = {algorithm.reference_update_steps}: with lora.rank = "
@@ -357,7 +357,7 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if not recipe.is_on_policy:
         return
-    # This needs entropies before the update. Under old_logprobs = rollout the trainer makes no such pass.
+    # This needs entropies before the update. With old_logprobs = rollout, the trainer makes no such pass.
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.entropy_top_share = {algorithm.entropy_top_share}: needs entropies computed by the trainer "
@@ -438,7 +438,7 @@ def thresholds(recipe: Recipe) -> HealthConfig:
         off.update(_OF_REWARDS)
     if not recipe.is_on_policy:
         off.update(_OF_SAMPLES)
-    # Other estimators do not subtract the group's mean. Equal rewards in a group still give a gradient there.
+    # Other estimators do not subtract the group's mean, so equal rewards in a group still give a gradient.
     group_estimators = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
     if recipe.algorithm.advantage not in group_estimators:
         off.add("no_gradient")
@@ -453,10 +453,10 @@ def updates_like_adam(optimizer: OptimizerConfig) -> bool:
 
 
 def learning_rate_finding(recipe: Recipe, step: int = 0) -> BrokenRule | None:
-    """Return a finding if the learning rate is unusual for the model. `step` is the last step before the start.
+    """Return a finding if the learning rate is unusual for the model; None: it is usual, or nothing is trained.
 
-    None: the rate is usual, or nothing is trained. Optimizers whose updates differ in size from Adam's have no usual
-    range, unless the recipe sets one.
+    `step` is the last step before the start. Optimizers with updates of another size than Adam's have no usual range,
+    unless the recipe sets one.
     """
     usual_rates = recipe.health.learning_rate
     if (

@@ -1,6 +1,6 @@
 """Checks of recipe fields passed on to Megatron-Core and vLLM, against the fields in the installed sources.
 
-The sources are parsed, not imported, because importing either library takes longer than all other checks together.
+The sources are parsed, not imported: importing either library takes longer than all other checks together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         ("core/transformer/transformer_config.py", "TransformerConfig"),
     ):
         known_fields |= class_fields("megatron", file, name)
-    # A common mistake: the field exists in another config class of Megatron-Core 0.16.1, not reachable from here.
+    # A common mistake: the field belongs to another config class of Megatron-Core 0.16.1, not reachable from here.
     elsewhere = {
         name: owner
         for file, owner in (
@@ -53,7 +53,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
         for name in class_fields("megatron", file, owner)
     }
-    # "delayed" is Megatron-Core's default recipe, so it applies also where fp8_recipe is left out.
+    # "delayed" is Megatron-Core's default, so it also applies without fp8_recipe.
     if settings.get("fp8") and settings.get("fp8_recipe", "delayed") == "delayed":
         yield (
             "trainer.megatron.fp8_recipe = 'delayed': Megatron saves its history as a pickle, which megarl never "
@@ -63,7 +63,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield from _without_replay(settings)
     undecided = {field: value for field, value in settings.items() if field not in follows}
     yield from without_effect(undecided, has_experts=bool(shape.num_experts))
-    # `known_fields` is empty where Megatron-Core is not installed. Then no field can be called unknown.
+    # Without Megatron-Core, `known_fields` is empty, and no field can be called unknown.
     for field, value in settings.items():
         if field in follows:
             yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {follows[field]}; remove it"
@@ -77,8 +77,8 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of router settings conflicting with router replay (the trainer uses the engine's choice of
-    experts).
+    """Yield errors of router settings that conflict with router replay, where the engine's choice of experts
+    is used.
     """
     if settings.get("moe_router_fusion"):
         yield (
@@ -127,7 +127,7 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 
 def supported_head_sizes() -> list[int]:
     """Return the head sizes that vLLM's attention on CPUs supports. Empty if its source cannot be read."""
-    # vLLM 0.30 lists them in this function's return statement; a later form of it yields an empty list.
+    # In vLLM 0.30, this function's return statement lists them. For a later form, the list is empty.
     source = _read("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
@@ -150,7 +150,7 @@ def _check(section: str, owner: str, field: str, value: Any, known_fields: Mappi
     if field not in known_fields:
         near = nearest(field, known_fields)
         hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
-        # Do not print strings: under a mistyped name a secret is not recognised as one.
+        # Do not print strings: under a mistyped name, a secret is not recognised.
         value_text = f" = {value!r}" if isinstance(value, bool | int | float) else ""
         yield f"{section}.{field}{value_text}: {owner} has no such field; {hint}"
     elif not accepts(known_fields[field], value):
@@ -167,14 +167,14 @@ def _format_value(section: str, field: str, value: Any) -> str:
 def accepts(annotation: ast.expr, value: Any) -> bool:
     """Return whether a recipe's value fits the type annotation of a library's field.
 
-    bool, int, float, str, literals, lists of these, and unions are checked. Any other annotation accepts everything.
-    None fits all annotations, because libraries have fields with default None and an annotation without it.
+    Checks bool, int, float, str, literals, lists of these, and unions. Any other annotation accepts everything. None
+    fits all annotations, because libraries annotate fields with default None as if they had another type.
     """
     if value is None:
         return True
     match annotation:
         case ast.Name(id=name) if name in _SCALARS:
-            # In Python a bool is an int; `tp: true` must not pass as 1.
+            # Python counts bool as an int, but `tp: true` must not pass as 1.
             return isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
         case ast.Constant(value=None):
             return False

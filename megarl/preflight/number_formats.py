@@ -24,12 +24,12 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
 
     With `is_start` this machine's GPUs are checked, else the GPUs named in the recipe.
     """
-    # `sizes.fp8_fit` reports a missing Transformer Engine with the other needs of trainer.fp8.
+    # `sizes.fp8_fit` reports a missing Transformer Engine, with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
     versions = library_versions() if has_libraries else None
     asked, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines
     engine_needs = {field: need for field, need in asked.items() if field.startswith("rollout.")}
-    # Engines on another kind of GPU are checked against that kind; all other needs against the trainer's GPUs.
+    # Engines on another kind of GPU are checked against it. All other needs concern the trainer's GPUs.
     if engines is not None and engines.gpu_memory_gib is not None and engine_needs:
         named = _list_named_gpus("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
         yield from unmet_needs(engine_needs, named, versions)
@@ -44,7 +44,7 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     device = recipe.cluster.device
     if not is_start or recipe.cluster.launcher != "local":
         return
-    # vLLM is built either for CPUs or for GPUs. One environment cannot serve both.
+    # vLLM is built either for CPUs or for GPUs, so one environment cannot serve both.
     if device == "cpu" and recipe.has_engine and not runs_on_cpu():
         yield (
             "cluster.device = cpu: the installed vLLM is the build for GPUs; use an environment made by VENV=DIR "
@@ -63,7 +63,7 @@ def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
     named = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named and not is_start:
         return named
-    # At a start the installed GPUs decide, because the name in the recipe may be wrong.
+    # At a start, trust the installed GPUs, because the recipe may name the wrong one.
     return (uses_this_machine(recipe) and installed_gpus()) or named
 
 

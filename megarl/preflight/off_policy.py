@@ -1,4 +1,4 @@
-"""Checks of differences between the sampled and the trained distribution: sampling settings, stale tokens, rounding."""
+"""Checks of differences between the sampled and the trained distribution: sampling, stale tokens, rounding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
             f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM does not record the tokens that "
             "rollout.sampling.top_p, top_k or min_p kept under speculative decoding; leave it out, or all of these"
         )
-    # The trainer compares its log-probs with the engine's, so both must be of the same distribution.
+    # Trainer and engine compare log-probs, so these must be of the same distribution.
     if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield (
             f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs log-probs of the sampling "
@@ -45,9 +45,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def stragglers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of rollout.stragglers, which handles groups still incomplete when a step has enough complete
-    groups.
-    """
+    """Yield errors of rollout.stragglers: what to do with incomplete groups when a step has enough complete ones."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return
@@ -57,7 +55,7 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
             f"{setting}: a step samples only as many groups as it trains, so none is left over; set "
             "algorithm.oversampling=1.5, for example"
         )
-    # Aborted groups are dropped, so nothing of them grows stale.
+    # Aborted groups are dropped, so they never become stale.
     if rollout.stragglers == "abort":
         return
     if rollout.staleness_bound == 0:
@@ -74,7 +72,7 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def staleness(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of training on stale tokens, which older weights sampled."""
+    """Yield errors of training on stale tokens, that is, tokens sampled by older weights."""
     rollout = recipe.rollout
     if unmet(recipe, "rollout.max_staleness") is not None:
         return

@@ -31,7 +31,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
-    """Return a text about the recipe's sources. Different texts of sources follow the source's name."""
+    """Return a text about the recipe's sources. If their texts differ, each follows its source's name."""
     texts = {source.name: describe(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -103,7 +103,7 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
 def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
     """Return, in words, which groups dynamic sampling trains.
 
-    If the recipe does not name a metric, the groups depend on whether answers have verdicts.
+    If the recipe names no metric, this depends on whether answers have verdicts.
     """
     accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
     metric = recipe.algorithm.dynamic_sampling_metric
@@ -114,7 +114,7 @@ def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
         return f"groups of {accuracy}"
     if judged == {"none"}:
         return f"groups of {spread}"
-    # Only the first scores show whether each answer of a group has a verdict.
+    # Whether all answers of a group have a verdict is known only with the first scores.
     return f"groups of {accuracy}, or without verdicts of {spread}"
 
 

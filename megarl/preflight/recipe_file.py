@@ -16,15 +16,15 @@ from megarl.types import ConfigError
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's file with the overrides of the command line. Callers try further overrides."""
+    """A recipe's file with the command line's overrides. Callers try further overrides."""
 
     path: str | Path
     overrides: tuple[str, ...] = ()
 
     def refusal(self, overrides: Sequence[str]) -> str | None:
-        """Return the first error of the recipe with further overrides; None: a start would accept them.
+        """Return the first error caused by further overrides; None: a start would accept them.
 
-        Only rules about fields are checked, not files. Errors of the recipe without the further overrides do not count.
+        Only rules about fields are checked, not files. Errors that exist without these overrides do not count.
         """
         try:
             recipe = load(self.path, (*self.overrides, *overrides))

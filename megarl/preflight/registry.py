@@ -18,9 +18,8 @@ Fault = str | DataError
 """Error found by a check: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about its files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
-"""Names of the arguments that a check may have: `recipe`, `shape` (sizes of the policy), `dp` (data-parallel size),
-`is_start` (ranks start from this machine), `is_trained` (ranks train), `has_model` (the policy's folder is
-complete).
+"""Names of the arguments that a check may have: `recipe`, `shape` (the policy's sizes), `dp` (data-parallel size),
+`is_start` (ranks start from this machine), `is_trained` (ranks train), `has_model` (the policy's folder is complete).
 """
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[Fault]])
@@ -57,7 +56,9 @@ _CHECKS: list[Check] = []
 def checks(
     section: str, cost: Cost = Cost.FIELDS, *, per_run: bool = False, training_only: bool = False
 ) -> Callable[[Function], Function]:
-    """Register the decorated function, which yields errors of a recipe section. Its parameters are names in `FACTS`."""
+    """Register the decorated function. It yields errors of a recipe section, and its parameters are names in
+    `FACTS`.
+    """
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)
@@ -88,6 +89,6 @@ def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = F
 
 
 def finding_of(fault: Fault) -> Finding:
-    # The exit code says whose error it is: the recipe's, or that of a file.
+    # The exit code shows whether the recipe or a file is wrong.
     error_type = type(fault) if isinstance(fault, DataError) else ConfigError
     return finding_of_line("bad", str(fault), error_type.exit_code)

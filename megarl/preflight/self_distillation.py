@@ -20,7 +20,7 @@ def own_teacher(recipe: Recipe) -> Iterator[str]:
     config = recipe.distillation
     if recipe.loop != "distillation" or config.teacher not in SELF_TEACHERS:
         return
-    # Equal prompts of equal weights have equal distributions: loss and gradient are zero.
+    # Equal weights with equal prompts have equal distributions, so loss and gradient are zero.
     is_equal = config.teacher_prompt is None or config.teacher_prompt == "{prompt}"
     if is_equal and (config.teacher == "policy" or not recipe.trains_rewards):
         yield (

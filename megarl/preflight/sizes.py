@@ -17,9 +17,9 @@ from megarl.preflight.registry import checks
 def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
     """Yield errors if the ranks cannot be started: from this machine (`is_start`), or else by a job elsewhere."""
     cluster = recipe.cluster
-    # A run that is resized in its job may have fewer ranks than the job has tasks.
+    # A run resized within its job may have fewer ranks than the job has tasks.
     if cluster.launcher == "slurm" and is_start:
-        # Slurm sets these variables inside a job only; a dry run on a login node finds none.
+        # Slurm sets these variables only inside a job, so a dry run on a login node finds none.
         nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
         if nodes is None:
             yield (
@@ -63,7 +63,7 @@ def _components(cluster: ClusterConfig) -> Iterator[str]:
     """Yield an error if trainer nodes and engine nodes are not two components of one heterogeneous Slurm job."""
     engines = cluster.groups.engines
     assert engines is not None
-    # Slurm numbers the variables of a heterogeneous job's components from 0. Trainer's nodes come first.
+    # Slurm numbers the components of a heterogeneous job from 0. The trainer's nodes come first.
     component_nodes = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(2)]
     asked = [str(cluster.nodes), str(engines.nodes)]
     if component_nodes != asked or os.environ.get("SLURM_HET_SIZE") != "2":

@@ -37,9 +37,7 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""vLLM's speculative-decoding methods drafting tokens on the host. They delay a step until the previous
-result is read.
-"""
+"""vLLM's speculative-decoding methods that draft on the host. A step then waits for the previous result."""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 _CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
@@ -103,12 +101,10 @@ def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str
 
 
 def _method_of(model: object) -> str | None:
-    """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: a draft model with
-    weights.
-    """
+    """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: a model with weights."""
     if model in ("ngram", "[ngram]"):
         return "ngram"
-    # vLLM 0.30 treats a dotted import path as a custom drafter class.
+    # vLLM 0.30 takes a dotted import path for a custom drafter class.
     parts = model.split(".") if isinstance(model, str) else []
     is_class = len(parts) > 1 and all(part.isidentifier() for part in parts)
     return "custom_class" if is_class else None
@@ -134,7 +130,7 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the KV cache of a rank cannot hold the longest possible sequence."""
     rollout = recipe.rollout
-    # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory.memory_fit` checks that case.
+    # With gpu_memory_utilization, vLLM sizes the cache itself. `preflight.memory.memory_fit` checks that case.
     if rollout.gpu_memory_utilization is not None or (block := block_tokens(recipe)) is None:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
@@ -142,7 +138,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     needed = needed_bytes(recipe, shape, block=block, tokens=longest)
     if needed > rollout.kv_cache_gib * 2**30:
         block_bytes = needed_bytes(recipe, shape, block=block, tokens=0)
-        # vLLM reserves one block, which is therefore not counted.
+        # vLLM reserves one block, so do not count it.
         cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
             f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {cached_tokens} tokens on a rank, but one "
@@ -153,7 +149,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error for each stop token id outside the vocabulary. vLLM would accept it, but never sample it."""
+    """Yield an error for each stop token id outside the vocabulary. vLLM would accept it and never sample it."""
     stop_tokens = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),

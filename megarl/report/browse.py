@@ -24,9 +24,9 @@ TRAINING = "train"
 """Name for selecting training samples. These belong to no validation set."""
 
 _EVALUATION = -1
-"""Step of an evaluation's answers. They have no step."""
+"""Stands for the missing step of an evaluation's answers."""
 _MOST_FOUND = 200
-"""Most samples that a search over all steps returns."""
+"""Maximum number of samples returned by a search over all steps."""
 
 HELP = (
     "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "
@@ -37,7 +37,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which samples to show: those of one step, or matches of a text search; their order; their validation set."""
+    """The samples to show: of one step, or matches of a text search; their order; their validation set."""
 
     step: int | None
     order: Order = "file"
@@ -50,7 +50,7 @@ def browse(
 ) -> None:
     """Show samples of a run folder, or answers of an evaluation folder.
 
-    With `ask`, the user moves through them with commands; otherwise the first `limit` are printed. `ask` takes a prompt
+    With `ask`, the user moves through them by commands. Otherwise the first `limit` are printed. `ask` takes a prompt
     and returns a line, or raises EOFError. Raises ConfigError for other folders, and if there are no such samples.
     """
     if is_evaluation(path):
@@ -73,9 +73,7 @@ def browse(
 
 
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
-    """Return the selected samples. Without a step: those of the newest step; with a search: of all steps,
-    newest first.
-    """
+    """Return the selected samples: of the step, by default the newest one. A search covers all steps, newest first."""
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
     else:
@@ -87,7 +85,7 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
         if selection.order != "file":
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
         selected += records
-        # A search over a long run may read gigabytes; one step is always read completely.
+        # A search over a long run may read gigabytes. A single step is always read completely.
         if len(selected) >= _MOST_FOUND and len(steps) > 1:
             return selected[:_MOST_FOUND]
     return selected
@@ -96,7 +94,7 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
 def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
     """Return a sample as text: step and reward, prompt, completion or turns, right answer."""
     text = Text()
-    # Text objects, not markup: brackets in a sample must not be read as styles of rich.
+    # Not rich markup: brackets in a sample must not change the style.
     text.append(_facts(record) + "\n", "bold")
     for role, content in _sections(record):
         text.append(f"{make_visible(role)}\n", "cyan")
@@ -223,7 +221,7 @@ class _Browser:
         elif command in ("<", ">"):
             place = self._steps.index(self._step) + (1 if command == ">" else -1)
             self._choose(replace(self._selection, step=self._steps[max(0, min(place, len(self._steps) - 1))], text=""))
-        # The nearest step, because samples may be written only every few steps.
+        # Take the nearest step, because samples may be written only every few steps.
         elif command.isdecimal():
             near = min(self._steps, key=lambda step: abs(step - int(command)))
             self._choose(replace(self._selection, step=near, text=""))
@@ -251,7 +249,7 @@ class _Browser:
         self._show()
 
     def _choose(self, selection: Selection) -> None:
-        """Show the first sample of a new selection. If it is empty, print this and keep the old selection."""
+        """Show the first sample of a new selection. If nothing matches, print this and keep the old selection."""
         records = select(self._files, selection)
         if not records:
             self._console.print("no sample matches; the previous selection stays", style="dim")

@@ -16,7 +16,7 @@ MOST_POINTS = 400
 FEWEST_POINTS = 40
 """Minimum number of points in a curve, even on a page with very many curves."""
 _VALUES_OF_PAGE = 160_000
-"""Most points in all curves of a page together: about 1.2 MB."""
+"""Maximum number of points in all curves of a page: about 1.2 MB."""
 _NUM_COLUMNS = 160
 """Number of columns in the chart of times by phase."""
 
@@ -26,8 +26,8 @@ _LENGTH = "rollout/completion_tokens/mean"
 class Chart(NamedTuple):
     """An important chart: its title, its meaning, and regular expressions for its metrics.
 
-    The first expression that matches any metric is used, with one chart for each match. `spread` names a metric with
-    half the width of a band around the curve, `upper` one that is a thin line.
+    The first expression that matches any metric counts, with a chart per match. `spread` is a metric with half the
+    width of a band around the curve. `upper` is a metric drawn as a thin line.
     """
 
     title: str
@@ -68,7 +68,7 @@ CHARTS = (
 """Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Uninformative value of a chart's metric. If a metric always has it, its chart is left out."""
+"""Uninformative values of charts' metrics. A chart whose metric always has this value is left out."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -101,13 +101,13 @@ class Bins:
 
 
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps with computed metrics: `derived/later_step_seconds` and `derived/tokens_per_second`.
+    """Return the steps with two computed metrics: `derived/later_step_seconds` and `derived/tokens_per_second`.
 
-    The first leaves out the first training step, whose start of ranks and engines would dwarf all differences. The
+    The first omits the first training step, because the start of ranks and engines would dwarf all differences. The
     second divides trained tokens by seconds, if no throughput was measured.
     """
     has_speed = any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row)
-    # Step 0 is an evaluation before training.
+    # Step 0 is the evaluation before training.
     first_step = min((step for step, _ in rows if step > 0), default=0)
     is_longer = any(step > first_step for step, _ in rows)
     derived_rows = []
@@ -136,7 +136,7 @@ def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
     charts = []
     for chart in CHARTS:
         matching = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
-        # Only the first expression with a match counts. Later ones are substitutes for it.
+        # Use only the first expression with a match. Later ones replace it if it has none.
         for name in next(filter(None, matching), []):
             if chart.title in _QUIET and _is_always(runs, name, _QUIET[chart.title]):
                 continue
@@ -152,9 +152,9 @@ def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
 def series(rows: Rows, most_points: int) -> dict[str, Any]:
     """Return the reduced curves of a run, as JSON values.
 
-    `x` has the last step of each bin, `seconds` the training time up to it. `of` has for each metric its values `y`:
-    the mean of the finite values in each bin, or None. A metric with values in few bins has their numbers `i`.
-    `is_thinned`: a bin has more than one step. Important metrics then have the extremes `low` and `high` of each bin.
+    `x` has the last step of each bin, `seconds` the training time up to it. `of` has each metric's values `y`: the mean
+    of the finite values in each bin, or None. For a metric with values in few bins, `i` has the numbers of these bins.
+    `is_thinned`: bins have several steps. Important metrics then have each bin's extremes, `low` and `high`.
     """
     bins = Bins.of(len(rows), most_points)
     is_thinned = len(rows) > most_points
@@ -166,7 +166,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
         # One NaN would make all later times NaN.
         total += 0.0 if math.isnan(seconds) else seconds
         elapsed.append(total)
-    # Ranges triple a curve's size, so only important metrics of long runs get them.
+    # Ranges triple a curve's size, so give them only to important metrics of long runs.
     with_range = {chart["metric"] for chart in important([rows])} if is_thinned else set()
     of = {}
     for name in metric_names(rows):
@@ -181,10 +181,10 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 
 
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
-    """Return the mean curves of runs differing only in their seed, in the form of `series`.
+    """Return the mean curves of runs that differ only in their seed, in the form of `series`.
 
-    A point is the mean over the runs with the step. `low` and `high` are one standard deviation below and above it.
-    `final` has mean, deviation and number of runs for each metric's last values.
+    Each point is the mean over the runs with this step. `low` and `high` are one standard deviation below and above.
+    `final` has each metric's mean, deviation and number of runs at the last step.
     """
     by_step: dict[int, dict[str, list[float]]] = {}
     last: list[dict[str, float]] = []
@@ -195,7 +195,7 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
                 if not math.isnan(value):
                     by_step.setdefault(step, {}).setdefault(name, []).append(value)
     steps = sorted(by_step)
-    # Runs may have logged different steps. Each mean covers the runs with the step.
+    # Runs may have logged different steps, so a mean covers only the runs with the step.
     means = [(step, {name: _moments(values)[0] for name, values in by_step[step].items()}) for step in steps]
     mean_series = series(means, most_points)
     bins = Bins.of(len(means), most_points)
@@ -234,7 +234,7 @@ def points_for(runs: Sequence[Rows]) -> int:
 def phase_times(rows: Rows) -> dict[str, Any]:
     """Return the time of each phase over the run, as JSON values.
 
-    `x` has the last step of each column, `of` for each phase the mean seconds per step in each column. `other` is the
+    `x` has the last step of each column. `of` has each phase's mean seconds per step in each column. `other` is the
     time outside of all phases. Parts of a phase, like reshard_wire, are left out. `total` has the seconds over all
     steps, `per_column` the maximum number of steps in a column.
     """
@@ -242,7 +242,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): name for name in names if name != "time/step_seconds"
     }
-    # reshard_wire is part of reshard; stacked together they would count twice.
+    # reshard_wire is part of reshard. Stacked together, it would count twice.
     phases = {
         phase: name
         for phase, name in phases.items()
@@ -256,7 +256,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
     }
     step_seconds = [_finite(row["time/step_seconds"]) for _, row in timed]
     phase_totals = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
-    # The phases may add up to slightly more than the step's time, and a negative time cannot be drawn.
+    # The phases' sum may slightly exceed the step's time, but a negative time cannot be drawn.
     columns["other"] = [
         max(0.0, seconds - in_phases) for seconds, in_phases in zip(step_seconds, phase_totals, strict=True)
     ]
@@ -315,7 +315,7 @@ def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str
     """Return the values of a metric by bin, in the form used by `series`."""
     values_by_bin = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
     filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
-    # Evaluations happen every few steps; a list of bins is then shorter than many nulls.
+    # Evaluations are only every few steps, so a list of bins is shorter than many nulls.
     is_sparse = len(filled) < len(values_by_bin) / 2
     shown_bins = [values_by_bin[index] for index in filled] if is_sparse else values_by_bin
     curve: dict[str, Any] = {"i": filled} if is_sparse else {}
@@ -323,7 +323,7 @@ def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str
     if with_range:
         curve["low"] = [round_for_page(min(shown)) if shown else None for shown in shown_bins]
         curve["high"] = [round_for_page(max(shown)) if shown else None for shown in shown_bins]
-    # Logged but never finite: the page shows an empty curve, so that the metric is not overlooked.
+    # A metric logged but never finite gets an empty curve, so that it is not overlooked.
     if any(map(math.isnan, values)) and not filled:
         curve["y"] = []
     return curve

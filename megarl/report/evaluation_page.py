@@ -13,9 +13,9 @@ from megarl.report.sample_text import compact, shortened_text
 from megarl.report.samples import changed_between, read_records
 
 _NUM_CHANGED = 60
-"""Most changed answers on the page for one comparison."""
+"""Maximum number of changed answers shown per comparison."""
 _NUM_ANSWERS = 40
-"""Most right answers, and most wrong ones, on the page for a single evaluation."""
+"""Maximum numbers of right and of wrong answers shown for a single evaluation."""
 
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _answers(path: Path) -> dict[str, Any]:
             continue
         kind = answers["right" if verdict is True else "wrong"]
         if len(kind) < _NUM_ANSWERS:
-            # An evaluation has no steps, so the step given to `read_records` must not be shown.
+            # An evaluation has no steps. Drop the step passed to `read_records`.
             kind.append({name: value for name, value in compact(record).items() if name != "step"})
         # Stop early: answer files may have gigabytes.
         if all(len(of_kind) == _NUM_ANSWERS for of_kind in answers.values()):

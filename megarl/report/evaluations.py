@@ -28,7 +28,7 @@ class Answered:
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
     is_judged: bool = True
-    """Whether every attempt has a verdict. False: the accuracy is unknown, not zero."""
+    """Whether every attempt has a verdict. False: the accuracy is unknown."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of the scored attempts."""
 
@@ -58,7 +58,9 @@ class RecordedEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class SetDifference:
-    """Comparison of a validation set in two evaluations: mean difference (later minus earlier) over common problems."""
+    """Comparison of a validation set in two evaluations: mean difference (later minus earlier) over their common
+    problems.
+    """
 
     name: str
     measure: Literal["accuracy", "reward/mean"]
@@ -84,7 +86,7 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
     with storage_faults_named(path):
         for record in json_lines(path / ANSWERS):
             key = str(record.get("source") or ""), whole_number(record.get("problem"))
-            # Numbers of problems change with the data file, so the content decides whether two are the same.
+            # A problem's number changes with the data file, so compare the content.
             identity = digest([record.get("prompt"), record.get("answer")])
             answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
             answered.is_right.append(record.get("answer_correct") is True)
@@ -98,7 +100,7 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
         )
     measures = {name: _measures_of(problems) for name, problems in sets.items()}
     summary = object_or_empty(path / "metrics.json", MEDIUM)
-    # metrics.json is written last, so an interrupted evaluation lacks it.
+    # metrics.json is written last. An interrupted evaluation has none.
     if not summary:
         notes.append(f"{path.name}: metrics.json is missing, so the evaluation ended early; sets may be missing.")
     try:
@@ -133,7 +135,7 @@ def is_judged(problems: Mapping[Key, Answered]) -> bool:
 
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
-    """Return the comparison of each validation set in both evaluations. Equal names mean the same set."""
+    """Return the comparison of each validation set with the same name in both evaluations."""
     return [
         _difference(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
     ]
@@ -150,7 +152,7 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
 
 
 def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
-    # A paired comparison removes the variance between problems, so its interval is narrower.
+    # Pairs exclude the variance between problems, so the interval is narrower.
     shared = [key for key in before if key in after and before[key].identity == after[key].identity]
     if is_judged(before) and is_judged(after):
         measure = "accuracy"

@@ -19,10 +19,10 @@ class Named(Protocol):
 
 
 def distinct_labels(runs: Sequence[Named]) -> list[str]:
-    """Return a unique label for each run: its name, with as many of its parent folders as needed."""
+    """Return a unique label for each run: its name, preceded by as many parent folders as needed."""
     labels = [run.name for run in runs]
     depth = 1
-    # Six parts of a path are long enough for a label; then numbers make it unique.
+    # More than six parts of a path are too long for a label. Then numbers make it unique.
     while len(set(labels)) < len(labels) and depth < 6:
         depth += 1
         paths = [run.path.resolve().parts[-depth:] for run in runs]

@@ -25,7 +25,7 @@ from megarl.report.evaluations import is_evaluation, read_evaluation
 from megarl.tracking.run_record import RunRecord
 from megarl.types import DataError, MegarlError
 
-# A data source belongs to the set's name, a reward function to the measure's: val/SET/data_source/NAME/reward/mean.
+# val/SET/data_source/NAME/reward/mean: the data source belongs to the set's name, a reward function to the measure's.
 _MEASURE = re.compile(r"val/(.+?)/((?:reward/(?:[^/]+/)?)?[^/]+)")
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _DATA_FIELD = re.compile(r"((mixture\.[^.]+\.)?data\.(train|ptx|validation(_conversations)?\.[^.]+))(\.path)?")
 """Recipe fields with a data set: its source as text, or as the field `path` of a mapping."""
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""Metadata of the base model's card that also hold for the trained model."""
+"""Metadata of the base model's card that hold for the trained model too."""
 _IDENTIFYING = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 """Fields of config.json that identify a local folder as a published model of the same name."""
 _METHODS = {
@@ -48,9 +48,9 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A measure of a model on a validation set, with its 95 % interval (None: it has none).
+    """A measure of a model on a validation set, with its 95 % interval; None: there is none.
 
-    `before` is the same measure before training, `sampling` the number of attempts and the temperature.
+    `before` is the same measure before training. `sampling` is the number of attempts and the temperature, as text.
     """
 
     set_name: str
@@ -85,7 +85,7 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
-    """Yield the measures of the run's evaluation of a step. Empty: it did not evaluate this step."""
+    """Yield the measures of the run's evaluation at a step; none if the step was not evaluated."""
     rows = dict(run.rows)
     row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():
@@ -100,9 +100,9 @@ def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
 
 
 def _results_of_evaluations(run: RunRecord, model: Path) -> Iterator[Result]:
-    """Yield the measures that `megarl eval` recorded for this model in the run's folder.
+    """Yield the measures that `megarl eval` recorded in the run's folder for this model.
 
-    Broken ones, and those of earlier weights in the same folder, are left out.
+    Broken evaluations, and those of earlier weights in the same folder, are left out.
     """
     exported = max((file.stat().st_mtime for file in model.glob("*.safetensors")), default=0.0)
     for folder in sorted((run.path / "evaluations").glob("*")):
@@ -153,7 +153,7 @@ def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
     path = str(run.config.get("model.path", ""))
     folder = Path(find_folder(path))
     inherited: dict[str, Any] = {}
-    # The card may come with a downloaded folder, so it may be broken in any way.
+    # The card may come with a downloaded folder, so expect any damage.
     try:
         of_base = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
@@ -161,7 +161,7 @@ def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
     inherited = {name: of_base[name] for name in _INHERITED if of_base.get(name)}
     if not Path(path).exists():
         return path if is_hub_name(path) and folder.is_dir() else None, inherited
-    # The model of an earlier run has no name on the Hub, so its own base model is named.
+    # An earlier run's model has no name on the Hub, so name its own base model.
     earlier = of_base.get("base_model")
     if "megarl" in (of_base.get("tags") or ()) and isinstance(earlier, str):
         return earlier, inherited

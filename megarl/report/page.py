@@ -1,4 +1,4 @@
-"""HTML page of a report: a single file without need for a network, running only its own script."""
+"""HTML page of a report: a single file. It needs no network, and runs only its own script."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def write_report(
 ) -> tuple[Path, int, list[RunRecord] | list[RecordedEvaluation]]:
     """Write the HTML page about run folders or evaluation folders. Return its path, its size, and the data read.
 
-    Default of `out`: `report.html` in the folder, or in the current folder for several. Raises ConfigError for other
-    folders, and for runs mixed with evaluations. Raises StorageError.
+    By default, `out` is `report.html` in the folder, or in the current folder if there are several. Raises ConfigError
+    for other folders, and for a mix of runs and evaluations. Raises StorageError.
     """
-    # A folder named twice, perhaps by a link, counts once.
+    # Count a folder named twice, perhaps by a link, only once.
     different = list({path.resolve(): path for path in paths}.values())
     target = out or (different[0] / "report.html" if len(different) == 1 else Path("report.html"))
     refuse_mixed(different)
@@ -80,7 +80,7 @@ def _refuse_other_files(target: Path) -> None:
         raise ConfigError(f"--out {target}: this is a folder; give a file, such as {target / 'report.html'}")
     if target.exists():
         with storage_faults_named(target), target.open("rb") as file:
-            # Protects a file named by mistake from being overwritten.
+            # Do not overwrite a file named by mistake.
             is_page = file.read(len(_PAGE)).lower().startswith(b"<!doctype html")
         if not is_page:
             raise ConfigError(f"--out {target}: the file exists and is not an HTML page; choose another name")
@@ -92,13 +92,13 @@ def render(runs: Sequence[RunRecord]) -> bytes:
 
 
 def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
-    """Return the HTML page about these evaluations. Later ones are compared with the first."""
+    """Return the HTML page about these evaluations. The first is compared with each later one."""
     labels = distinct_labels(evaluations)
     configs = [
         [[shortened_text(name, 120), _value(evaluation.config, name)] for name in evaluation.config]
         for evaluation in evaluations
     ]
-    # The page's script shows recipes of runs only, so each evaluation is passed as one.
+    # The page's script shows only recipes of runs, so pass each evaluation as a run.
     runs = [{"label": label, "config": config} for label, config in zip(labels, configs, strict=True)]
     content = {**evaluation_content(evaluations, labels), "runs": runs, "config": config_differences(evaluations)}
     return _page(labels, content)
@@ -106,7 +106,7 @@ def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
 
 def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
     script, style = (files("megarl.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
-    # Only the script and style with these hashes run, so injected text cannot execute even if escaping failed.
+    # A browser runs only the script and style with these hashes, so injected text cannot run even if escaping failed.
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
@@ -134,7 +134,7 @@ def content_of(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, An
 def _seeds(
     runs: Sequence[RunRecord], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
-    """Return groups of runs differing only in their seed: the runs' positions, and their mean curves."""
+    """Return the groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         # Runs without a readable recipe belong to no group.
@@ -169,7 +169,7 @@ def config_differences(runs: Sequence[RunRecord] | Sequence[RecordedEvaluation])
 def embed_json(value: Any) -> str:
     """Return JSON that is safe inside a script element of HTML: no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Escapes of JSON: `</script>` would end the element, and U+2028/2029 were line ends in older JavaScript.
+    # `</script>` would end the element, and in older JavaScript U+2028/2029 were line ends. So escape them.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -219,7 +219,7 @@ def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str
 
 
 def _start(run: RunRecord, place: int) -> dict[str, Any]:
-    """Return the content about one start of a run: its recorded facts, and the recipe fields that it changed."""
+    """Return the content about one start of a run: its recorded facts, and the recipe fields it changed."""
     start = run.starts[place]
     recorded = start.facts
     environment = {
@@ -246,7 +246,7 @@ def _start(run: RunRecord, place: int) -> dict[str, Any]:
 
 
 def _changes(before: StartRecord, after: StartRecord) -> list[list[str | None]]:
-    # If one recipe is missing, every field would look changed.
+    # If one recipe is missing, all fields would look changed.
     names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
     rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]
     return [row for row in rows if row[1] != row[2]]

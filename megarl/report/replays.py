@@ -31,10 +31,10 @@ def write_replay(
     metrics: Mapping[str, tuple[float, float]] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write the results of a replay into the run's `replays/`. Another replay with the same changes replaces them.
+    """Write the results of a replay into the run's `replays/`. An earlier replay with the same changes is replaced.
 
-    `lines` say for each executed step whether it was equal. `metrics` are pairs (in the run, with the changes).
-    `samples` have the same keys, with numbers or such pairs. Returns the file. Raises StorageError.
+    `lines` say for each step whether it was equal. `metrics` are pairs: (in the run, with the changes). `samples` have
+    equal keys, with numbers or such pairs. Returns the file. Raises StorageError.
     """
     folder = run / REPLAYS
     number = zlib.crc32("\n".join(changes).encode())
@@ -56,7 +56,7 @@ def replay_contents(run: Path) -> list[dict[str, Any]]:
     for file in sorted((run / REPLAYS).glob("step_*.json"), reverse=True)[:_MOST]:
         try:
             contents.append(_content(loads(file.read_bytes(), MEDIUM)))
-        # Anybody may have written the file: infinite numbers and deep nesting are refused too.
+        # Anybody may have written the file, so also reject infinite numbers and deep nesting.
         except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             continue
     return contents

@@ -18,7 +18,7 @@ _TURNS_OF_END = 20
 _MESSAGES_OF_END = 3
 """Number of messages shown at the beginning and at the end of the replies to one turn."""
 _TEXT_OF_TURNS = 60_000
-"""Maximum number of characters shown of all turns of an attempt. Of many, each is cut shorter."""
+"""Maximum number of characters shown of all turns of an attempt. With many turns, each is cut shorter."""
 _TEXT_OF_PROMPT = 30_000
 """Maximum number of characters shown of all messages of a prompt."""
 _LEAST_TEXT = 200
@@ -27,7 +27,8 @@ _HIDDEN_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
 """Invisible characters that can change the display of a text: control characters except tab and line feed,
-bidirectional controls, zero-width characters, lone surrogates."""
+bidirectional controls, zero-width characters, lone surrogates.
+"""
 
 
 def make_visible(text: str) -> str:
@@ -39,14 +40,14 @@ def make_visible(text: str) -> str:
 def shortened_text(text: str, max_characters: int) -> str:
     """Return a text cut to about `max_characters` characters, with hidden characters made visible.
 
-    The beginning and the end remain, with the number of omitted characters between them.
+    Beginning and end remain, with the number of omitted characters in between.
     """
     if len(text) <= max_characters:
         return make_visible(text)
     head = max_characters * 2 // 3
     tail = max_characters - head
     num_omitted = len(text) - max_characters
-    # Only the shown parts are converted, because a text may have megabytes.
+    # Convert only the shown parts, because a text may have megabytes.
     return f"{make_visible(text[:head])}\n[... {num_omitted} characters left out ...]\n{make_visible(text[-tail:])}"
 
 
@@ -78,7 +79,7 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
     arrays: dict[str, list[Any]] = {"text": texts}
     for name, values in columns.items():
         numbers = as_list(values)[: len(texts)]
-        # A column of another length cannot be matched with the tokens, so it is dropped.
+        # Drop a column of another length, because it cannot be matched with the tokens.
         if name != "text" and len(numbers) == len(texts):
             arrays[str(name)] = [short_number(value) if is_finite_number(value) else None for value in numbers]
     return arrays

@@ -61,13 +61,13 @@ def summary(run: RunRecord) -> dict[str, Any]:
     worst: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
     read = _steps_to_read(files)
-    # Texts of four steps keep the page small; numbers of all read steps are used.
+    # Show texts of four steps only, to keep the page small. Numbers come from all steps read.
     shown_steps = {step for step, _ in spread(read, 4)}
     for step, path in read:
         numbers = []
         high, low, of_turns = _Extreme(_NUM_EXTREME, sign=-1), _Extreme(_NUM_EXTREME, sign=1), _MultiTurnExtremes()
         for record in read_records(path, step):
-            # Records of validation sets are compared between evaluations. All others are from training.
+            # Only records of validation sets have `set`. They are compared between evaluations.
             if "set" in record:
                 held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
             else:
@@ -78,7 +78,7 @@ def summary(run: RunRecord) -> dict[str, Any]:
                     high.add(record)
                     low.add(record)
         by_step.append((step, numbers))
-        # In a step with few samples the same record may be both best and worst.
+        # With few samples, a record may be both best and worst.
         lines = {record["line"] for record in high.records}
         best += high.records
         worst += [record for record in low.records if record["line"] not in lines]
@@ -110,7 +110,7 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
     if not distinct:
         return {}
     steps = [step for step, _ in numbers_by_step]
-    # Rewards are often 0 or 1, and bins between them would be empty.
+    # Rewards are often only 0 and 1, so bins in between would be empty.
     if len(distinct) <= 8:
         counts = [[numbers.count(value) for value in distinct] for _, numbers in numbers_by_step]
         return {"values": distinct, "steps": steps, "counts": counts}
@@ -138,7 +138,7 @@ class _LowestKeys:
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
         """Add a record. It stays only if its key is among the smallest."""
-        # Only a few records are retained: a step's file may have thousands of long ones.
+        # Retain only a few records, because a step's file may have thousands of long ones.
         if len(self._records) < self._capacity or (self._records and key < self._records[-1][0]):
             insort(self._records, (key, dict(record)), key=lambda item: item[0])
             del self._records[self._capacity :]
@@ -163,7 +163,7 @@ class _Extreme:
             return
         kind = (_problem(record), float(record["reward"]))
         self._number += 1
-        # The number of earlier ties comes second, so other problems are preferred; the last number makes keys unique.
+        # Sort ties by the number of equal earlier records, to prefer other problems. The last number makes keys unique.
         self._lowest.add((self._sign * kind[1], self._ties[kind], record["line"], self._number), record)
         self._ties[kind] += 1
 
@@ -232,7 +232,7 @@ class _FirstAndLastEvaluation:
         """Add a sample. Evaluations must be added in order."""
         step = record["step"]
         if self.first is None:
-            # One object for both, until a second evaluation begins.
+            # Use one object for both, until a second evaluation begins.
             self.first = self.last = _EvaluatedProblem(step)
         elif self.last is not None and self.last.step != step:
             self.last = _EvaluatedProblem(step)
@@ -250,7 +250,7 @@ def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[s
             if record.get("answer_correct") is None:
                 continue
             scored = {**record, "reward": float(record["answer_correct"] is True)}
-            # The number of a problem names another one if its data file changed, so the content counts too.
+            # If the data file changed, a problem's number may mean another problem. So compare the content too.
             identity = digest([record.get("prompt"), record.get("answer")]).hex()
             problems.setdefault(f"{_problem(record)} {identity}", _FirstAndLastEvaluation()).add(scored)
     in_both = {name: problem for name, problem in problems.items() if problem.first is not problem.last}
@@ -276,12 +276,12 @@ def _select_changed(
     gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
     lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
     unchanged = [pair for pair in pairs if pair[0] == 0]
-    # Losses get up to half of the places, so that gains do not hide them.
+    # Losses get up to half of the places, or gains would hide them.
     half = max_problems // 2
     selected = [*gained[: max_problems - min(half, len(lost))], *lost[:half]]
     selected += unchanged[: max_problems - len(selected)]
     counts = {"gained": len(gained), "lost": len(lost), "same": len(unchanged), "problems": len(problems)}
-    # Read again, because holding all texts in memory could take gigabytes.
+    # Read these texts again. Holding all texts in memory could take gigabytes.
     records = _read_at(
         {place for _, *pair in selected for place in (pair[0].representative, pair[1].representative)}, files
     )
@@ -334,7 +334,7 @@ def _token_samples(run: RunRecord) -> list[dict[str, Any]]:
             columns = record.get("columns")
             if isinstance(columns, dict):
                 samples.append({**compact(record), "columns": token_columns(columns), "cut": _count(record.get("cut"))})
-                # The tokens contain the completion. Storing it twice would enlarge the page.
+                # The tokens already contain the completion.
                 samples[-1].pop("completion", None)
     return samples
 

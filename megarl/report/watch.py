@@ -105,7 +105,7 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     yield _head(run)
     if run.steps:
         bar = Table.grid()
-        # In a table, because rich's bar has no line end: a text after it would be cut off.
+        # In a table, because rich's bar has no line end, and a text after it would be cut off.
         bar.add_row(ProgressBar(total=run.steps, completed=min(run.step, run.steps), width=min(console.width, 100)))
         yield bar
     for text in filter(None, (run.trouble, run.silence)):

@@ -1,7 +1,7 @@
-"""Files of a running run, read again and again. Only bytes added since the last read are read.
+"""Files of a running run, read again and again. Each read covers only the bytes added since the last one.
 
-The folder may be on a shared file system, and the run on another machine. So no notifications of the kernel are needed,
-and a file may be half written, replaced, or missing for a moment.
+The folder may be on a shared file system, with the run on another machine. So kernel notifications are not used, and a
+file may be half written, replaced, or missing for a moment.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megarl.tracking.step_lines import StepLine
 ACTIVE = ("starting", "running")
 """States of a running run in status.json."""
 _MOST_ROWS = 400
-"""Newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
+"""Number of newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20
-"""Newest steps for predicting the end."""
+"""Number of newest steps for predicting the end."""
 _MOST_BYTES = 1 << 24
 """Number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
@@ -36,7 +36,7 @@ _SAMPLE_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class GrowingFile:
-    """Reader of a file that another process appends to. Each read returns the lines added since the read before.
+    """Reader of a file to which another process appends. Each read returns the lines added since the last one.
 
     If more than 16 MiB were added, older lines are skipped for good.
     """
@@ -48,7 +48,7 @@ class GrowingFile:
     def read(self) -> tuple[list[bytes], bool]:
         """Return the new complete lines, and whether the file was replaced. A replaced file is read from its start.
 
-        A line without its end is left for a later read. A missing file has no lines. Raises OSError.
+        An incomplete line is left for a later read. A missing file has no lines. Raises OSError.
         """
         try:
             with self.path.open("rb") as file:
@@ -62,14 +62,14 @@ class GrowingFile:
                 text = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return [], False
-        # NFS may show the new size of a file before its new bytes: the missing ones are read as zeros.
+        # NFS may show a file's new size before its new bytes. Until then, they are read as zeros.
         text = text.partition(b"\0")[0]
         complete, end, _ = text.rpartition(b"\n")
         if not end:
             return [], is_replaced
         lines = complete.split(b"\n")
         if start > self._offset:
-            # The first line lacks its beginning.
+            # Reading started within the first line.
             del lines[0]
         self._offset = start + len(complete) + len(end)
         return lines, is_replaced
@@ -91,9 +91,9 @@ class WatchedRun:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Last samples of the newest step with samples, each with its `step`."""
     trouble: str = ""
-    """Why the last refresh could not read a file. Empty: it could."""
+    """Why the last refresh could not read a file; empty: it could."""
     silence: str = ""
-    """Message about a suspended or silent driver. Empty: it is alive, or the run has ended."""
+    """Message about a suspended or silent driver; empty: it is alive, or the run has ended."""
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
@@ -101,7 +101,7 @@ class WatchedRun:
     _samples_step: int = -1
     _changed_at: float = 0.0
     _changed_seen: bool = False
-    """Whether a step was logged while this process watched. Then `_changed_at` is this machine's time."""
+    """Whether this process saw a step being logged. Then `_changed_at` is in this machine's time."""
 
     def __post_init__(self) -> None:
         refuse_other_folders(self.path)
@@ -142,12 +142,10 @@ class WatchedRun:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the predicted seconds until the last step. None: the run has ended, or has too few steps for a
-        prediction.
-        """
+        """Return the predicted seconds until the last step; None: the run has ended, or has too few steps."""
         if self.is_over or not self.steps:
             return None
-        # The first step of a start includes the start and one-time compilation.
+        # A start's first step includes the start and one-time compilation.
         timed = [row for row in self._newest(_PACE_STEPS) if "time/start_seconds" not in row]
         seconds = [row["time/step_seconds"] for row in timed if row.get("time/step_seconds", 0.0) > 0]
         if not seconds:
@@ -167,9 +165,9 @@ class WatchedRun:
         return {phase: seconds / len(rows) for phase, seconds in total.items()}
 
     def refresh(self) -> list[int]:
-        """Read new contents, and return the numbers of the steps logged or evaluated since the last call.
+        """Read new contents. Return the numbers of steps logged or evaluated since the last call.
 
-        After an unreadable file its last contents remain, and `trouble` names it: a shared file system may be away for
+        If a file is unreadable, its last contents remain, and `trouble` names it. A shared file system may be away for
         a moment.
         """
         self.trouble = ""
@@ -191,10 +189,10 @@ class WatchedRun:
         assert self._heartbeats is not None
         if self.is_over or self.trouble:
             self.silence = ""
-            # Time in which no file could be read is no silence of the driver.
+            # While no file can be read, the driver does not count as silent.
             self._heartbeats.forget()
             return
-        # They are extra information: the run is shown without them.
+        # These are extra information, so show the run without them.
         with suppress(OSError):
             self.silence = self._heartbeats.silence()
 
@@ -203,7 +201,7 @@ class WatchedRun:
             status = parsed_value((self.path / "status.json").read_bytes())
         except FileNotFoundError:
             return
-        # On a full disk the file is overwritten in place, so a reader may find half of it.
+        # On a full disk the file is overwritten in place, so a read may see half of it.
         if isinstance(status, dict):
             self.status = status
 
@@ -250,7 +248,7 @@ class WatchedRun:
         return list(new)
 
     def _read_samples(self) -> None:
-        # Listing a folder of many files is slow on a shared file system, so it is done once a step.
+        # Listing many files is slow on a shared file system, so do it once per step.
         if self._samples_step == self.step and self.samples:
             return
         files = step_files(self.path / "samples")
@@ -261,6 +259,6 @@ class WatchedRun:
             size = file.seek(0, 2)
             file.seek(max(0, size - _SAMPLE_BYTES))
             lines = file.read().split(b"\n")
-        # The first line may lack its begin, the last one its end; neither is then valid JSON.
+        # The first and last lines may be incomplete. They are then not valid JSON.
         records = [value for line in lines if line and isinstance(value := parsed_value(line, MEDIUM), dict)]
         self._samples_step, self.samples = self.step, [{**record, "step": step} for record in records[-2:]]

@@ -21,8 +21,7 @@ def check_disk(recipe: Recipe) -> None:
 def _largest_save(recipe: Recipe) -> int:
     """Return the bytes of a checkpoint or of the exported model, whichever is larger; 0: unknown.
 
-    Unknown means that the model is not downloaded yet, that the run is on other machines, or that the recipe has faults
-    reported elsewhere.
+    It is unknown if the model is not downloaded yet, the run is on other machines, or other checks report errors.
     """
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
     if not is_here or not recipe.train.steps or (models := planned_models(recipe)) is None:
@@ -31,7 +30,7 @@ def _largest_save(recipe: Recipe) -> int:
     if not recipe.checkpoint.every_steps:
         return exported
     parallel = models.policy.parallel
-    # Ranks of a pipeline stage save equal parts of it.
+    # All ranks of a pipeline stage save equal parts.
     stages = [
         RankMemory(recipe, models, platform_here(recipe), parallel.rank(tp=0, dp=0, pp=stage))
         for stage in range(parallel.pp)

@@ -15,7 +15,7 @@ from megarl.platform.visible_gpus import installed_gpu_gib
 from megarl.types import DataError
 
 _SAME_GPU = 0.95
-"""Fraction of the memory of cluster.gpu_memory_gib that an installed GPU must have at least."""
+"""Minimum memory of an installed GPU, as a fraction of cluster.gpu_memory_gib."""
 
 
 def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -> Iterator[str]:
@@ -33,7 +33,7 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
     table = judge.predict(recipe)
     if over := judge.overfull_phases(table):
         yield refusal(recipe, judge, over)
-    # Under gpu_memory_utilization the cache takes the remainder, so it is the cache that may be too small.
+    # With gpu_memory_utilization, the cache takes the rest of the GPU, so the cache may be too small.
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: leaves a KV cache of "

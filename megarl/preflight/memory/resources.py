@@ -1,6 +1,4 @@
-"""Warnings about a valid recipe: too few cores, too little memory, or a choice that is slow or untried on the
-machine.
-"""
+"""Warnings about a valid recipe: too few cores, too little memory, or a slow or untried choice."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from megarl.sandbox.layers import LAYERS
 
 _TRANSFORMERS_LATENT_EPSILON = 1e-6
 
-# Above this many ranks a core, ranks on CPUs mostly wait for each other.
+# With more ranks per core, ranks on CPUs mostly wait for each other.
 _RANKS_PER_CORE = 4
 
 
@@ -100,7 +98,7 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     unsplit = with_field_values(recipe, dict.fromkeys(split_sizes, 1))
     if not split_sizes or (models := planned_models(unsplit)) is None:
         return
-    # Experts are measured in no layout but their own.
+    # Experts were measured only in their own layout.
     if models.policy.shape.num_experts:
         return
     parallel = models.policy.parallel
@@ -112,7 +110,7 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     ):
         return
     faster = " ".join(f"{name}=1" for name in split_sizes)
-    # Two ranks on two cores: 0.5 of the step time with 0.64M parameters.
+    # Measured with two ranks on two cores and 0.64M parameters: 0.5 of the step time.
     yield (
         f"{' and '.join(f'{name} = {size}' for name, size in split_sizes.items())}: slow on a CPU, because "
         "tensor-parallel "
@@ -154,7 +152,7 @@ def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) ->
     """Yield a warning if GPUs get the KV cache size of CPUs, or if the cache holds few of the concurrent requests."""
     if table.cache is None:
         return
-    # A Slurm job derives the default on its own node, where the GPUs are known.
+    # A Slurm job computes the default on its own node, where the GPUs are known.
     is_unknown = table.is_gpu and gpu_memory(recipe) is None and recipe.cluster.launcher != "slurm"
     if is_unknown and not sets_cache_size(recipe):
         yield (

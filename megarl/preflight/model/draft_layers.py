@@ -39,5 +39,5 @@ def model_drafter_faults(recipe: Recipe, field: str) -> Iterator[str]:
             "none, or take ngram"
         )
     if recipe.model.override_config:
-        # vLLM 0.30 passes changed fields of config.json to the policy's model only.
+        # vLLM 0.30 passes changed fields of config.json only to the policy's model.
         yield f"{field}: vLLM's drafter would ignore model.override_config; edit config.json instead, or take ngram"

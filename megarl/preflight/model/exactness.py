@@ -86,8 +86,8 @@ def _layout_faults(recipe: Recipe) -> Iterator[str]:
 def _adds_alike(first: int, second: int) -> bool:
     """Return whether tensor-parallel groups of these sizes can add the products of ranks in the same order."""
     small, large = sorted((first, second))
-    # Each rank of the smaller group adds its blocks in pairs. This is the order of the larger group's ranks only if
-    # their ratio is a power of two.
+    # Each rank of the smaller group adds its blocks in pairs. The larger group adds in the same order only if the ratio
+    # of sizes is a power of two.
     return small == 1 or (large % small == 0 and (large // small).bit_count() == 1)
 
 

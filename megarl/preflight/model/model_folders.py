@@ -25,7 +25,7 @@ def teachers(recipe: Recipe) -> Iterator[str]:
     """
     if recipe.loop != "distillation" or not recipe.train.steps:
         return
-    # Teachers with sizes of their own repeat the trainer's checks. Drop faults already reported for the trainer.
+    # Teachers with their own sizes repeat the trainer's checks. Drop errors already reported for the trainer.
     if recipe.distillation.sizes:
         teacher_recipe = recipe.for_teachers
         reported = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
@@ -46,7 +46,7 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
     """Yield errors if a teacher's sizes are not divisible by its parallel sizes (by default the trainer's)."""
     teacher_recipe = recipe.for_teachers
-    # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
+    # Only the policy replays expert choices, so skip checks of router_replay for a teacher.
     teacher_recipe = teacher_recipe.model_copy(
         update={"trainer": teacher_recipe.trainer.model_copy(update={"router_replay": False})}
     )
@@ -86,7 +86,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
-        # Layers without a place in the trainer are faults of the recipe (`model_sizes`), not of the folder.
+        # Layers without a place in the trainer are errors of the recipe (`model_sizes`), not of the folder.
         is_trained = recipe.trainer.trains_draft_layers and shape.draft_layers_problem is None
         yield from map(DataError, tensor_faults(folder, shape.with_draft_layers(is_trained)))
     yield from map(DataError, _tokens_beyond(folder, shape))
@@ -111,8 +111,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             *model_sizes.positions(recipe, further_shape),
         )
         if is_teacher:
-            # A teacher scores the policy's samples but never samples itself, so lengths of evaluations do not matter to
-            # it.
+            # A teacher scores samples of training only, so lengths of evaluations do not matter.
             fit = (
                 *layout_fit(recipe, further_shape),
                 *model_sizes.positions(recipe, further_shape, is_evaluated=False),
@@ -154,7 +153,7 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
 def _tokens(folder: str) -> tuple[object, object]:
     """Return vocabulary and added tokens of a folder's tokenizer, to compare two tokenizers.
 
-    Embedding sizes would not do, because models pad the embedding differently.
+    Embedding sizes cannot be compared, because models pad them differently.
     """
     tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

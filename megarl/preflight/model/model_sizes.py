@@ -49,7 +49,7 @@ checks("trainer")(model_sizes.linear_attention_fit)
 @checks("trainer")
 def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
-    # Megatron-Core requires sequence parallelism for experts split by tensor-parallel ranks.
+    # Megatron-Core requires sequence parallelism if tensor-parallel ranks split experts.
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
         yield (
             f"trainer.sequence_parallel = False: experts with trainer.tp {trainer.tp} need sequence parallelism; leave "
@@ -57,7 +57,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
     if trainer.router_replay and not shape.num_experts:
         yield f"trainer.router_replay = True: a {shape.family} model has no experts; leave it out"
-    # Recomputation runs the router a second time and would not see the replayed choice.
+    # Recomputation runs the router again, without the replayed choice.
     if trainer.router_replay and trainer.recompute == "full":
         yield (
             "trainer.router_replay = True: recomputed layers would choose other experts; set "
@@ -82,7 +82,7 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
     elif trainer.megatron.get("moe_shared_expert_overlap"):
         yield f"{setting}: does not support trainer.megatron.moe_shared_expert_overlap; leave one of both out"
-    # DeepEP has configurations for these numbers of ranks only.
+    # DeepEP supports only these numbers of ranks.
     elif (num_ranks := trainer.etp * trainer.ep) not in RECEIVED_TOKENS:
         yield (
             f"{setting}: DeepEP supports groups of {either([*RECEIVED_TOKENS])} ranks, but trainer.etp {trainer.etp} * "
