@@ -247,7 +247,6 @@ def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _with_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
-    """Return the advantages [samples], with the rule `lone_sample` applied to groups of one sample."""
     if lone_sample == "zero":
         return advantages
     return torch.where(group_sizes == 1, rewards, advantages)

@@ -242,8 +242,10 @@ def dppo_kl(
     """
     policy, old = policy_logprobs.detach(), old_logprobs.detach()
     # A log-prob of 0 may be rounded to slightly above 0.
-    other, old_other = ((-logprobs.expm1()).clamp(min=0) + _PROBABILITY_EPSILON for logprobs in (policy, old))
-    divergence = old.exp() * (old - policy) + (-old.expm1()) * (old_other / other).log()
+    other_probs, old_other_probs = (
+        (-logprobs.expm1()).clamp(min=0) + _PROBABILITY_EPSILON for logprobs in (policy, old)
+    )
+    divergence = old.exp() * (old - policy) + (-old.expm1()) * (old_other_probs / other_probs).log()
     is_masked = ((advantages > 0) & (policy > old) & (divergence > clip_high)) | (
         (advantages < 0) & (policy < old) & (divergence > clip_low)
     )

@@ -170,7 +170,6 @@ def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings:
 
 
 def _shape_problem(value: object, shape: tuple[int, ...]) -> str | None:
-    """Return a description of `value`, unless it is a float tensor of this shape."""
     is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
     return None if is_fit else _description(value)
 

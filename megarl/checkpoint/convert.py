@@ -390,7 +390,6 @@ def _slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tens
 
 
 def _pieces(box: Box, model: ModelShape) -> Layout:
-    """Return the pieces of a part of a tensor, stored contiguously in a storage called "slab"."""
     return unpack_layout((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
 
 
@@ -474,7 +473,6 @@ def _copy_companions(
 
 
 def _packs_experts(folder: Path) -> bool:
-    """Return whether the manifest of a converted checkpoint records packed experts. False without a manifest."""
     path = folder / MANIFEST
     return path.exists() and bool(read_object(path)["layout"].get(_PACKS))
 

@@ -63,8 +63,8 @@ def drafter_layouts(shape: DrafterShape, parallel: ParallelConfig) -> list[Layou
     Storages are named like Megatron's parameters in the stage's last chunk.
     """
     storage = chunk_prefix(parallel.vpp - 1, parallel.vpp) + PARAMETERS
-    whole = tuple(dense_piece(name, size, storage + name, 0) for name, size in shape.tensors.items())
-    return [whole if parallel.coordinates(rank).pp == parallel.pp - 1 else () for rank in range(parallel.world_size)]
+    pieces = tuple(dense_piece(name, size, storage + name, 0) for name, size in shape.tensors.items())
+    return [pieces if parallel.coordinates(rank).pp == parallel.pp - 1 else () for rank in range(parallel.world_size)]
 
 
 def export_drafter(

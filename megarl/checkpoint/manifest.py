@@ -119,10 +119,10 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 def complete_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
     """Write the manifest of a folder. Its ranks have hashed and synced `files`; all further files are hashed now."""
-    others = [path for path in folder.iterdir() if path.name not in files]
-    for path in others:
+    unhashed_paths = [path for path in folder.iterdir() if path.name not in files]
+    for path in unhashed_paths:
         sync(path)
-    write_manifest(folder, {**files, **{path.name: file_record(path) for path in others}}, layout)
+    write_manifest(folder, {**files, **{path.name: file_record(path) for path in unhashed_paths}}, layout)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Parameter:
     layer: int = -1
     expert: int = -1
     block_key: str = ""
-    """Ending of the key, if the checkpoint stores each block separately and `rule` is one block."""
+    """Ending of the key of one block. Empty if the checkpoint stores all blocks of the parameter under one key."""
     layer_in_key: bool = False
     """Whether the key contains the layer's number. Megatron-Core does this if layers have different parameters."""
     is_latent: bool = False

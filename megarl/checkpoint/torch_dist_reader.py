@@ -109,14 +109,14 @@ class CheckpointReader:
         if stored.shape != shape:
             raise DataError(f"{self.folder / METADATA}: {key} is {stored.shape}, but must be {shape}. {_AGAIN}")
         # Values that no part has stay not finite.
-        whole = torch.full(shape, torch.nan, dtype=stored.dtype)
+        tensor = torch.full(shape, torch.nan, dtype=stored.dtype)
         for offset, size, place in stored.chunks.get((), ()):
             name = f"{key} {offset}"
             self._chunks[name] = (place, size, stored.dtype)
-            whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] = self.storage(name).view(size)
-        if not torch.isfinite(whole).all():
+            tensor[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] = self.storage(name).view(size)
+        if not torch.isfinite(tensor).all():
             raise DataError(f"{self.folder}: {key} is not complete, or has values that are not finite. {_AGAIN}")
-        return whole
+        return tensor
 
     def release(self) -> None:
         """Free the memory of the mapped pages. The files stay mapped."""

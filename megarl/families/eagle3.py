@@ -130,9 +130,7 @@ def published_name(name: str) -> str:
 
 
 def _layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
-    """Return the numbers of the policy's layers in config.json. Several fields may have them; vLLM 0.30's choice is
-    read.
-    """
+    """Return the policy's layer numbers in config.json. If several fields have them, vLLM 0.30's choice is read."""
     return config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
 
 
@@ -210,8 +208,8 @@ def _tensor_faults(
     own_names = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     for name, shape in expected.items():
         if own_names.get(name) != shape:
-            found = f"has the shape {own_names[name]}" if name in own_names else "is missing"
-            yield f"its tensor {name} {found}, expected is {shape}"
+            fault = f"has the shape {own_names[name]}" if name in own_names else "is missing"
+            yield f"its tensor {name} {fault}, expected is {shape}"
     for prefix in _LAYER:
         if not any(f"{layer}{prefix}.weight" in own_names for layer in _MIDDLE):
             yield f"its tensor {_MIDDLE[0]}{prefix}.weight is missing"

@@ -46,7 +46,7 @@ def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _pair_flops(shape: ModelShape) -> int:
-    """Return the FLOPs of one token's attention to one other in a layer: two for each channel of score and value."""
+    """Return the FLOPs of a query token's attention to one key token in a layer: two per channel of score and value."""
     return 2 * (shape.attention.score_channels + shape.attention.value_channels)
 
 

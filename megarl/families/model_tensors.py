@@ -159,7 +159,6 @@ def list_draft_copies(model: ModelShape) -> dict[str, str]:
 
 
 def _limit_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield rules limited to the model's own layers, without draft layers."""
     all_layers = frozenset(range(model.num_layers))
     for rule in rules:
         yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule

@@ -113,11 +113,9 @@ class MtpForm(NamedTuple):
         return self.layer.startswith(OWN)
 
     def _number(self, model: ModelShape) -> int:
-        """Return the trained MTP layer's number in the names of its tensors."""
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:
-        """Return the name, in vLLM's draft model, of a tensor that vLLM does not fuse."""
         if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
             return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
         return self.live_layer + template.removeprefix(self.layer)

@@ -264,7 +264,6 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
 
 
 def _check_rotated_channels(shape: ModelShape) -> None:
-    """Raise DataError if the number of a head's rotated channels is odd."""
     if shape.rotary.fraction < 1 and (shape.rotary_channels % 2 or not shape.rotary_channels):
         raise DataError(
             f"partial_rotary_factor {shape.rotary.fraction:g} rotates {shape.rotary_channels} of the "

@@ -381,7 +381,6 @@ def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
 
 
 def _pad_all(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros."""
     q = _to_padded(q, part.padded_queries, len(part.num_queries), part.longest_query)
     k, v = (_to_padded(x, part.padded_keys, len(part.num_keys), part.longest_key) for x in (k, v))
     return q, k, v

@@ -256,9 +256,9 @@ class Truncation:
 
 
 def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two [tokens]: the log of the sum of exponentials of a block's allowed logits, and their entropy.
+    """Return the log of the sum of exponentials of a block's allowed logits, and their entropy: [tokens] each.
 
-    They are minus infinity and 0 if no logit is allowed. Shapes: logits (overwritten) and outside are [tokens, block].
+    Without an allowed logit they are minus infinity and 0. `logits` (overwritten) and `outside` are [tokens, block].
     """
     logits.masked_fill_(outside, -torch.inf)
     largest = logits.amax(-1, keepdim=True)

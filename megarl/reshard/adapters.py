@@ -28,7 +28,9 @@ class AdapterReshard:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the recorded layouts of weights and adapter slots equal the computed ones on every rank."""
+        """Whether, on every rank, vLLM's recorded layouts of weights and slots equal the layouts computed from the
+        sizes.
+        """
         return self._base.is_computed and self._adapter.is_computed
 
     @property

@@ -31,6 +31,6 @@ class ReshardReport:
     rounding: MergeRounding | None = None
     """Rounding of the sent weights; None if this rank merged none."""
     ledger: RankChecksums | None = None
-    """Checksums of the engine's new weights; None if this reshard takes none."""
+    """Checksums of the engine's new weights; None if this reshard computes no checksums."""
     changes: RankChanges | None = None
     """Changes of the engine's old weights before they were overwritten; None if they were not compared."""

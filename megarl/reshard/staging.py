@@ -119,7 +119,7 @@ class SharedSlots:
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
         """Map the other ranks' shared memory. `files` are pairs of process id and file descriptor.
 
-        Sets `_ended`: it signals the end of a peer's process from now on.
+        Also sets `_ended`. It signals the end of a peer's process.
         """
         watched: list[int] = []
         weakref.finalize(self, _close_all, watched)

@@ -41,7 +41,6 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return the stacked parameters of vLLM's model. vLLM keeps the router in float32, whatever the model's dtype."""
     return (*deepseek_v3.live_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the engine's arithmetic: routing weights, products of each expert, sums over experts."""
+"""Mixtures of experts with the engine's rounding: routing weights, products of each expert, sums over experts."""
 
 from __future__ import annotations
 

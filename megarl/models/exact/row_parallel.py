@@ -50,7 +50,10 @@ class _BlockProduct(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """`sum_over_ranks`, rounded to a dtype. Under sequence parallelism each rank receives the sum of its own tokens."""
+    """The sum of all ranks' tensors (`sum_over_ranks`), rounded to a dtype.
+
+    Under sequence parallelism each rank receives the sum of its own tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, is_split: bool, dtype: torch.dtype) -> Tensor:

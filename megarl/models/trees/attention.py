@@ -434,7 +434,7 @@ def _unpad(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and the last token of each mask block over `size` tokens: [blocks] each."""
+    """Return the first and the last token of each mask block, [blocks] each, for a mask over `size` tokens."""
     firsts = np.arange(0, size, _MASK_BLOCK)
     return firsts, np.minimum(firsts + _MASK_BLOCK, size) - 1
 

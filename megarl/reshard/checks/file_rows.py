@@ -150,7 +150,9 @@ class RowComparer(Recorder):
         )
 
     def _rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:
-        """Yield the indices of at most ROWS random rows of a tensor [*shape], each with at most COLUMNS elements."""
+        """Yield the index of at most ROWS random rows of a tensor with this `shape`. A row has at most COLUMNS
+        elements.
+        """
         size = shape[-1] if shape else 1
         for _ in range(ROWS if len(shape) > 1 else 1):
             start = self._numbers.randrange(max(1, size - COLUMNS + 1))

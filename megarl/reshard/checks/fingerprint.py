@@ -164,9 +164,9 @@ def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tenso
 # shapes.
 @lru_cache(maxsize=1024)
 def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a random number for each row of a box: int64 [rows], the product of its leading indices' random numbers.
+    """Return a random number for each row of a box, int64 [rows].
 
-    `start` and `shape` describe the box without its last dimension.
+    It is the product of one random number for each index of the row. `start` and `shape` exclude the last dimension.
     """
     rows = torch.ones(1, dtype=torch.int64, device=device)
     for dim, (first, size) in enumerate(zip(start, shape, strict=True), -len(shape) - 1):

@@ -52,7 +52,7 @@ def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> t
 
 
 def by_tensor(boxes: Checksums) -> dict[str, int]:
-    """Return the checksum of each whole tensor by name: the sum over its disjoint boxes."""
+    """Return the checksum of each tensor by name: the sum over its disjoint boxes."""
     total: dict[str, int] = defaultdict(int)
     for box, value in boxes.items():
         total[box.name] = (total[box.name] + value) & MASK

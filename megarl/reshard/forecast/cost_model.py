@@ -157,7 +157,6 @@ def forecast(
 
 
 def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -> int:
-    """Return the bytes of the model's weights, or of an adapter's matrices."""
     if adapter is None:
         return sum(map(prod, hf_tensors(model).values())) * itemsize
     return VllmAdapterLayouts(VllmLayouts(model, 1, 1), adapter.targets, adapter.rank).wanted_bytes(0, itemsize)

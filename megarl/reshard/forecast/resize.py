@@ -106,7 +106,6 @@ def forecast_resize(
 
 
 def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, places: RankTopology) -> Traffic:
-    """Return the bytes that move from `sources` (layout of each rank) to `needs` (layout of each rank)."""
     # One huge bucket avoids the work of slicing tensors.
     return count(make_plan(sources, needs, itemsize=size, bucket_bytes=1 << 62, topology=places))
 

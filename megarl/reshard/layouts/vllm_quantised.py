@@ -244,7 +244,6 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _unquantised_names(module: nn.Module) -> set[str]:
-    """Return the names of the module's unquantised parameters. A reshard writes them directly."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}

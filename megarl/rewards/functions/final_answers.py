@@ -18,7 +18,7 @@ from megarl.thoughts import ends_in_thoughts, without_thoughts
 
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
 ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
-"""Function from completion and record to the final answer as text, or None."""
+"""Function (completion, record) -> final answer as text, or None without an answer."""
 
 GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
 """Answer forms accepted by the reward `gsm8k` unless its keyword argument `forms` is set."""

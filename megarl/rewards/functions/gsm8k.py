@@ -94,7 +94,7 @@ def final_answer(
 def _read_final_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
-    """Return the final number of a completion, and whether it is in one of the answer forms."""
+    """Return the final number of a completion, and whether an answer form such as `#### 42` contains it."""
     text = with_ascii_signs(text)
     number = _read_marked_number(text, forms)
     if number is not None or method == "strict":

@@ -174,7 +174,6 @@ class Judge(ServedReward[JudgeConfig]):
         return values
 
     def _select_text(self, sample: Sample) -> str:
-        """Return the part of a completion shown to the judge (`thoughts`, `max_shown_characters`)."""
         completion = sample.completion_text
         if self.config.thoughts == "hide":
             completion = "" if sample.in_thoughts else without_thoughts(completion)

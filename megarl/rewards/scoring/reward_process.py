@@ -116,7 +116,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
 
 
 def _is_in(folder: str, name: str) -> bool:
-    """Return whether a folder contains the top-level module of a reward function `name`, without importing it."""
+    """Return whether `folder` has the top-level module of the reward function `name`. The module is not imported."""
     if ":" not in name:
         return False
     with suppress(ConfigError):
