@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl import faults
 from megarl.cluster.launchers.sbatch import reporting_bad_nodes
+from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import ReshardCalls
+from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
@@ -38,17 +42,22 @@ from megarl.loops.run_data import RunData
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.saving.checkpointing import Checkpoints
 from megarl.loops.saving.resume import Origin, Resume, begin_from_copy, find_origin
-from megarl.loops.sources import make_sources, read_data, start_rewards
+from megarl.loops.sources import SourceData, make_sources, read_data, start_rewards
 from megarl.loops.started_run import Run, StepWatch
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.planner.predictions import predicted_memory
 from megarl.report.model_card import write_card
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.source import Source
 from megarl.rollout.stragglers import StragglerDetector
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import PeerLostError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 LOOPS: dict[str, Callable[[Run], Awaitable[None]]] = {
     "rl": rl.train,
@@ -156,6 +165,43 @@ def _next_commands(folder: RunFolder) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A start of a run: what all its steps use. `stack` closes their results in reverse order."""
+
+    folder: RunFolder
+    origin: Origin
+    processes: RankProcesses
+    monitor: RunMonitor
+    stop: StopRequest
+    display: Display
+    tracker: Tracker
+    stack: AsyncExitStack
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.processes.recipe
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.processes.parallel
+
+
+class _StartedRanks(NamedTuple):
+    """Ranks with their models."""
+
+    ranks: RunRanks
+    reshard_calls: ReshardCalls
+    replacements: Replacements
+
+
+class _Sampling(NamedTuple):
+    """Engines, and the sources that sample with them."""
+
+    pool: EnginePool
+    sources: list[Source]
+
+
 @asynccontextmanager
 async def _start_run(
     folder: RunFolder,
@@ -170,12 +216,13 @@ async def _start_run(
 
     Inside the context, a stop signal asks the run to stop (`StopRequest`) and does not end the process at once.
     """
-    recipe, parallel = processes.recipe, processes.parallel
+    recipe = processes.recipe
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
         # The stack closes in reverse order, so the tracker closes last and can log every other end.
         stack.callback(tracker.close)
         stack.enter_context(stop.listening(tracker.notice, folder.path))
+        start = _Start(folder, origin, processes, monitor, stop, display, tracker, stack)
         # Before all heavy work: a port that another program took since the checks ends the run at once.
         await monitor.begin_attempt(tracker)
         checks = StepChecks(recipe, folder, tracker)
@@ -184,83 +231,117 @@ async def _start_run(
         dropped: Dropped = Counter()
         # Before the ranks start: an error in the data is then reported within seconds.
         with display.phase("reading data", is_printed=True):
-            data = read_data(recipe, tokenizer, dropped, folder.path)
-        with tracker.phase("start"):
-            with display.phase(f"starting {count_of_ranks(recipe)}", is_printed=True):
-                ranks = await start_ranks(processes, folder, tracker, stop, stacks)
-            reshard_calls = ReshardCalls(ranks)
-            with display.phase("building models", is_printed=True):
-                await construct_workers(processes, folder, tracker, ranks, reshard_calls)
-            folder.describe({"machine": await hardware(ranks)})
-        replacements = await stack.enter_async_context(replacing_lost_engines(recipe, parallel, folder, tracker, ranks))
-        rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
-        for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
-            tracker.notice(notice)
-        folder.set_status("running")
-        max_running = 2 * recipe.rollout.max_concurrent_requests
-        pool = EnginePool(ranks, parallel, max_running=max_running, stragglers=StragglerDetector(tracker.notice))
-        monitor.pool = pool
-        sources = await make_sources(
-            recipe, data, rewards, pool, tokenizer, stack, folder.logs_folder, tracker,
-            is_abandoned=lambda: bool(stop), earlier=[step.metrics for step in folder.logged_steps()],
-            agents=lambda: ranks.agents,
-        )  # fmt: skip
-        spikes = spike_detector(recipe, origin.spikes)
-        models = models_of(recipe, parallel, ranks.trainers, spikes)
-        for notice in sharing_notices(models):
-            tracker.notice(notice)
-        planned_memory = predicted_memory(recipe)
-        performance = Performance(recipe, ranks, models, planned_memory)
-        weight_checks = WeightChecks(recipe, ranks, folder)
-        reshard_schedule = ReshardSchedule(recipe, ranks, reshard_calls, replacements, pool, performance, weight_checks)
-        stack.push_async_callback(reshard_schedule.close)
-        profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
-        stack.push_async_callback(profiles.close)
-        checkpoints = Checkpoints(
-            recipe,
-            folder,
-            tracker,
-            ranks.trainers,
-            origin.inputs.as_json(),
-            checksum_after=weight_checks.checksum_after,
-            check_weights=weight_checks.check_trainer,
-            copies=processes.copies,
-            spikes=spikes,
-            position=origin.position,
+            source_data = read_data(recipe, tokenizer, dropped, folder.path)
+        started_ranks = await _start_ranks(start, stacks)
+        sampling = await _start_sampling(start, started_ranks.ranks, source_data, tokenizer)
+        run_data = RunData(
+            tokenizer=tokenizer,
+            sources=sampling.sources,
+            dropped=dropped,
+            draws_file=folder.draws_file,
+            notify=tracker.notice,
         )
-        observers = make_observers(
-            recipe, parallel, folder, tracker, ranks, checkpoints, models["policy"],
-            checks=checks, weight_checks=weight_checks, spikes=spikes, predicted_memory=planned_memory,
-        )  # fmt: skip
-        await observers.begin_run()
-        run = Run(
-            recipe=recipe,
-            folder=folder,
-            origin=origin,
-            tracker=tracker,
-            stop=stop,
-            data=RunData(
-                tokenizer=tokenizer,
-                sources=sources,
-                dropped=dropped,
-                draws_file=folder.draws_file,
-                notify=tracker.notice,
-            ),
-            processes=processes,
-            ranks=ranks,
-            models=models,
-            pool=pool,
-            reshard_schedule=reshard_schedule,
-            checkpoints=checkpoints,
-            samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
-            watch=StepWatch(performance=performance, profiles=profiles, observers=observers),
-        )
+        run = await _make_run(start, started_ranks, sampling.pool, run_data, checks)
         if origin.checkpoint is not None:
             with display.phase("loading the checkpoint", is_printed=True):
                 await _load_state(run, origin.checkpoint)
         # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()
         yield run
+
+
+async def _start_ranks(start: _Start, stacks: StackRequest) -> _StartedRanks:
+    """Start the ranks, and build their models."""
+    recipe, folder, tracker, processes = start.recipe, start.folder, start.tracker, start.processes
+    with tracker.phase("start"):
+        with start.display.phase(f"starting {count_of_ranks(recipe)}", is_printed=True):
+            ranks = await start_ranks(processes, folder, tracker, start.stop, stacks)
+        reshard_calls = ReshardCalls(ranks)
+        with start.display.phase("building models", is_printed=True):
+            await construct_workers(processes, folder, tracker, ranks, reshard_calls)
+        folder.describe({"machine": await hardware(ranks)})
+    replacements = await start.stack.enter_async_context(
+        replacing_lost_engines(recipe, start.parallel, folder, tracker, ranks)
+    )
+    return _StartedRanks(ranks, reshard_calls, replacements)
+
+
+async def _start_sampling(
+    start: _Start, ranks: RunRanks, source_data: Mapping[str, SourceData], tokenizer: Tokenizer
+) -> _Sampling:
+    """Start reward processes, environments and agent programs."""
+    recipe, folder, tracker = start.recipe, start.folder, start.tracker
+    rewards = start_rewards(recipe, start.stack, folder.logs_folder, tracker.notice)
+    for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
+        tracker.notice(notice)
+    folder.set_status("running")
+    max_running = 2 * recipe.rollout.max_concurrent_requests
+    pool = EnginePool(ranks, start.parallel, max_running=max_running, stragglers=StragglerDetector(tracker.notice))
+    start.monitor.pool = pool
+    sources = await make_sources(
+        recipe, source_data, rewards, pool, tokenizer, start.stack, folder.logs_folder, tracker,
+        is_abandoned=lambda: bool(start.stop), earlier=[step.metrics for step in folder.logged_steps()],
+        agents=lambda: ranks.agents,
+    )  # fmt: skip
+    return _Sampling(pool, sources)
+
+
+async def _make_run(
+    start: _Start, started_ranks: _StartedRanks, pool: EnginePool, run_data: RunData, checks: StepChecks
+) -> Run:
+    """Create the run of started ranks and sources, and begin its observers."""
+    recipe, folder, tracker, stack = start.recipe, start.folder, start.tracker, start.stack
+    ranks, reshard_calls, replacements = started_ranks
+    spikes = spike_detector(recipe, start.origin.spikes)
+    models = models_of(recipe, start.parallel, ranks.trainers, spikes)
+    for notice in sharing_notices(models):
+        tracker.notice(notice)
+    planned_memory = predicted_memory(recipe)
+    performance = Performance(recipe, ranks, models, planned_memory)
+    weight_checks = WeightChecks(recipe, ranks, folder)
+    reshard_schedule = ReshardSchedule(recipe, ranks, reshard_calls, replacements, pool, performance, weight_checks)
+    stack.push_async_callback(reshard_schedule.close)
+    profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
+    stack.push_async_callback(profiles.close)
+    checkpoints = _make_checkpoints(start, ranks, weight_checks, spikes)
+    observers = make_observers(
+        recipe, start.parallel, folder, tracker, ranks, checkpoints, models["policy"],
+        checks=checks, weight_checks=weight_checks, spikes=spikes, predicted_memory=planned_memory,
+    )  # fmt: skip
+    await observers.begin_run()
+    return Run(
+        recipe=recipe,
+        folder=folder,
+        origin=start.origin,
+        tracker=tracker,
+        stop=start.stop,
+        data=run_data,
+        processes=start.processes,
+        ranks=ranks,
+        models=models,
+        pool=pool,
+        reshard_schedule=reshard_schedule,
+        checkpoints=checkpoints,
+        samples=SampleWriter(recipe, tracker, run_data.tokenizer, models["policy"]),
+        watch=StepWatch(performance=performance, profiles=profiles, observers=observers),
+    )
+
+
+def _make_checkpoints(
+    start: _Start, ranks: RunRanks, weight_checks: WeightChecks, spikes: SpikeDetector | None
+) -> Checkpoints:
+    return Checkpoints(
+        start.recipe,
+        start.folder,
+        start.tracker,
+        ranks.trainers,
+        start.origin.inputs.as_json(),
+        checksum_after=weight_checks.checksum_after,
+        check_weights=weight_checks.check_trainer,
+        copies=start.processes.copies,
+        spikes=spikes,
+        position=start.origin.position,
+    )
 
 
 async def _load_state(run: Run, checkpoint: Path) -> None:
