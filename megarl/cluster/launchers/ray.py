@@ -65,7 +65,7 @@ def _node_name(host: str, node_id: str) -> str:
 
 
 def _living() -> dict[str, str]:
-    """Return the host of each living node by ID."""
+    """Return the hosts of living nodes by ID."""
     return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 
@@ -74,7 +74,7 @@ def _id_of(name: str) -> str | None:
 
 
 def _ids_of(names: Sequence[str]) -> list[str]:
-    """Return the IDs of the living nodes with these names. An unknown name stands for all nodes of its host.
+    """Return the IDs of living nodes by name. An unknown name stands for all nodes of its host.
 
     A host gets a new ID whenever Ray starts on it again.
     """
@@ -88,7 +88,7 @@ def _ids_of(names: Sequence[str]) -> list[str]:
 
 
 def join(address: str) -> None:
-    """Connect this process to the Ray cluster at an address. Raises ConfigError if none answers."""
+    """Connect this process to a Ray cluster. Raises ConfigError if none answers."""
     if ray.is_initialized():
         return
     # Ray would otherwise send usage statistics over the internet.
@@ -107,7 +107,7 @@ def join(address: str) -> None:
 
 
 def _runtime_environment() -> dict[str, str] | None:
-    """Return a runtime environment of Ray's workers with the quoted path of Python; None if it needs no quotes.
+    """Return a runtime environment with the quoted path of Python; None if it needs no quotes.
 
     Ray 2.60 passes the path to a shell unquoted, so a path with a blank starts no worker.
     """
@@ -130,7 +130,7 @@ class RayNodes(ConnectedNodes):
         *,
         avoided_nodes: Sequence[str] = (),
     ) -> None:
-        """Create the nodes without agents. None will be placed on `avoided_nodes`, named as in `topology`."""
+        """Create the nodes without agents. None will be on `avoided_nodes`, named as in `topology`."""
         super().__init__(kind, environment, imports)
         self._address, self._avoided = address, avoided_nodes
         self._actors: list[Any] = []
@@ -160,41 +160,49 @@ class RayNodes(ConnectedNodes):
         return num_nodes
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
-        """Reserve resources on further nodes, and start an actor on each. Returns False if that exceeds `seconds`."""
-        per_node = self.kind.ranks_per_node
-        used = [node for node in map(_id_of, {agent.node for agent in self.agents if not agent.is_lost}) if node]
-        avoided = [*_ids_of(self._avoided), *used]
-        selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * num_nodes if avoided else None
+        """Start an actor on each of `num_nodes` further nodes. Returns False if reserving them exceeds `seconds`."""
+        reserved = await self._reserve(num_nodes, seconds)
+        if reserved is None:
+            return False
+        self._placement_groups.append(reserved)
+        for index in range(num_nodes):
+            self._start_actor(PlacementGroupSchedulingStrategy(reserved, index), address, key)
+        return True
+
+    async def _reserve(self, num_nodes: int, seconds: float) -> Any | None:
+        """Return a placement group with the resources of further nodes; None if Ray does not reserve them in time."""
+        used_nodes = filter(None, map(_id_of, {agent.node for agent in self.agents if not agent.is_lost}))
+        avoided_nodes = [*_ids_of(self._avoided), *used_nodes]
+        selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided_nodes)})"}] * num_nodes if avoided_nodes else None
         # STRICT_SPREAD puts each bundle on another node.
-        placed = placement_group(
-            [{self._device: per_node, **self.kind.ray_resources}] * num_nodes,
+        reserved = placement_group(
+            [{self._device: self.kind.ranks_per_node, **self.kind.ray_resources}] * num_nodes,
             strategy="STRICT_SPREAD",
             bundle_label_selector=selectors,
         )
         try:
-            await asyncio.to_thread(ray.get, placed.ready(), timeout=seconds)
+            await asyncio.to_thread(ray.get, reserved.ready(), timeout=seconds)
         except RayError:
-            remove_placement_group(placed)
-            return False
+            remove_placement_group(reserved)
+            return None
         except BaseException:
             # The wait was cancelled.
-            remove_placement_group(placed)
+            remove_placement_group(reserved)
             raise
-        self._placement_groups.append(placed)
+        return reserved
+
+    def _start_actor(self, place: PlacementGroupSchedulingStrategy, address: tuple[str, int], key: bytes) -> None:
+        """Start the agent of one node, in its bundle of a placement group."""
         # Actors claim only what their bundle holds: GPUs, or CPUs.
-        shares = {f"num_{self._device.lower()}s": per_node}
-        shares = {"num_gpus": 0, "num_cpus": 0} | shares
-        for index in range(num_nodes):
-            place = PlacementGroupSchedulingStrategy(placed, index)
-            make_actor: Any = ray.remote(_Process)
-            actor = make_actor.options(scheduling_strategy=place, **shares).remote()
-            turn = len(self._actors)
-            self._actors.append(actor)
-            served = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, turn).future())
-            # asyncio would log each error that nobody looked at.
-            served.add_done_callback(lambda end: end.cancelled() or end.exception())
-            self._served.append(served)
-        return True
+        shares = {"num_gpus": 0, "num_cpus": 0} | {f"num_{self._device.lower()}s": self.kind.ranks_per_node}
+        make_actor: Any = ray.remote(_Process)
+        actor = make_actor.options(scheduling_strategy=place, **shares).remote()
+        turn = len(self._actors)
+        self._actors.append(actor)
+        served = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, turn).future())
+        # asyncio would log each error that nobody looked at.
+        served.add_done_callback(lambda end: end.cancelled() or end.exception())
+        self._served.append(served)
 
     async def _release_dead_nodes(self) -> None:
         """Kill the actors of lost agents, to free their resources on living nodes."""
@@ -204,7 +212,7 @@ class RayNodes(ConnectedNodes):
                 ray.kill(actor)
 
     def _needs_gpus(self) -> bool:
-        """Return whether each rank needs one of the cluster's GPUs.
+        """Return whether each rank needs a GPU.
 
         With a GPU build of torch it does, even while only nodes without GPUs have joined.
         """
@@ -249,9 +257,9 @@ class RayNodes(ConnectedNodes):
     async def end_agents(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        for placed in self._placement_groups:
+        for reserved in self._placement_groups:
             with contextlib.suppress(RayError):
-                remove_placement_group(placed)
+                remove_placement_group(reserved)
 
 
 def main(address: str, node_fields: str) -> None:
