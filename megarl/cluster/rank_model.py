@@ -26,7 +26,7 @@ ONE_AFTER_THE_OTHER = RowPacking()
 
 @dataclass(slots=True)
 class Work:
-    """Counters of the trainer's work since `take` last returned them."""
+    """Counters of the trainer's work since the last `take`."""
 
     update_tokens: int = 0
     """Tokens in updates of the policy."""
@@ -42,7 +42,7 @@ class Work:
     """Rows computed without saving, although it would save enough."""
 
     def take(self) -> Work:
-        """Return the counts so far, and reset them."""
+        """Return the counts, and reset them."""
         snapshot = replace(self)
         self._set(Work())
         return snapshot
@@ -72,27 +72,26 @@ class RankModel:
     group: WorkerGroup
     parallel: ParallelConfig
     max_tokens_per_microbatch: int
-    """Maximum number of tokens in a row."""
+    """Maximum tokens in a row."""
     max_tokens_per_forward: int | None = None
-    """The same limit for passes without gradients. None: `max_tokens_per_microbatch`."""
+    """The same limit without gradients. None: `max_tokens_per_microbatch`."""
     row_multiple: int = 1
-    """A row's capacity is rounded down to a multiple of this number of tokens."""
+    """A row's capacity is rounded down to a multiple of this."""
     together: int = 1
-    """Number of consecutive sequences that must share a row: 2 for preference pairs."""
+    """Consecutive sequences that must share a row: 2 for preference pairs."""
     keeps_samples: bool = False
-    """Whether all sequences of a sample share a row in updates. Losses over whole trajectories need this."""
+    """Whether all sequences of a sample share a row in updates, as losses over whole trajectories need."""
     name: str = "policy"
-    """Name of the model on the ranks: policy, reference, critic or another."""
+    """Name on the ranks: policy, reference, critic or another."""
     shape: ModelShape | None = None
-    """Sizes of the model, used to count FLOPs and balance rows. None: rows are balanced by tokens."""
+    """Sizes to count FLOPs and balance rows. None: rows are balanced by tokens."""
     update_passes: float = 3.0
     """FLOPs of an update as a multiple of a forward pass: 3, or 2 if the base weights have no gradients."""
     packing: RowPacking = ONE_AFTER_THE_OTHER
-    """Rule that assigns sequences to rows."""
     spikes: SpikeDetector | None = None
     """Detector of updates to drop (train.on_spike). None: no update is dropped for its size."""
     work: Work = field(default_factory=Work)
-    """Counters of the model's passes. Several models may share them."""
+    """Several models may share the counters."""
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
@@ -171,7 +170,7 @@ class RankModel:
         num_counted: int | None = None,
         max_tokens: int | None = None,
     ) -> list[list[TokenBatch]]:
-        """Return the rows of a batch by replica, and count their work. `packed` holds the sequences of each row.
+        """Return a batch's rows by replica, and count their work. `packed` holds the sequences of each row.
 
         `passes` is the work as a multiple of a forward pass. Only the first `num_counted` sequences count (None: all).
         """
@@ -214,7 +213,7 @@ class RankModel:
         return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
-        """Assign sequences to rows, with all of a sample in one row. Raises MegarlError if a sample does not fit."""
+        """Assign sequences to rows, with all of a sample in one row. Raises MegarlError if one does not fit."""
         try:
             return self._pack(batch, batch.num_segments)
         except ValueError as error:
@@ -230,8 +229,7 @@ class RankModel:
     ) -> list[list[list[int]]]:
         """Assign a batch's sequences to rows: indices by replica and row.
 
-        `together` is the number of consecutive sequences that must share a row, or one number per group. `max_tokens`
-        limits the tokens of a row.
+        `together` is the number of consecutive sequences that must share a row, or one number per group.
         """
         parallel = self.parallel
         settings: dict[str, Any] = {
@@ -246,22 +244,21 @@ class RankModel:
 
     @property
     def _costs(self) -> Costs:
-        """Cost of a sequence by its length: FLOPs of a forward pass, or tokens if the model's sizes are not known."""
+        """Cost of a sequence by its length: FLOPs of a forward pass, or tokens without a shape."""
         return count_tokens if self.shape is None else sequence_flops(self.shape)
 
     def _capacity(self, max_tokens: int | None) -> int:
-        """Return the most tokens a row may hold. `max_tokens` None: `max_tokens_per_microbatch`."""
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
     def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
-        """Return one argument per rank: the replica's rows for its first rank, None for its other ranks."""
+        """Return one argument per rank: the replica's rows for its first rank, None for the others."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.parallel.world_size
         for replica, rows in enumerate(per_replica):
             per_rank[self.parallel.replica_ranks(replica)[0]] = rows
         return per_rank
 
     def _reporting_ranks(self) -> list[list[int]]:
-        """Return, for each data-parallel replica, the ranks that return its results, in context-parallel order."""
+        """Return the ranks that return each replica's results, in context-parallel order."""
         parallel = self.parallel
         return [
             # The last pipeline stage has the outputs; its tensor-parallel ranks all have the same ones.

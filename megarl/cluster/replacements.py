@@ -17,8 +17,7 @@ _MOST_STARTS = 3
 class Replacements:
     """Restarts lost engine replicas in the background.
 
-    `start(lost)` starts ranks in the places of a lost group and constructs its engine. `notify` gets one-line progress
-    messages.
+    `start(lost)` starts ranks in the places of a lost group and constructs its engine. `notify` gets one-line messages.
     """
 
     def __init__(self, start: Callable[[WorkerGroup], Awaitable[WorkerGroup]], notify: Callable[[str], object]) -> None:
@@ -27,7 +26,7 @@ class Replacements:
         self._ready: list[WorkerGroup] = []
 
     def replace(self, lost_group: WorkerGroup, error: Exception, num_left: int) -> None:
-        """Restart a lost replica in the background. `num_left` is the number of remaining replicas, for the message."""
+        """Restart a lost replica. `num_left` is the number of remaining ones."""
         self._notify(
             f"{self._name(lost_group)} is lost: {error}. Its requests move to the remaining engines ({num_left}). The "
             "lost engine is being restarted"
@@ -38,7 +37,6 @@ class Replacements:
 
     @property
     def has_started(self) -> bool:
-        """Whether `take` would return a replica."""
         return bool(self._ready)
 
     def take(self) -> list[WorkerGroup]:
@@ -47,7 +45,7 @@ class Replacements:
         return ready
 
     async def close(self) -> None:
-        """Cancel restarts in progress, and close the restarted replicas that `take` did not return."""
+        """Cancel restarts in progress, and close the replicas that `take` did not return."""
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)

@@ -23,7 +23,7 @@ from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0
-"""Seconds for every waiting rank to leave the cross-world process group after its cancellation."""
+"""Seconds for every waiting rank to leave a cancelled cross-world process group."""
 _SLACK_SECONDS = 30.0
 """Minimum seconds to find a stopped rank and end its group, of which a debugger takes 10."""
 _LOOK_SECONDS = 2.0
@@ -37,9 +37,9 @@ _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the first. Then they count as missing."""
 
 Reports = list[ReshardReport]
-"""Reports of a reshard, one per rank."""
+"""One per rank."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
-"""Calls of one attempt at a reshard: the trainers' call, then one per replica."""
+"""Calls of one attempt: the trainers', then one per replica."""
 
 
 class ReshardCalls:
@@ -49,11 +49,11 @@ class ReshardCalls:
         self._ranks = ranks
         self._states = ReshardStates()
         self._num_groups = 0
-        """Number of cross-world process groups created so far, for their names."""
+        """Cross-world process groups created so far, for their names."""
         self._cancelled = asyncio.Event()
         """Set when the newest cross-world process group is cancelled."""
         self._first_to_leave: WorkerGroup | None = None
-        """First replica in this attempt to leave the cross-world process group."""
+        """First replica in this attempt to leave the group."""
         self._report_error: TransitionError | None = None
         """Error in the callback for a rank's report. The event loop only logs it, so `_await_calls` raises it."""
         ranks.on_removed = self._handle_loss
@@ -86,9 +86,8 @@ class ReshardCalls:
         """Send copies of the weights to all engines while the trainers execute other calls.
 
         The engines join when `engines_paused` is done. The trainers send once all engines have joined. `on_copied` is
-        called when the trainers have made their copies. Returns the engines' reports; `collect_reports` returns the
-        trainers'. If a replica is lost meanwhile, the remaining ones get the same copies between two other calls of the
-        trainers.
+        called when the copies are made. Returns the engines' reports; `collect_reports` returns the trainers'. If a
+        replica is lost meanwhile, the remaining ones get the same copies between two other calls of the trainers.
         """
         if not self.is_connected:
             # A replica was lost since the caller looked.
@@ -124,7 +123,7 @@ class ReshardCalls:
         return [report for reports in answers for report in reports]
 
     async def collect_reports(self) -> Reports:
-        """Return the trainers' reports of the last overlapping reshard; empty if they were already fetched."""
+        """Return the trainers' reports of the last overlapping reshard; empty if already fetched."""
         if self._states.handle(Event.COLLECT) is not Command.COLLECT_REPORTS:
             return []
         reports = await self._ranks.trainers.call("finish_reshard")
@@ -135,7 +134,7 @@ class ReshardCalls:
         return [report for report in reports if isinstance(report, ReshardReport)]
 
     async def _attempt_until_delivered(self, command: Command, verify: bool, version: int) -> Reports:
-        """Repeat attempts at a reshard, beginning with `command`, until all remaining engines have the weights."""
+        """Repeat attempts, beginning with `command`, until all remaining engines have the weights."""
         while True:
             groups = self._ranks.groups
             method = "join_and_reshard" if command is Command.JOIN else "reshard"
@@ -184,13 +183,13 @@ class ReshardCalls:
     def _has_suspect(self, groups: Sequence[WorkerGroup]) -> bool:
         """Return whether ending the first replica that left may help.
 
-        It may if all groups of the attempt are alive and the run can continue without that replica.
+        It may if all groups of the attempt are alive and the run can continue without it.
         """
         can_lose = self._ranks.on_lost is not None and len(self._ranks.replicas) > 1
         return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
 
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """Await the trainers' call and return its answers. Ends each replica that did not join their process group."""
+        """Return the answers to the trainers' call. Ends each replica that did not join their process group."""
         reports = await call
         missing = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
         first, ending = 0, []
@@ -204,7 +203,6 @@ class ReshardCalls:
         return reports
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, fault: str) -> None:
-        """End a replica for a fault of these ranks, described by `fault`."""
         error = await group.diagnosis.end_faulty(ranks, fault)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
@@ -279,7 +277,7 @@ class ReshardCalls:
         return max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
 
     def _handle_report(self, group: WorkerGroup, report: ReshardReport | LostPeer) -> None:
-        """Handle a rank's report of a lost peer at once, because other ranks still wait for that peer."""
+        """Handle a report of a lost peer at once, because other ranks still wait for it."""
         if not isinstance(report, LostPeer):
             return
         if self._first_to_leave is None and group in self._ranks.replicas:
@@ -293,7 +291,7 @@ class ReshardCalls:
             self._report_error = error
 
     def _handle_loss(self, reason: str) -> None:
-        """Cancel the cross-world process group on all ranks, because one of them is lost."""
+        """Cancel the cross-world process group on all ranks."""
         if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
             self._cancelled.set()
             for group in self._ranks.groups:
@@ -309,7 +307,7 @@ class ReshardCalls:
 
 
 def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
-    """Return the losses of peers that ranks reported in an attempt, one text per reporting rank."""
+    """Return the losses of peers that ranks reported, one text per reporting rank."""
     return [
         f"rank {rank}: {report.reason}"
         for group, reports in zip(groups, answers, strict=True)

@@ -1,4 +1,4 @@
-"""State machine of reshards to separate engines. `cluster.reshard_calls` reports events and executes its commands."""
+"""State machine of reshards to separate engines. `reshard_calls` reports events and executes its commands."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from enum import Enum
 
 MOST_ATTEMPTS = 3
-"""Maximum number of attempts at one reshard before the run fails."""
+"""Maximum attempts at one reshard before the run fails."""
 
 
 class State(Enum):
-    """State of a reshard. The cross-world group is the process group connecting trainers and engines."""
+    """State of a reshard. The cross-world group connects trainers and engines."""
 
     DISCONNECTED = "no usable cross-world group"
     IDLE = "connected, no reshard in flight"
@@ -103,7 +103,7 @@ class TransitionError(RuntimeError):
 
 
 class ReshardStates:
-    """State of the run's reshards, and number of attempts at the current one."""
+    """State of the run's reshards."""
 
     def __init__(self) -> None:
         self.state = State.DISCONNECTED
@@ -111,7 +111,7 @@ class ReshardStates:
         """Attempts at the current reshard. An overlapping reshard counts only when it is repeated."""
 
     def handle(self, event: Event) -> Command:
-        """Change the state for an event, and return the caller's command. Raises TransitionError."""
+        """Change the state, and return the caller's command. Raises TransitionError."""
         if (self.state, event) not in TRANSITIONS:
             raise TransitionError(f"a reshard in state {self.state.name} cannot handle {event.name}")
         self.state, command = TRANSITIONS[self.state, event]

@@ -16,7 +16,7 @@ class Savings(NamedTuple):
     tokens: NDArray[Any]
     """[sequences]: for each sequence, the number of its tokens that another one of the row computes."""
     is_refused: bool
-    """Whether the row is computed without sharing tokens, although sharing would save enough work."""
+    """Whether tokens are not shared, although sharing would save enough work."""
 
 
 class RowPacking:

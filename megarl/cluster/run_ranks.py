@@ -1,4 +1,4 @@
-"""All ranks of a run: the trainers' group and, if engines are separate, one group per engine replica.
+"""All ranks of a run: the trainers' group and, if engines are separate, one group per replica.
 
 Each group has a `torch.distributed` world of its own, and ends as a whole.
 """
@@ -20,9 +20,9 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.types import PeerLostError
 
 _WATCH_SECONDS = 1.0
-"""Seconds between searches for lost ranks while no call is in progress."""
+"""Seconds between searches for lost ranks without a call."""
 _NO_CALL = "sampling and scoring"
-"""Text in place of a method's name in the error of a rank that was lost while no call was in progress."""
+"""In place of a method's name in the error of a rank lost without a call."""
 _CAUSE_SECONDS = 2.0
 """Seconds to wait, after a failure, for another group to report the root cause."""
 
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class RanksNodes(Protocol):
-    """Protocol of a run's nodes, which reserve places and fork ranks (`launchers.run_nodes.RunNodes`)."""
+    """Protocol of a run's nodes (`launchers.run_nodes.RunNodes`)."""
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
 
@@ -49,7 +49,7 @@ class RunRanks:
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
         self.nodes: RanksNodes | None = None
-        """Nodes of the ranks. None: the caller manages them."""
+        """None: the caller manages the nodes."""
         self.is_separate = bool(replicas)
         """Whether the engines have ranks of their own (rollout.placement = separate)."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
@@ -62,7 +62,7 @@ class RunRanks:
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The trainers' group, then the groups of the replicas."""
+        """The trainers' group, then the replicas'."""
         return [self.trainers, *self.replicas]
 
     @property
@@ -71,26 +71,25 @@ class RunRanks:
 
     @property
     def agents(self) -> list[AgentLink]:
-        """The agents of the nodes that run ranks. Some may be lost."""
+        """The agents of the nodes with ranks. Some may be lost."""
         return list(dict.fromkeys(place.agent for group in self.groups for place in group.places))
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
-        """For each rank, its node and the network switches above the node, nearest first."""
+        """As `WorkerGroup.topology`."""
         return [place for group in self.groups for place in group.topology]
 
     @property
     def hosts(self) -> list[str]:
-        """For each rank, the address at which other nodes reach it."""
+        """As `WorkerGroup.hosts`."""
         return [host for group in self.groups for host in group.hosts]
 
     @property
     def local_ranks(self) -> list[int]:
-        """For each rank, its number on its node (LOCAL_RANK)."""
         return [number for group in self.groups for number in group.local_ranks]
 
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
-        """Set the time limits of calls. `make` creates a separate object for each group."""
+        """Set the time limits of calls. `make` creates an object for each group."""
         for group in self.groups:
             group.deadlines = make()
 
@@ -116,7 +115,7 @@ class RunRanks:
             self.nodes.on_signal(callback)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks of all groups, and return the answers. A lost replica has none."""
+        """Call a method on all ranks of all groups. A lost replica has no answers."""
         engines = [self.unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
         answers = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return list(chain.from_iterable(answers))
@@ -128,13 +127,13 @@ class RunRanks:
             await self.call("__step__", number)
 
     async def call_with_first_rank(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks like `call`, with the run-wide first rank of each group as last argument."""
+        """As `call`, with each group's first rank in the run as last argument."""
         engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
         answers = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
         return list(chain.from_iterable(answers))
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks with engines, and return the answers."""
+        """Call a method on all ranks with engines."""
         if not self.is_separate:
             return await self.trainers.call(method, *args)
         answers = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
@@ -145,8 +144,8 @@ class RunRanks:
     ) -> list[Any]:
         """Call a method on some ranks of one group, and return their answers.
 
-        `per_rank` holds each rank's first argument. `budget_seconds` is planned working time, which extends the call's
-        limit. Raises PeerLostError if the group is lost.
+        `per_rank` holds each rank's first argument. `budget_seconds` is planned working time, which extends the limit.
+        Raises PeerLostError if the group is lost.
         """
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
         if group is None:
@@ -159,7 +158,7 @@ class RunRanks:
             raise
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
-        """Include these restarted replicas in later calls. They can sample after a reshard."""
+        """Include restarted replicas in later calls. They can sample after a reshard."""
         self._watch(groups)
         self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
@@ -184,7 +183,7 @@ class RunRanks:
                 _ = task.cancelled() or task.exception()
 
     async def _await_loss(self) -> NoReturn:
-        """Remove lost replicas until the run cannot continue without a lost rank: raises PeerLostError then."""
+        """Remove lost replicas. Raises PeerLostError once the run cannot continue."""
         while True:
             for group in self.groups:
                 lost_handles = [handle for handle in group.ranks.handles if handle.died.done()]
@@ -203,7 +202,7 @@ class RunRanks:
             return []
 
     def remove(self, group: WorkerGroup, error: PeerLostError) -> None:
-        """Remove the group of a lost replica. Raises `error` if the run cannot continue without it."""
+        """Remove a lost replica. Raises `error` if the run cannot continue without it."""
         if group is self.trainers or self.on_lost is None or self.replicas == [group]:
             raise error
         if group in self.replicas:
@@ -212,12 +211,12 @@ class RunRanks:
             self.on_lost(group, error)
 
     def show_stacks(self) -> None:
-        """Make all ranks write their threads' stacks to their logs."""
+        """Make all ranks write their stacks to their logs."""
         for group in self.groups:
             group.diagnosis.show_stacks()
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
-        """Check that the run's nodes have places for these ranks, or can get them. Raises ConfigError if not."""
+        """Check that the nodes have places for these ranks, or can get them. Raises ConfigError if not."""
         if self.nodes is not None:
             await self.nodes.reserve(num_trainers, replica_sizes)
 
@@ -226,12 +225,11 @@ class RunRanks:
         self._closing = asyncio.ensure_future(self.close_groups())
 
     async def close_groups(self) -> None:
-        """Close all groups, so their ranks exit. The agents continue."""
+        """Let all ranks exit. The agents continue."""
         self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
 
     async def close(self) -> None:
-        """Close all groups, then end the agents."""
         await self.close_groups()
         if self.nodes is not None:
             await self.nodes.close()
@@ -240,8 +238,8 @@ class RunRanks:
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """Await calls to different groups concurrently, and return their answers.
 
-    Raises the first error, unless it only reflects that another group left a collective: then that group's error. Calls
-    of the other groups continue, and end with their groups.
+    Raises the first error, unless it only reflects that another group left a collective: then that group's error. Other
+    groups' calls continue, and end with their groups.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -263,5 +261,4 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Return whether the error only reflects that another rank left a collective."""
     return isinstance(error, RankFailedError) and error.is_echo

@@ -1,4 +1,4 @@
-"""Copies of the training state in the agents' memory: listing, dropping, and choosing those that a rank reads.
+"""Copies of the training state in the agents' memory.
 
 A copy is several files of one agent, named STEP/ORIGIN/NUM_RANKS/PART. ORIGIN is the rank that had the state, of
 NUM_RANKS at that time.
@@ -19,12 +19,12 @@ from megarl.reshard.state_holders import hand_overs
 from megarl.types import PeerLostError
 
 Files = Mapping[str, Mapping[str, Any]]
-"""Files by name: path, size in bytes, checksum."""
+"""By name: path, bytes, checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """A copy of the state of rank `origin`, of `num_ranks`, after a step, and the agent that holds it."""
+    """A copy of the state of rank `origin`, of `num_ranks`, after a step, held by an agent."""
 
     agent: AgentLink
     step: int
@@ -45,7 +45,7 @@ async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
 
 
 async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[StateCopy], list[str]]:
-    """Return the copies that living agents hold. With `checks`, drop damaged ones, and return a sentence about each."""
+    """Return the living agents' copies. With `checks`, drop damaged ones, and return a sentence about each."""
     living = _living(agents)
     answers = await asyncio.gather(
         *(agent.request("copies", checks=checks) for agent in living), return_exceptions=True
@@ -86,9 +86,7 @@ def is_complete(copies: Sequence[StateCopy], step: int) -> bool:
 
 
 async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
-    """Drop the copies of all steps except `step` (None: of all steps). Raises PeerLostError if an agent is lost
-    meanwhile.
-    """
+    """Drop the copies of all steps except `step` (None: of all). Raises PeerLostError if an agent is lost meanwhile."""
     # No name of a file begins with a slash.
     prefix = "/" if step is None else f"{step}/"
     await asyncio.gather(*(agent.request("keep_only", prefix=prefix) for agent in _living(agents)))
@@ -97,7 +95,7 @@ async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
 async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
     """Return, for each rank at `places`, the files that it reads in a restore: all copies of a step on its node.
 
-    A copy held on none of these nodes is first sent to one of them. Raises PeerLostError if an agent is lost meanwhile.
+    A copy held on none of these nodes is first sent to one. Raises PeerLostError if an agent is lost meanwhile.
     """
     copies = [copy for copy in (await list_copies(agents))[0] if copy.step == step]
     holders: defaultdict[int, dict[AgentLink, StateCopy]] = defaultdict(dict)

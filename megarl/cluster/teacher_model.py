@@ -13,9 +13,7 @@ class TeacherRankModel(RankModel):
     """A teacher that scores sampled tokens, or stores its whole distributions on the ranks."""
 
     async def teach(self, batch: TokenBatch) -> None:
-        """Let the teacher's ranks compute and store distillation targets for a batch. The policy's next update reads
-        them.
-        """
+        """Let the teacher's ranks compute and store distillation targets for the policy's next update."""
         teacher_batch = batch.with_arrays({})
         teacher_batch.target_keys = batch.target_keys
         # Repeating sequences is harmless: their rows write the same targets again.

@@ -1,1 +1,1 @@
-"""Agents: one process per node that forks ranks, relays their calls and holds copies of their state."""
+"""Agents: one process per node that forks ranks, relays calls and holds copies of their state."""

@@ -1,8 +1,8 @@
 """The one process that a launcher starts on a node. It forks the node's ranks, and serves them and the driver.
 
-It imports the ranks' libraries once (`processes.fork_server`), relays calls, and kills ranks. It reports their ends and
-reads their stacks. It holds copies of the training state that outlive the ranks. It unpickles nothing. The driver's end
-ends the agent, and the agent's end ends its ranks.
+It imports the ranks' libraries once (`processes.fork_server`), relays calls, kills ranks, reports their ends and reads
+their stacks. Its copies of the training state outlive the ranks. It unpickles nothing. The driver's end ends the agent,
+and the agent's end ends its ranks.
 """
 
 from __future__ import annotations
@@ -35,26 +35,24 @@ from megarl.sandbox.containers.host import ContainerHost
 from megarl.types import MegarlError
 
 _GATHER_SECONDS = 0.05
-"""Seconds from the first answer to a call until the agent sends the answers present, even if others are missing."""
+"""Seconds after a call's first answer until the agent sends the answers present."""
 _LOOK_SECONDS = 0.1
 """Seconds between two readings of logs for stacks."""
 _EXIT_SECONDS = 1.0
 """Seconds for a rank's process to end after its connection."""
 
 RANK_VARIABLES = {"PYTHONUNBUFFERED": "1"}
-"""Variables of all ranks. Unbuffered output reaches their logs at once."""
+"""Unbuffered output reaches the ranks' logs at once."""
 
 _RANK_MODULE = "megarl.cluster.ranks.rank"
-"""Main program of a rank. Every fork server imports it, because otherwise each rank has a copy of 2.4 MB. It
-initialises no device.
-"""
+"""Every fork server imports it; otherwise each rank has a copy of 2.4 MB. It initialises no device."""
 
 Environment = Mapping[str, str]
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One call: the ranks still to answer, and the answers not yet sent to the driver."""
+    """One call: the ranks still to answer, and the answers not yet sent."""
 
     num_awaited: int = 0
     gathered: list[bytes] = field(default_factory=list)
@@ -69,11 +67,11 @@ class _Rank:
     log: Path
     folder: Path
     batch: _Batch = field(default_factory=_Batch)
-    """The call in progress, or the last one."""
+    """The newest call."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why the process cannot run, as text: empty if it is itself stopped, None if it can run."""
+        """Why the process cannot run: empty if it is itself stopped, None if it can run."""
         if (server := self.forked.stopped_server) is not None:
             return f"its fork server (process {server}) is stopped"
         pid = self.forked.pid
@@ -81,13 +79,12 @@ class _Rank:
 
 
 class Agent:
-    """Serves the messages of the driver until their connection ends."""
+    """Serves the driver's messages until the connection `upward` ends."""
 
     def __init__(self, upward: asyncio.StreamWriter) -> None:
-        """Create an agent that writes to the driver through `upward`."""
         self._upward = upward
         self._ranks: dict[int, _Rank] = {}
-        """Living ranks by process number, which the driver never reuses."""
+        """Living ranks by process number, never reused by the driver."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = PrivateFolder()
         self._memory = MemoryFiles()
@@ -124,7 +121,7 @@ class Agent:
             self._folder.remove()
 
     async def _take_message(self, reader: asyncio.StreamReader) -> None:
-        """Read one message of the driver, and execute it or pass it to ranks."""
+        """Execute one message of the driver, or pass it to ranks."""
         (num_parts,) = BATCH.unpack(await reader.readexactly(BATCH.size))
         if num_parts == CONTROL:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -143,7 +140,7 @@ class Agent:
                     batch.num_awaited += 1
 
     async def _take_control(self, message: dict[str, Any]) -> None:
-        """Execute a control message. The answer to a request has the request's `id`."""
+        """Execute a control message. The answer to a request has its `id`."""
         do, request = message.pop("do"), message.pop("id", None)
         if do == "kill":
             for rank in self._living(message["processes"]).values():
@@ -159,7 +156,7 @@ class Agent:
                 await answering
 
     async def _answer(self, request: int, work: Awaitable[Any]) -> None:
-        """Send a request's result, or its error, to the driver."""
+        """Send a request's result, or its error."""
         try:
             self._tell({"id": request, "result": await work})
         except OSError as error:
@@ -174,14 +171,13 @@ class Agent:
         self._upward.write(pack_event(message))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in the background. asyncio does not hold the task, which could be collected, so the agent does."""
+        """Run work in the background. The agent holds the task, because asyncio does not."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def _living(self, processes: Collection[int]) -> dict[int, _Rank]:
-        """Return those of these processes that still run, with their ranks."""
         return {number: self._ranks[number] for number in processes if number in self._ranks}
 
     async def _fork(self, ranks: Sequence[Mapping[str, Any]], environment: Environment, imports: Sequence[str]) -> None:
@@ -206,7 +202,7 @@ class Agent:
             self._start_task(self._listen(number, rank, reader))
 
     async def _listen(self, number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
-        """Collect a rank's answers until its connection ends, then report the end of its process."""
+        """Collect a rank's answers until its connection ends, then report its end."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -235,7 +231,7 @@ class Agent:
         await asyncio.to_thread(shutil.rmtree, rank.folder, ignore_errors=True)
 
     def _take_answer(self, batch: _Batch, *answer: bytes) -> None:
-        """Add an answer to its call. Send answers when all are present, or a short time after the first."""
+        """Add an answer to its call. Send when all are present, or a short time after the first."""
         batch.num_awaited -= 1
         if not batch.gathered and batch.num_awaited > 0:
             asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send, batch)
@@ -248,9 +244,9 @@ class Agent:
         batch.gathered.clear()
 
     async def _read_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
-        """Return the stacks that ranks write to their logs on a signal, by process.
+        """Return the stacks that ranks write to their logs on a signal, by process; empty after `seconds`.
 
-        A rank has `seconds`, else its text is empty. It reacts even while Python waits in C code.
+        A rank reacts even while Python waits in C code.
         """
         ranks = self._living(processes)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
@@ -278,7 +274,7 @@ class Agent:
                 return stacks
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
-        """Return the processes that the kernel has stopped, for example on SIGSTOP, each with its obstacle."""
+        """Return the processes that the kernel has stopped (SIGSTOP, for example), each with its obstacle."""
         obstacles = {number: rank.obstacle for number, rank in self._living(processes).items()}
         return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
 
@@ -288,7 +284,7 @@ class Agent:
         return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
 
     async def _read_native_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
-        """Return the native stacks of the ranks' threads, by process. A debugger has `seconds` for each."""
+        """Return native stacks by process. A debugger has `seconds` for each."""
         pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
         readings = [asyncio.to_thread(_native_stacks, pid, seconds) for pid in pids.values()]
         return dict(zip(pids, await asyncio.gather(*readings), strict=True))
@@ -357,8 +353,8 @@ async def _serve(driver: socket.socket, environment: Environment, imports: Seque
 def main(descriptor: str, parent: str, settings: str) -> NoReturn:
     """Run the agent of the driver's own machine.
 
-    `descriptor` is the agent's end of a socket pair, `parent` the driver's process id. `settings` has, in JSON, the
-    `environment` and `imports` of `serve`.
+    `descriptor` is the agent's end of a socket pair, `parent` the driver's process id, `settings` the arguments of
+    `serve` in JSON.
     """
     die_with(int(parent))
     # The host name may resolve to another interface.

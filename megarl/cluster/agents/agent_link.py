@@ -1,4 +1,4 @@
-"""The driver's end of the connection to a node's agent, and through it to the node's ranks."""
+"""The driver's connection to a node's agent, and through it to the node's ranks."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.types import MegarlError, PeerLostError
 
 _SHORT_BYTES = 1 << 16
-"""Message parts below this size in bytes are joined, to save system calls. Joining longer ones would cost a copy."""
+"""Message parts below this size are joined, to save system calls. Joining longer ones would cost a copy."""
 _PATIENCE_SECONDS = 600.0
-"""Seconds for an agent's longest work: checking or receiving the copies of a large model's state."""
+"""Seconds for an agent's longest work: checking or receiving copies of a large model's state."""
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One call's answers from one node.
-
-    `all_answered` completes with the last answer, or fails with the first error.
-    """
+    """One call's answers from one node. `all_answered` fails with the first error."""
 
     answers: Answers
     num_awaited: int
     all_answered: asyncio.Future[None]
 
     def take(self, handle: RankHandle, message: memoryview) -> None:
-        """Decode a rank's answer and complete its future. A decoding error fails the future."""
+        """Decode a rank's answer and complete its future."""
         answer = self.answers[handle]
         if answer.done():  # cancelled, because the group is ending
             return
@@ -53,7 +50,7 @@ class _Batch:
             self.all_answered.set_result(None)
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
-        """Fail the future of a rank's answer, and the whole call on this node."""
+        """Fail a rank's answer, and the whole call on this node."""
         # Each error is marked as retrieved: the waiting call may have left already, at another node's error.
         if not self.answers[handle].done():
             self.answers[handle].set_exception(error)
@@ -66,8 +63,8 @@ class _Batch:
 class AgentLink(asyncio.Protocol):
     """Connection to the agent of one node. Call `open` first.
 
-    `introduction` is the agent's first message, about its node. `addresses` are the IP addresses of agent and driver;
-    None: the agent is a child of the driver. `on_signal` gets the name of a stop signal to the agent.
+    `introduction` is the agent's first message. `addresses` are the IP addresses of agent and driver; None: the agent
+    is a child of the driver. `on_signal` gets the name of a stop signal to the agent.
     """
 
     def __init__(self, connected: socket.socket, introduction: Introduction) -> None:
@@ -78,12 +75,12 @@ class AgentLink(asyncio.Protocol):
             notice_silence(connected)
             self.addresses = connected.getpeername()[0], connected.getsockname()[0]
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Completes when the connection ends. The agent's ranks end with it."""
+        """Completes when the connection ends, and with it the agent's ranks."""
         self.on_signal: Callable[[str], object] = lambda signal_name: None
         self._handles: dict[int, RankHandle] = {}
-        """Living ranks of this node by process number."""
+        """Living ranks by process number."""
         self._batches: dict[RankHandle, _Batch] = {}
-        """Call in progress by rank, until the rank's answer arrives."""
+        """Call in progress by rank."""
         self._requests: dict[int, asyncio.Future[Any]] = {}
         self._request_numbers = itertools.count(1)
         self._unread = bytearray()
@@ -98,15 +95,13 @@ class AgentLink(asyncio.Protocol):
         return self.ended.done()
 
     async def open(self) -> None:
-        """Start reading and writing."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
 
     async def request(self, do: str, *, patience_seconds: float | None = None, **fields: Any) -> Any:
-        """Let the agent execute request `do` with these fields, and return the result. Waits `patience_seconds` (None:
-        no limit).
+        """Let the agent execute request `do` with these fields, and return the result.
 
-        Raises the agent's OSError or MegarlError. Raises PeerLostError if the connection ended, or the agent does not
-        answer.
+        Raises the agent's OSError or MegarlError. Raises PeerLostError if the connection ended, or after
+        `patience_seconds` (None: no limit) without an answer.
         """
         if self.is_lost:
             raise PeerLostError(f"the agent of node {self.node} has ended or lost its connection")
@@ -131,10 +126,10 @@ class AgentLink(asyncio.Protocol):
         imports: Sequence[str],
         patience_seconds: float,
     ) -> None:
-        """Fork the processes of ranks, with `variables` of each and the `environment` of all.
+        """Fork rank processes, with `variables` of each and the `environment` of all.
 
         Their fork server imports the modules `imports` once. Raises OSError or MegarlError, or PeerLostError after
-        `patience_seconds` without an answer. None of the processes runs then.
+        `patience_seconds`. None of the processes runs then.
         """
         self._handles |= {handle.process: handle for handle in handles}
         ranks = [
@@ -163,10 +158,10 @@ class AgentLink(asyncio.Protocol):
             raise
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
-        """Send a command to each of these ranks, and return one future for all their answers.
+        """Send a command to each rank. The returned future completes after the last answer, and fails with the first
+        error.
 
-        It completes after the last answer, and fails with the first error or lost rank. A call to a thousand ranks thus
-        waits for one future per node. Single answers complete in `answers`.
+        A call to a thousand ranks thus waits for one future per node. Single answers complete in `answers`.
         """
         batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
         living = {handle: message for handle, message in messages.items() if not handle.died.done()}
@@ -184,7 +179,7 @@ class AgentLink(asyncio.Protocol):
         self.send(BATCH.pack(NOTICE), head, notice)
 
     def kill(self, handles: Sequence[RankHandle]) -> None:
-        """Kill rank processes and their children, if they still run."""
+        """Kill rank processes and their children."""
         self._control("kill", handles)
 
     def dismiss(self, handles: Sequence[RankHandle]) -> None:
@@ -241,7 +236,7 @@ class AgentLink(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
-        """Pass each complete answer received so far to its call."""
+        """Pass each complete answer to its call."""
         # Local variables: this loop is most of the driver's work in a short call of a thousand ranks.
         handles, batches = self._handles, self._batches
         unpack, head_bytes = ANSWER.unpack_from, ANSWER.size
@@ -262,7 +257,7 @@ class AgentLink(asyncio.Protocol):
             self._unread = bytearray(view[start:])
 
     def _take_event(self, event: dict[str, Any]) -> None:
-        """Handle a message of the agent itself: a result, a stop signal, or the end of a rank."""
+        """Handle a result, a stop signal, or the end of a rank."""
         if "id" in event:
             self._take_result(event)
         elif event["event"] == "signal":
@@ -293,7 +288,7 @@ class AgentLink(asyncio.Protocol):
 
 
 class RankPlace(NamedTuple):
-    """Place of a rank: its node's agent, its node's number in the run, and its GPU's index on the node."""
+    """A rank's agent, its node's number in the run, and its GPU's index on the node."""
 
     agent: AgentLink
     node_number: int
@@ -313,7 +308,7 @@ def _end_text(code: int | None, *, ended_with_server: bool) -> str:
 
 
 def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
-    """Return the message parts of a batch of commands. A command for several ranks is stored once."""
+    """Return the parts of a batch. A command for several ranks is stored once."""
     # Keyed by identity, because comparing long messages would be slow.
     receivers_of: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():

@@ -1,4 +1,4 @@
-"""Authentication of connections between the processes of a run, by a secret key.
+"""Authentication of connections between a run's processes, by a secret key.
 
 Each end sends a random number and an HMAC of both numbers, then one JSON message. Nothing is unpickled before. Later
 messages are neither encrypted nor signed: they are as safe as the network between the nodes.
@@ -20,17 +20,15 @@ from typing import Any, TypeVar
 _NUMBER_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
-"""Header of a JSON message: its length in bytes."""
+"""Header of a JSON message: its bytes."""
 _MOST_BYTES = 1 << 20
 """Maximum bytes of a JSON message, so a wrong length cannot exhaust memory."""
 
 
 STRANGERS = 64
-"""Maximum number of connections without proof of the key, in addition to the expected ones. A further one replaces the
-oldest.
-"""
+"""Maximum connections without proof of the key, in addition to the expected ones. A further one replaces the oldest."""
 _INTRODUCTION_SECONDS = 10
-"""Seconds for a connection's handshake."""
+"""Seconds for a handshake."""
 
 _SILENT_SECONDS = 30
 """Seconds until a connection ends without an answer to keepalive probes, for example after a power loss."""
@@ -41,7 +39,7 @@ Peer = TypeVar("Peer")
 
 
 class StrangerError(Exception):
-    """Raised for a peer that does not know the key, or that disconnected during the handshake."""
+    """Raised for a peer that does not know the key, or disconnects during the handshake."""
 
 
 async def meet(
@@ -60,7 +58,7 @@ async def meet(
     loop = asyncio.get_running_loop()
     complete: asyncio.Future[None] = loop.create_future()
     greetings: dict[asyncio.Task[None], None] = {}
-    """Handshakes in progress; the oldest comes first."""
+    """Handshakes in progress, oldest first."""
 
     async def greet(connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -163,7 +161,7 @@ def notice_silence(connected: socket.socket) -> None:
 
 
 def pack_json(message: dict[str, Any]) -> bytes:
-    """Encode a JSON message: a header with its length in bytes, then its text."""
+    """Encode a JSON message: its length, then its text."""
     data = json.dumps(message).encode()
     return _LENGTH.pack(len(data)) + data
 
@@ -185,7 +183,7 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
 
 
 def _length(head: bytes) -> int:
-    """Return the length of a JSON message from its header. Raises ValueError if it is too long."""
+    """Return a JSON message's length from its header. Raises ValueError if it is too long."""
     (count,) = _LENGTH.unpack(head)
     if count > _MOST_BYTES:
         raise ValueError(f"a handshake message of {count} bytes exceeds the limit of {_MOST_BYTES} bytes")
@@ -193,6 +191,6 @@ def _length(head: bytes) -> int:
 
 
 def _proof(key: bytes, role: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Return an HMAC-SHA256 of both random numbers and of the `role` of the proving side."""
+    """Return an HMAC-SHA256 of both random numbers and of the proving side's `role`."""
     # The role differs by direction, so that a stranger cannot return an end's own proof to it.
     return hmac.digest(key, role + challenge + number, hashlib.sha256)

@@ -1,4 +1,4 @@
-"""Files in an agent's memory: copies of the training state that outlive the ranks of its node.
+"""Files in an agent's memory: copies of the training state that outlive a node's ranks.
 
 A rank creates a file without a name (memfd_create) and fills it. The agent opens it too, so the kernel frees it only
 when both have ended, even on a kill. Agents send each other files when nodes leave a run.
@@ -28,7 +28,7 @@ _OFFER_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _MemoryFile:
-    """An open file in memory, its size in bytes, and its CRC-32 when it was filled."""
+    """An open file in memory, its bytes, and its CRC-32 when it was filled."""
 
     descriptor: int
     size: int
@@ -62,9 +62,9 @@ class MemoryFiles:
             self._add(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
 
     async def list_files(self, checks: bool) -> dict[str, Any]:
-        """Return the `files` in the form that `hold` takes, and the names of `damaged` ones.
+        """Return `files` as `hold` takes them, and the names of `damaged` ones.
 
-        With `checks`, files whose checksum differs are deleted as damaged. Without, no file counts as damaged.
+        With `checks`, files with another checksum are deleted as damaged. Without, none is.
         """
         damaged: list[str] = []
         if checks:
@@ -76,7 +76,7 @@ class MemoryFiles:
         return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged}
 
     async def drop(self, names: Collection[str]) -> None:
-        """Close files. Ranks can still use them. Unknown names are ignored."""
+        """Close files, except unknown names. Ranks can still use them."""
         for name in names:
             if (file := self._files.pop(name, None)) is not None:
                 os.close(file.descriptor)

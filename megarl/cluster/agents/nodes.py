@@ -1,4 +1,4 @@
-"""The nodes of a run, each with an agent that a launcher starts: on this machine, with srun, or with Ray."""
+"""The nodes of a run. On each, a launcher starts an agent: on this machine, with srun, or with Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.types import ConfigError, PeerLostError
 
 _SPARE_SECONDS = 20.0
-"""Seconds to wait for the agents of spare nodes, after as many as the run needs have connected."""
+"""Seconds to wait for spare nodes' agents, after as many as the run needs have connected."""
 _END_SECONDS = 60.0
 """Seconds for the launcher (srun or Ray) to end all agents."""
 
@@ -29,7 +29,7 @@ _END_SECONDS = 60.0
 class Nodes(ABC):
     """Nodes of one kind, numbered from 0. A node that replaces a lost one gets its number.
 
-    The fork servers of the agents have the variables `environment` and import `imports` when the agent starts.
+    The agents' fork servers have the variables `environment`, and import `imports` at the start.
     """
 
     def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Nodes(ABC):
 
     @abstractmethod
     async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
-        """Start agents on further nodes, until at least `num_nodes` nodes have one.
+        """Start agents on further nodes, until at least `num_nodes` have one.
 
         Raises ConfigError if there are too few nodes, or PeerLostError if an agent does not connect in time.
         """
@@ -55,24 +55,23 @@ class Nodes(ABC):
         """End all agents and their ranks."""
 
     async def _open_link(self, connected: socket.socket, introduction: Introduction) -> AgentLink:
-        """Open the connection to an agent. Each of its stop signals goes to the `on_signal` set at that moment."""
+        """Open the connection to an agent. A stop signal goes to the `on_signal` set at that moment."""
         link = AgentLink(connected, introduction)
         await link.open()
         link.on_signal = lambda name: self.on_signal(name)
         return link
 
     async def replace_lost(self, timeout_seconds: float) -> None:
-        """Start agents on further nodes and give them the numbers of lost ones. Raises as `replenish`."""
+        """Give the numbers of lost nodes to further ones. Raises as `replenish`."""
         await self.replenish(self.kind.nodes, timeout_seconds)
         self.fill_gaps()
 
     @property
     def num_living(self) -> int:
-        """Number of nodes with a connected agent."""
         return sum(not agent.is_lost for agent in self.agents)
 
     def fill_gaps(self) -> None:
-        """Give the numbers of lost nodes to spare nodes, which are the living ones numbered from `kind.nodes` on."""
+        """Give the numbers of lost nodes to spare ones: the living nodes numbered from `kind.nodes` on."""
         for number in range(min(self.kind.nodes, len(self.agents))):
             spares = [n for n in range(self.kind.nodes, len(self.agents)) if not self.agents[n].is_lost]
             if self.agents[number].is_lost and spares:
@@ -86,7 +85,7 @@ class Nodes(ABC):
                 yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in used_places)
 
     is_unlimited = False
-    """Whether a node has any number of places, as this machine has: its ranks may share a CPU."""
+    """Whether a node has any number of places, as this machine has: ranks may share a CPU."""
 
     def choose_places(
         self, num_ranks: int, used_places: Collection[tuple[int, int]], *, on_one_node: bool
@@ -109,18 +108,17 @@ class Nodes(ABC):
 
 
 class ConnectedNodes(Nodes):
-    """Nodes with agents that a launcher starts and that connect to the driver over TCP.
+    """Nodes with agents that connect to the driver over TCP.
 
     Both ends of a connection prove a secret key (`handshake`). Nodes under one switch get consecutive numbers.
     """
 
     start_log = "agents.log"
-    """Name of the agents' log file."""
 
     def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         super().__init__(kind, environment, imports)
         self._key = secrets.token_bytes(32)
-        """Secret key of this start's agents. An agent of an earlier start has another one."""
+        """An agent of an earlier start has another key."""
         self._log_folder, self._timeout_seconds = Path(), 0.0
 
     @abstractmethod
@@ -140,7 +138,7 @@ class ConnectedNodes(Nodes):
 
     @abstractmethod
     async def await_end(self) -> str:
-        """Wait until a launched agent ends early. Returns how it ended, as text."""
+        """Wait until a launched agent ends early. Returns how it ended."""
 
     @abstractmethod
     async def end_agents(self) -> None:
@@ -169,10 +167,9 @@ class ConnectedNodes(Nodes):
     async def _launch_and_welcome(
         self, launch: Callable[[tuple[str, int], bytes], Awaitable[int]], num_needed: int, timeout_seconds: float
     ) -> None:
-        """Launch agents and accept their connections. Nodes under one switch get consecutive numbers.
+        """Launch agents and accept their connections. Raises PeerLostError.
 
         `launch` (address, key) starts the agents and returns their number. At least `num_needed` must connect in time.
-        Raises PeerLostError.
         """
         # Closed afterwards: an agent that comes too late, or of another start, ends and does not wait for an answer.
         with socket.create_server(("", 0), backlog=4096) as server:
@@ -223,9 +220,7 @@ class ConnectedNodes(Nodes):
         return connected
 
     async def _first_of(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
-        """Wait for a meeting, until `seconds` have passed or a launched agent ends. Returns the reason it stopped, as
-        text.
-        """
+        """Await a meeting for `seconds`, or until a launched agent ends. Returns why it stopped."""
         accepting, ending = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
         try:
             await asyncio.wait([accepting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +238,6 @@ class ConnectedNodes(Nodes):
 
 
 def refuse_too_few(num_nodes: int, num_possible: int) -> ConfigError:
-    """Return the error for a run that needs more nodes than it can have."""
     return ConfigError(
         f"cluster.nodes: {num_nodes} nodes are wanted, and {num_possible} start agents; ask for fewer ranks, or start "
         "a larger job"

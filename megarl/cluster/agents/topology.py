@@ -1,4 +1,4 @@
-"""Kinds of nodes, the first messages of their agents, and addresses at which nodes reach each other."""
+"""Kinds of nodes, their agents' first messages, and addresses at which they reach each other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SIOCGIFADDR = 0x8915
 
 
 class NodeKind(NamedTuple):
-    """Nodes of one kind: all nodes of the run, or those of the trainers or of the engines only."""
+    """Nodes of one kind: all nodes of the run, or those of the trainers or engines only."""
 
     first_rank: int
-    """Rank of the run that is the first on these nodes. Further ranks follow node by node."""
+    """Rank of the run that is first on these nodes. Further ranks follow node by node."""
     nodes: int
     ranks_per_node: int
     component: int | None = None
-    """Index of the nodes' component in a heterogeneous Slurm job. None: the job has one component."""
+    """The nodes' component in a heterogeneous Slurm job. None: the job has one component."""
     ray_resources: Mapping[str, float] = {}
-    """Ray resources of these nodes, in addition to GPUs or CPUs."""
+    """Ray resources of a node, in addition to GPUs or CPUs."""
 
 
 class Introduction(NamedTuple):
@@ -31,7 +31,7 @@ class Introduction(NamedTuple):
 
     `turn` is the node's index in the launcher's order. `host` is its host name or address. `switches` are the network
     switches above it, root first. `gpus` are the indices of GPUs that the launcher assigned. `pid` is the agent's
-    process id; 0: not known.
+    process id; 0: unknown.
     """
 
     turn: int
@@ -43,7 +43,7 @@ class Introduction(NamedTuple):
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
-        """Read an agent's first message from JSON values. Raises TypeError or ValueError if it is not valid."""
+        """Read an introduction from JSON values. Raises TypeError or ValueError if it is not valid."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         process = cls(**plain)
         kinds = (process.turn, int), (process.node, str), (process.host, str), (process.pid, int)

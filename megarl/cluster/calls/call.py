@@ -14,15 +14,15 @@ from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A remote call in progress: its method, its deadline, and its ranks' answers."""
+    """A remote call in progress."""
 
     method: str
     limit: Limit
     answers: Answers
     awaited: Sequence[asyncio.Future[None]]
-    """Futures that are done when all ranks have answered."""
+    """Done when all ranks have answered."""
     began: float
-    """Monotonic seconds at the start."""
+    """In monotonic seconds."""
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered without an error."""
@@ -39,17 +39,15 @@ class Call:
             answer.add_done_callback(arrived)
 
     def silent(self) -> list[RankHandle]:
-        """Return the ranks that have not answered."""
         return [handle for handle, answer in self.answers.items() if not answer.done()]
 
     def errors(self) -> list[Exception]:
-        """Return the errors of failed answers, without cancelled answers."""
         finished_answers = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
         return [error for answer in finished_answers if isinstance(error := answer.exception(), Exception)]
 
 
 def pack_commands(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
-    """Encode the command for each rank. Ranks with the same first argument share one message."""
+    """Encode each rank's command. Ranks with the same first argument share one message."""
     # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}
     for first in per_rank:

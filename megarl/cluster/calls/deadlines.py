@@ -1,4 +1,4 @@
-"""Time limits of the driver's calls to the ranks, by method (recipe field `cluster.verb_timeout_seconds`)."""
+"""Time limits of the driver's calls, by method (recipe field `cluster.verb_timeout_seconds`)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
-"""First calls of a method that compile, allocate and connect, so they do not determine its limit."""
+"""First calls compile, allocate and connect, so they do not determine a method's limit."""
 _TIMES_SLOWEST = 10.0
-"""Limit of a later call, as a multiple of the method's slowest call."""
+"""Limit of later calls, as a multiple of the method's slowest call."""
 
 
 _TIMES_LATE = 3.0
-"""A call is late, and reported, after this multiple of its method's slowest call. Its limit is longer."""
+"""A call is reported as late after this multiple of its method's slowest call."""
 _LEAST_LATE_SECONDS = 5.0
-"""Minimum seconds until a call is late: short calls vary with the machine's load."""
+"""Short calls vary with the machine's load, so none is late earlier."""
 
 
 class Limit(NamedTuple):
-    """A time limit in seconds, and the recipe field that raises it (empty: none)."""
+    """A time limit, and the recipe field that raises it (empty: none)."""
 
     seconds: float
     field: str = ""
 
 
 class Deadlines:
-    """Time limits of calls by method: set in the recipe, or derived from earlier calls.
+    """Time limits of calls by method.
 
-    A method without a set limit has `longest` seconds for its first `_NUM_FIRST` calls. Later calls have
-    `_TIMES_SLOWEST` times the slowest call, at least `shortest` and at most `longest`.
+    A method without a limit in `limit_by_method` has `longest` seconds for its first `_NUM_FIRST` calls. Later calls
+    have `_TIMES_SLOWEST` times the slowest call, at least `shortest` and at most `longest`.
     """
 
     def __init__(self, shortest: Limit, longest: Limit, limit_by_method: Mapping[str, Limit] | None = None) -> None:
@@ -47,11 +47,10 @@ class Deadlines:
 
     @property
     def shortest(self) -> Limit:
-        """Smallest limit of a method without a set limit."""
         return self._shortest
 
     def limit_for(self, method: str) -> Limit:
-        """Return the limit of the next call of a method."""
+        """Return the limit of a method's next call."""
         if method in self._limit_by_method:
             return self._limit_by_method[method]
         if self._num_calls.get(method, 0) < _NUM_FIRST:
@@ -60,19 +59,18 @@ class Deadlines:
         return min(max(self._shortest, fitting), self._longest)
 
     def late_after(self, method: str) -> float:
-        """Return the seconds until the next call of a method is late; infinity while that is unknown."""
+        """Return the seconds until a method's next call is late; infinity while unknown."""
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return math.inf
         return max(_LEAST_LATE_SECONDS, _TIMES_LATE * self._slowest[method])
 
     def note(self, method: str, seconds: float) -> None:
-        """Record how long a call of a method took."""
+        """Record how long a call took."""
         self._num_calls[method] = self._num_calls.get(method, 0) + 1
         self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
 
 
 def run_deadlines(cluster: ClusterConfig) -> Deadlines:
-    """Return the time limits from a recipe's section cluster."""
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
     checkpoint_limits = dict.fromkeys(

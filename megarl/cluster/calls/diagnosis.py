@@ -1,4 +1,4 @@
-"""Finds why a call to a group of ranks fails or hangs: the rank at fault, and where all ranks stand."""
+"""Finds why a call fails or hangs: the rank at fault, and where all ranks stand."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, name_ranks,
 from megarl.files.atomic import append_whole
 
 _REPORT_GRACE_SECONDS = 1.5
-"""Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Ranks may notice a
-dead rank before the driver does.
+"""After a failure, seconds for another rank to report an earlier one that caused it. Ranks may notice a dead rank
+before the driver does.
 """
 _MOST_PATIENCE_SECONDS = 60.0
 """Maximum seconds for an agent's answer about stopped ranks."""
 _NATIVE_SECONDS = 10.0
-"""Seconds for the native stacks of all ranks, because a run must end within 30 s of a missed deadline."""
+"""Seconds for the native stacks of all ranks. A run must end within 30 s of a missed deadline."""
 _MOST_NATIVE = 8
-"""Maximum number of ranks with native stacks in a report. A debugger takes seconds for each."""
+"""Maximum ranks with native stacks in a report. A debugger takes seconds for each."""
 
 
 class Diagnosis:
-    """Finds the ranks at fault when a call fails or takes too long. Ends their group with an error naming them.
+    """Finds the ranks at fault when a call fails or hangs, and ends their group with an error naming them.
 
     | event | method | error | `lost` ranks |
     |---|---|---|---|
@@ -50,19 +50,16 @@ class Diagnosis:
     def __init__(self, ranks: GroupRanks, end: GroupEnd, calls: Collection[Call]) -> None:
         self._ranks, self._end, self._calls = ranks, end, calls
         self.report: HangReport | None = None
-        """Writer of a file with the places of all ranks when one falls silent. None: only the error shows them."""
+        """Writes the places of all ranks to a file when one falls silent. None: only the error shows them."""
         self.on_slow: Callable[[str], object] = lambda report: None
-        """Callback (report) for ranks that fall silent, or that delay a call much longer than earlier calls took."""
+        """Callback (report) for ranks that fall silent, or delay a call much longer than earlier calls took."""
 
     async def explain(self, call: Call) -> Exception:
-        """End the group because a rank failed in this call or missed its deadline. Returns the error to raise."""
+        """End the group because a rank failed or missed its deadline. Returns the error to raise."""
         return await self._end.run_once(partial(self._end_call, call))
 
     async def end_faulty(self, ranks: Sequence[int], fault: str) -> Exception:
-        """End the group because of a fault of these ranks. `fault` describes the fault.
-
-        Returns the error of all later calls.
-        """
+        """End the group because of a `fault` of these ranks. Returns the error of all later calls."""
 
         async def end() -> Exception:
             silent = [self._ranks.handles[rank] for rank in ranks]
@@ -71,7 +68,7 @@ class Diagnosis:
         return await self._end.run_once(end)
 
     async def end_if_stopped(self, fault: str, patience_seconds: float) -> None:
-        """End the group if a living rank is stopped. `fault` describes the fault.
+        """End the group, for this `fault`, if a living rank is stopped.
 
         Agents have `patience_seconds` to answer, limited to a few seconds up to a minute.
         """
@@ -81,9 +78,9 @@ class Diagnosis:
             await self._end.run_once(partial(self._end_silent, fault, stopped, await self.read_stacks()))
 
     async def end_if_absent(self, method: str, limit: Limit) -> None:
-        """End the group if ranks exceed the limit of a call of `method`, and do not wait in a collective.
+        """End the group if ranks exceed the limit of a call of `method` outside a collective.
 
-        Silent ranks that all wait in a collective may wait for another group's ranks.
+        Silent ranks inside one may wait for another group's ranks.
         """
         began = time.monotonic() - limit.seconds
         late = [call for call in self._calls if call.method == method and call.began < began]
@@ -98,9 +95,9 @@ class Diagnosis:
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
         """Report the ranks that delay a call, once. End the group if one of them is stopped.
 
-        A method's first calls have a long deadline, so stopped processes are searched for at intervals of the shortest
-        one. `budget_seconds` is the working time planned for the call. `extra_seconds` is all time added to its
-        deadline, `budget_seconds` included.
+        First calls have long deadlines, so stopped processes are searched for at intervals of the shortest deadline.
+        `budget_seconds` is planned working time. `extra_seconds` is all time added to the call's deadline,
+        `budget_seconds` included.
         """
         pause, deadline = deadlines.shortest.seconds, call.began + call.limit.seconds
         late_at = call.began + deadlines.late_after(call.method) + extra_seconds
@@ -128,21 +125,18 @@ class Diagnosis:
                 asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
     async def read_stacks(self) -> dict[int, str]:
-        """Return the present Python stacks as text by rank; empty for a stopped or unreachable rank."""
+        """Return Python stacks as text by rank; empty for a stopped or unreachable rank."""
         handles = list(self._ranks.handles)
         answers = await self._ranks.request("stacks", handles, 2 * STACKS_SECONDS, seconds=STACKS_SECONDS)
         return {handle.rank: answers.get(handle) or "" for handle in handles}
 
     def show_stacks(self) -> None:
-        """Make the ranks write their threads' stacks to their logs and continue."""
+        """Make the ranks write their stacks to their logs."""
         reading = asyncio.ensure_future(self.read_stacks())
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _end_call(self, call: Call) -> Exception:
-        """End the group because of a failed or late rank. Returns the error naming the first cause.
-
-        After a failure, ranks in this and other calls have a moment to report an earlier one.
-        """
+        """End the group because of a failed or late rank. Returns the error naming the first cause."""
         calls = list(self._calls)
         if not call.errors():
             fault = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
@@ -178,7 +172,7 @@ class Diagnosis:
     async def _end_silent(
         self, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
     ) -> Exception:
-        """End the group because of silent ranks. Returns an error with their names and the stacks of all ranks.
+        """End the group because of silent ranks. Returns an error with their names and all stacks.
 
         Silent ranks that only wait for a stopped one in a collective are listed as waiting.
         """
@@ -200,7 +194,7 @@ class Diagnosis:
     async def _write_report(
         self, cause: str, fault: str, stopped: Sequence[RankHandle], stacks: Mapping[int, str]
     ) -> Path | None:
-        """Write the hang report and return its path; None without one. Raises nothing, because the group must end."""
+        """Write the hang report and return its path, or None. Raises nothing, because the group must end."""
         if self.report is None:
             return None
         # Before the report: a debugger takes seconds, and an operator may act meanwhile.
@@ -224,7 +218,7 @@ class Diagnosis:
             )
 
     async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
-        """Return the ranks that cannot run, each with its obstacle as text: empty for a stopped process.
+        """Return the ranks that cannot run, each with its obstacle: empty for a stopped process.
 
         An agent without an answer within `patience_seconds` (limited to a few seconds up to a minute) counts for all
         its ranks.
@@ -236,7 +230,7 @@ class Diagnosis:
         return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
 
     async def _find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return the stopped ranks of a call, and the stacks of all ranks if there are any."""
+        """Return a call's stopped ranks, and all stacks if there are any."""
         stopped = await self._find_obstacles(call.silent(), patience_seconds)
         if not stopped:
             return [], {}
@@ -246,7 +240,7 @@ class Diagnosis:
         return list(still_stopped), stacks
 
     async def describe_places(self, stacks: Mapping[int, str]) -> dict[int, list[str]]:
-        """Return, for each rank, lines with its threads' kernel states and its Python `stacks`."""
+        """Return lines with each rank's kernel states and Python `stacks`."""
         handles = list(self._ranks.handles)
         states = await self._ranks.request("thread_states", handles, STACKS_SECONDS)
         return {
@@ -260,7 +254,7 @@ class Diagnosis:
         }
 
     async def read_native_stacks(self, preferred: Sequence[RankHandle], max_ranks: int) -> dict[int, str]:
-        """Return the native stacks of at most `max_ranks` ranks, `preferred` ones first, or why there are none."""
+        """Return native stacks, or why there are none, of at most `max_ranks` ranks, `preferred` ones first."""
         handles = sorted(self._ranks.handles, key=lambda handle: handle not in preferred)[:max_ranks]
         answers = await self._ranks.request("native_stacks", handles, _NATIVE_SECONDS + 1.0, seconds=_NATIVE_SECONDS)
         texts = {handle.rank: answers.get(handle, "no native stacks: the process has ended") for handle in handles}
@@ -275,9 +269,8 @@ def _remedy(limit: Limit) -> str:
 class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into the log folder of a start.
 
-    A file has Python stacks and kernel states of every rank of the run. It also has native stacks, by py-spy or gdb, of
-    up to `most_native` ranks in the ending group, silent ones first. `groups()` returns the diagnoses of the run's
-    groups.
+    A file has Python stacks and kernel states of every rank of the run. It also has native stacks (py-spy or gdb) of up
+    to `most_native` ranks of the ending group, silent ones first. `groups()` returns the diagnoses of all groups.
     """
 
     def __init__(
@@ -290,7 +283,7 @@ class HangReport:
     ) -> Path | None:
         """Write a report about a group's silent ranks, and return its path; None if it cannot be written.
 
-        `fault` says what the ranks missed. `stacks` are the group's Python stacks by rank.
+        `stacks` are the group's Python stacks by rank.
         """
 
         async def describe(diagnosis: Diagnosis) -> dict[int, list[str]]:

@@ -1,4 +1,4 @@
-"""Shuts a group of ranks down, once. All present and later calls then raise the error that ended it."""
+"""Shuts a group of ranks down, once. All calls then raise the error that ended it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KILL_SECONDS = 10.0
 
 
 class GroupEnd:
-    """Ends a group of ranks once, at the first of `close`, `interrupt` or a fault (`diagnosis.Diagnosis`).
+    """Ends a group once, at the first of `close`, `interrupt` or a fault (`diagnosis.Diagnosis`).
 
-    No rank of the group survives: a rank that waits in a collective for a lost one cannot leave it in a known state.
-    Agents, with their copies of the training state, and other groups survive.
+    No rank survives: one that waits in a collective for a lost rank cannot leave it in a known state. Agents, with
+    their copies of the training state, and other groups survive.
     """
 
     def __init__(self, ranks: GroupRanks, calls: Collection[Call]) -> None:
@@ -42,7 +42,7 @@ class GroupEnd:
             raise await asyncio.shield(self._ending)
 
     async def close(self) -> None:
-        """End the group without an error: its ranks exit by themselves. A busy or slow one is killed."""
+        """End the group without an error: its ranks exit. A busy or slow one is killed."""
 
         async def leave() -> Exception:
             if not self._calls:
@@ -53,7 +53,7 @@ class GroupEnd:
         await self.run_once(leave)
 
     async def interrupt(self, method: str, error: BaseException) -> None:
-        """End the group because `error` interrupted a call of `method`, or the group's start."""
+        """End the group because `error` interrupted a call of `method`."""
 
         async def end() -> Exception:
             await self.kill()
@@ -72,7 +72,7 @@ class GroupEnd:
         return await asyncio.shield(self._ending)
 
     async def kill(self, lost_handles: Sequence[RankHandle] = ()) -> None:
-        """Kill all remaining ranks and free the group's resources. The loss of `lost_handles` is the cause."""
+        """Kill all ranks and free the group's resources. `lost_handles` are the cause."""
         self.lost = list(dict.fromkeys(lost_handles))
         for call in self._calls:
             for future in (*call.answers.values(), *call.awaited):

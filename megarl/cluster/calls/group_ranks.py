@@ -1,4 +1,4 @@
-"""The rank processes of a group, reached through the agents of their nodes."""
+"""Rank processes of a group, reached through the agents of their nodes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 
 @dataclass(frozen=True, slots=True)
 class PartOfRun:
-    """Position of a group in a run: its ranks start at `first_rank`, and the run has `num_ranks` in total.
+    """Position of a group in a run of `num_ranks` ranks.
 
-    Logs and messages use the run's rank numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks
-    of all groups sign their messages to each other with `key`.
+    Logs and messages use the run's rank numbers. Calls, and ranks themselves, number a group's ranks from 0. Ranks of
+    all groups sign their messages to each other with `key`.
     """
 
     first_rank: int
@@ -28,14 +28,14 @@ class PartOfRun:
     key: bytes
 
     def ranks(self, world_size: int) -> range:
-        """Return the run's rank numbers of this group of `world_size` ranks."""
+        """Return the run's rank numbers of this group."""
         return range(self.first_rank, self.first_rank + world_size)
 
 
 class GroupRanks:
     """Rank processes of one group. Call `fork` first.
 
-    `handles` are the ranks, empty after the group's end. `places` are their nodes and numbers there.
+    `handles` is empty after the group's end. `places` are the ranks' nodes and numbers there.
     """
 
     def __init__(self, part: PartOfRun, places: Sequence[RankPlace]) -> None:
@@ -45,9 +45,8 @@ class GroupRanks:
     async def fork(
         self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str], timeout_seconds: float
     ) -> None:
-        """Let the agents fork the rank processes, within `timeout_seconds`. Each imports the modules `imports` once.
-
-        Raises OSError or MegarlError.
+        """Let the agents fork the rank processes, with the modules `imports` imported once. Raises OSError or
+        MegarlError.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
         for rank in range(len(self.places)):
@@ -70,9 +69,9 @@ class GroupRanks:
         await asyncio.gather(*forks)
 
     def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
-        """Send a command to each rank. Returns a future of each rank's answer, and a list of futures to wait for.
+        """Send a command to each rank. Returns a future of each answer, and futures to wait for.
 
-        The list is done when all ranks have answered. One of its futures fails as soon as any rank fails.
+        The latter complete when all ranks have answered. One of them fails as soon as any rank fails.
         """
         loop = asyncio.get_running_loop()
         answers: Answers = {handle: loop.create_future() for handle in messages}
@@ -96,7 +95,7 @@ class GroupRanks:
         await asyncio.wait([handle.died for handle in self.handles], timeout=timeout_seconds)
 
     async def kill(self, timeout_seconds: float) -> None:
-        """Kill all ranks that still run. Agents with ranks left after the timeout are cut off."""
+        """Kill all ranks. Agents with ranks left after the timeout are cut off."""
         handles, self.handles = self.handles, []
         for agent, handles_of_node in self._by_agent(handles).items():
             agent.kill(handles_of_node)
@@ -111,8 +110,8 @@ class GroupRanks:
     ) -> dict[RankHandle, Any]:
         """Let the agents execute request `do` for these ranks, and return the answers by rank.
 
-        A rank's answer is None if its agent is lost, or silent for `patience_seconds`. A rank that its agent's answer
-        omits is left out.
+        An answer is None if the agent is lost, or silent for `patience_seconds`. A rank that the answer omits is left
+        out.
         """
         of_agent = self._by_agent(handles)
         answers = await asyncio.gather(
@@ -133,7 +132,6 @@ class GroupRanks:
         return results
 
     def _by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
-        """Return ranks by their node's agent."""
         of_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
         for handle in handles:
             of_agent[self._place_of(handle).agent].append(handle)

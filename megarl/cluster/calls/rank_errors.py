@@ -7,9 +7,9 @@ from megarl.cluster.ranks.rank_handle import RankError
 
 
 class RankFailedError(types.MegarlError):
-    """Raised for an unexpected error of a rank. The message has rank and cause, a note has the traceback.
+    """Raised for an unexpected error of a rank. A note has the traceback.
 
-    Its exit code is that of an internal error: a restarted run would most likely fail in the same way.
+    Its exit code is that of an internal error: a restarted run would most likely fail again.
     """
 
     def __init__(self, rank: int, cause: str, details: str = "") -> None:
@@ -23,14 +23,11 @@ class RankFailedError(types.MegarlError):
 
 
 class RankLostError(RankFailedError, types.PeerLostError):
-    """Raised for a rank that died, missed a deadline, or lost its device or its peers.
-
-    A note has its traceback or the end of its log.
-    """
+    """Raised for a rank that died, missed a deadline, or lost its device or peers. A note has its traceback or log."""
 
 
 def error_of(failure: RankError, method: str, num_ranks: int) -> Exception:
-    """Return the driver's exception for a failed rank, one of `num_ranks`, in a call of `method`."""
+    """Return the driver's exception for a failed rank, one of `num_ranks`."""
     handle, report = failure.handle, failure.report
     where = f"rank {handle.rank} of {num_ranks}"
     if report is None:

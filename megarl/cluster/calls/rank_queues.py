@@ -1,4 +1,4 @@
-"""First-in, first-out queues of calls, one per rank. Calls may need overlapping sets of ranks."""
+"""First-in, first-out queues of calls, one per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class _Turn:
-    """A call in the queues of its ranks. In `num_behind` of them it is not yet first."""
+    """A call in its ranks' queues. In `num_behind` of them it is not yet first."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -17,7 +17,7 @@ class _Turn:
         self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def be_first(self) -> None:
-        """Record that the call became first in one more queue. It may run once it is first in all."""
+        """Record that the call became first in one more queue."""
         self.num_behind -= 1
         # `has_come` is done already if the waiting call was cancelled.
         if not self.num_behind and not self.has_come.done():
@@ -27,12 +27,12 @@ class _Turn:
 class RankQueues:
     """One queue of calls per rank. A call runs while it is first in the queues of all its ranks.
 
-    A call joins all its queues at once, without an `await` in between. So every queue has the calls in the order in
-    which they were made, which ensures:
+    It joins all its queues at once, without an `await` in between. So every queue has the calls in the order in which
+    they were made, which ensures:
 
-    - Order: of two calls with a common rank, the earlier one runs first. One lock per rank would not ensure this: while
+    - Order: of two calls with a common rank, the earlier one runs first. Locks would not ensure this: while
       a call waits for rank 0, a later call could lock rank 1 first.
-    - No deadlock: the earliest unfinished call is first in all its queues, so it runs.
+    - No deadlock: the earliest unfinished call is first in all its queues.
     - No starvation: only earlier calls, a finite number, precede a call.
     - Independence: calls to disjoint ranks do not wait for each other, unless a call to ranks of both waits between
       them.
@@ -43,9 +43,7 @@ class RankQueues:
 
     @asynccontextmanager
     async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
-        """Context in which a call runs: it waits to be first on all these ranks, and leaves the queues at the end or on
-        cancellation.
-        """
+        """Context in which a call is first on all these ranks."""
         turn = _Turn(ranks)
         for rank in ranks:
             self._queues[rank].append(turn)

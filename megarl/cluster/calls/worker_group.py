@@ -25,20 +25,17 @@ from megarl.groups.rendezvous import Rendezvous
 
 
 class WorkerGroup:
-    """Group of ranks that execute the driver's calls. Create an object, then call `start`.
+    """Ranks that execute the driver's calls. Create an object, then call `start`.
 
-    A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run
-    concurrently. The first failure kills the group (`diagnosis.Diagnosis` lists failures and errors). A call that is
-    cancelled before it runs does no harm.
+    A rank executes calls one by one, in the order in which they were made. Calls to disjoint ranks run concurrently.
+    The first failure kills the group (`diagnosis.Diagnosis` lists failures and errors). A call cancelled before it runs
+    does no harm.
 
     `deadlines` limit calls by method. `on_stop_signal` is called when a rank receives a stop signal.
     """
 
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, places: Sequence[RankPlace] = ()) -> None:
-        """Create a group without processes. `part` is its position in the run; None: it is the whole run.
-
-        `places` are those of its ranks, needed by `start`.
-        """
+        """Create a group without processes. `part` None: it is the whole run. `start` needs the ranks' `places`."""
         self.world_size = world_size
         self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         self.meeting: Rendezvous | None = None
@@ -102,7 +99,6 @@ class WorkerGroup:
 
     @property
     def places(self) -> list[RankPlace]:
-        """For each rank, its node and its number there."""
         return self.ranks.places
 
     @property
@@ -112,7 +108,7 @@ class WorkerGroup:
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
-        """For each rank, its node and the network switches above the node, nearest first.
+        """For each rank, its node and the network switches above it, nearest first.
 
         Switches are left out if their number differs between nodes.
         """
@@ -122,17 +118,17 @@ class WorkerGroup:
 
     @property
     def local_ranks(self) -> list[int]:
-        """Each rank's number on its node (LOCAL_RANK), which is the index of its GPU."""
+        """Each rank's number on its node (LOCAL_RANK), the index of its GPU."""
         return [place.local_rank for place in self.places]
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
-        """Construct a worker, of class "package.module:Class", on every rank. It replaces an earlier worker."""
+        """Construct a worker ("package.module:Class") on every rank, in place of an earlier one."""
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the worker's method with the same arguments on every rank, and return the answers by rank.
+        """Call a method with the same arguments on every rank, and return the answers by rank.
 
-        The method name `part.method` calls a method of one of the worker's parts.
+        `part.method` is a method of one of the worker's parts.
         """
         message = pack((method, args, kwargs))
         return await self._exchange(method, range(self.world_size), [message] * self.world_size)
@@ -146,7 +142,7 @@ class WorkerGroup:
         slack_seconds: float = 0.0,
         on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
-        """Call the worker's method on every rank, with `per_rank[rank]` as first argument. Returns the answers by rank.
+        """Call a method on every rank, with `per_rank[rank]` as first argument. Returns the answers by rank.
 
         `budget_seconds` is planned working time and `slack_seconds` other time; both extend the deadline. `on_answer`
         gets each answer as it arrives. Raises ValueError if `per_rank` has a wrong length.
@@ -161,11 +157,10 @@ class WorkerGroup:
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
+        """Call a method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
 
-        Returns the answers in the order of `ranks`. Other ranks are free meanwhile. `budget_seconds` is planned working
-        time, such as sampling, and extends the deadline. Raises ValueError for wrong ranks or a wrong number of
-        arguments.
+        Returns the answers in the order of `ranks`. `budget_seconds` is planned working time, such as sampling, and
+        extends the deadline. Raises ValueError for wrong ranks or a wrong number of arguments.
         """
         if len(per_rank) != len(ranks):
             raise ValueError(
@@ -184,14 +179,14 @@ class WorkerGroup:
         return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
 
     def report_hangs(self, report: HangReport, on_slow: Callable[[str], object] = lambda report: None) -> None:
-        """Write a file with the places of all ranks when one falls silent. The groups of a run share `report`.
+        """Write the places of all ranks to a file when one falls silent. The groups of a run share `report`.
 
         `on_slow` gets a text about ranks that fall silent, or delay a call much longer than earlier calls took.
         """
         self.diagnosis.report, self.diagnosis.on_slow = report, on_slow
 
     async def close(self) -> None:
-        """Close the group: its ranks exit. A rank that is busy, or slow to exit, is killed."""
+        """Let the ranks exit. A busy or slow one is killed."""
         await self.end.close()
 
     async def _exchange(

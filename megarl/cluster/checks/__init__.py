@@ -1,1 +1,1 @@
-"""Checks of nodes before a run starts on them, and the report on a machine."""
+"""Checks of nodes before a run starts, and the report on a machine."""

@@ -18,10 +18,10 @@ from megarl.groups import world
 from megarl.platform import device
 
 WITHIN, ACROSS = "within nodes", "across nodes"
-"""Kinds of links: between ranks of one node, and between ranks of different nodes."""
+"""Kinds of links."""
 
 _TRIALS = 5
-"""Repetitions of each exchange. The fastest counts, because interference only slows an exchange."""
+"""Repetitions of each exchange. The fastest counts: interference only slows an exchange."""
 _BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Bytes per exchange, by type of device."""
 
@@ -61,7 +61,7 @@ class Bandwidth:
         return bandwidths
 
     def close(self) -> None:
-        """Leave the torch world, because the process ends or lost a peer."""
+        """Leave the torch world."""
         world.leave()
 
     def _exchange(self, partner: int | None) -> None:
@@ -125,7 +125,7 @@ def slow_links(
 
 
 def summary(bandwidths: Sequence[Mapping[str, float]]) -> str:
-    """Return one line with the median and the lowest bandwidth for each kind of link."""
+    """Return one line with median and lowest bandwidth by kind of link."""
     lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
         if speeds_of_kind := [speeds[kind] for speeds in bandwidths if kind in speeds]:

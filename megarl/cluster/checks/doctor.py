@@ -1,4 +1,4 @@
-"""Command `megarl doctor`: reports a machine's packages, their compatibility, devices, and implementations in use."""
+"""Command `megarl doctor`: a machine's packages, their compatibility, devices, and implementations in use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
 """Modules that the report imports, to show whether they work."""
 _LEAST_OPEN_FILES = 1024
-"""Minimum number of open files (`ulimit -n`) without a fault in the report."""
+"""Minimum open files (`ulimit -n`) without a fault."""
 _LEAST_SHARED_BYTES = 256 << 20
 """Bytes of free shared memory that NCCL and vLLM need."""
 _SETUP = "run launch/setup.sh"
@@ -54,7 +54,7 @@ class Doctor(NodeReport):
     """Worker class of a rank that reports on its node."""
 
     def examine(self) -> list[Finding] | None:
-        """Return the findings about this rank's node; None on all its ranks except the first."""
+        """Return the findings about this node; None on all its ranks except the first."""
         return examine_machine() if os.environ["LOCAL_RANK"] == "0" else None
 
     def place(self) -> list[Finding]:
@@ -73,9 +73,9 @@ def examine() -> list[Finding]:
 
 
 def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
-    """Return a finding for each rank of a machine: GPU, NUMA node, cores, network adapters.
+    """Return a finding for each local rank: GPU, NUMA node, cores, network adapters.
 
-    `places` are in the order of local ranks. A rank without a binding is slow, not broken, so its finding is not bad.
+    A rank without a binding is slow, not broken, so its finding is not bad.
     """
     return [
         Finding("absent" if place.fault else "good", "NUMA", f"local rank {local_rank}: {place.description}")
@@ -189,7 +189,7 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
 
 
 def apex(version: str | None) -> Finding:
-    """Return a finding on whether the package apex, of this version (None: not installed), is NVIDIA's or PyPI's."""
+    """Return a finding on whether the package apex (`version` None: not installed) is NVIDIA's or PyPI's."""
     spec = find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     if not folders:
@@ -226,7 +226,7 @@ def _imports() -> Iterator[Finding]:
 
 
 def _devices(gpu_lines: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about GPUs and collectives. The NVIDIA driver reports `gpu_lines`; torch may see fewer GPUs."""
+    """Yield findings about GPUs and collectives. `gpu_lines` are the NVIDIA driver's; torch may see fewer."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
@@ -242,7 +242,7 @@ def _devices(gpu_lines: Sequence[str]) -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
-    """Yield findings about compilers that vLLM needs at its start with CUDA; none on a CPU build."""
+    """Yield findings about compilers that vLLM needs with CUDA; none on a CPU build."""
     if torch.version.cuda is None:
         return
     fault = compilers.extension_fault()
@@ -329,7 +329,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def differences(findings_by_node: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
-    """Merge the findings of several nodes. Returns each distinct finding with its nodes' names (`all`, or a list)."""
+    """Merge several nodes' findings. Returns each distinct one with its nodes' names (`all`, or a list)."""
     nodes: dict[Finding, list[str]] = {}
     for node, findings in findings_by_node.items():
         for finding in map(Finding._make, findings):

@@ -21,7 +21,7 @@ from megarl.platform.gpu_needs import Need, needs, unmet_needs
 from megarl.types import ConfigError, DiskFullError, MegarlError
 
 _CLOCK_SECONDS = 60.0
-"""Maximum difference in seconds of a node's clock from the median clock."""
+"""Maximum seconds by which a node's clock may differ from the median clock."""
 
 
 async def inspect(
@@ -65,7 +65,7 @@ def joined_reports(
 ) -> dict[str, dict[str, Any]]:
     """Return the report of each node, from the node and the report of each rank.
 
-    Under Ray each group on a node has a report of its own GPUs. These reports are joined.
+    Under Ray each group on a node has a report of its own GPUs. These are joined.
     """
     reports: dict[str, dict[str, Any]] = {}
     for node, report in zip(nodes, reports_of_ranks, strict=True):
@@ -96,9 +96,9 @@ def all_faults(
     run_folder: str,
     planned_memory: RankHostBytes | None,
 ) -> list[Finding]:
-    """Return the faults in the nodes' reports.
+    """Return the faults in the nodes' reports. `nodes` is each rank's node.
 
-    `nodes` is each rank's node, `planned_memory` each rank's host memory in bytes; None: it is not checked.
+    `planned_memory` is each rank's host memory in bytes; None: it is not checked.
     """
     faults_by_node = [
         fault
@@ -113,7 +113,7 @@ def all_faults(
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
-    """Yield, for the nodes of trainers and of engines, the ranks per node and the needs of these ranks.
+    """Yield, for the nodes of trainers and of engines, the ranks per node and their needs.
 
     `nodes` is each rank's node.
     """
@@ -142,8 +142,8 @@ def faults(
 ) -> Iterator[Finding]:
     """Yield the faults of one kind of nodes: those in their reports, and unmet needs.
 
-    `reports` are results of `NodeReport.look` by node, `num_ranks` the ranks per node. `kind_needs` are the ranks'
-    needs by recipe field.
+    `reports` are results of `NodeReport.look` by node, `num_ranks` the ranks per node, `kind_needs` their needs by
+    recipe field.
     """
     ranks_per_node = max(num_ranks.values())
     num_gpus = max(len(report["gpus"]) for report in reports.values())
@@ -222,8 +222,7 @@ def memory_shortages(
 ) -> Iterator[Finding]:
     """Yield a fault for each node with less host memory than its ranks will take.
 
-    `reports` are results of `NodeReport.look` by node. `nodes` is each rank's node; the first `num_trainers` ranks
-    train.
+    `nodes` is each rank's node; the first `num_trainers` ranks train.
     """
     for node, report in reports.items():
         trainers, num_engines = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)

@@ -1,4 +1,4 @@
-"""A rank's report on its node, before models are loaded there. `node_checks` finds faults in the reports.
+"""A rank's report on its node. `node_checks` finds faults in the reports.
 
 Every rank imports this module, so it imports no recipe: pydantic's models take 0.1 s of CPU time per rank.
 """
@@ -38,9 +38,9 @@ class NodeReport:
     ) -> dict[str, Any] | None:
         """Inspect this rank's node, and return the report as plain data, or None from other ranks.
 
-        Ranks with LOCAL_RANK 0 inspect, and the `inspecting_ranks` run-wide ranks on nodes without such a rank.
-        `first_rank` is the run-wide number of the group's rank 0. The TCP port `port` stays open until `close`, for
-        connection tests of other nodes.
+        Ranks with LOCAL_RANK 0 inspect, and the run-wide `inspecting_ranks` on nodes without such a rank. `first_rank`
+        is the group's first rank in the run. The TCP port `port` stays open until `close`, for connection tests of
+        other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None
@@ -83,7 +83,7 @@ class NodeReport:
 
 
 def _shared_memory_faults() -> dict[str, str | None]:
-    """Return why shared memory cannot be used, by the report's key; None for a key without a fault."""
+    """Return why shared memory cannot be used, by the report's key; None: no fault."""
     faults: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
     try:
         check_shared_memory()
@@ -95,7 +95,6 @@ def _shared_memory_faults() -> dict[str, str | None]:
 
 
 def _connection_problem(address: tuple[str, int]) -> str | None:
-    """Return why a connection to an address fails, or None."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except OSError as error:

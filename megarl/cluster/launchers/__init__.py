@@ -1,1 +1,1 @@
-"""Launchers, which start the nodes' agents: on this machine, with Slurm or with Ray. `run_nodes` chooses one."""
+"""Launchers, which start the nodes' agents. `run_nodes` chooses one."""

@@ -1,4 +1,4 @@
-"""The run's own machine as its only node. Its agent is a child of the driver."""
+"""The run's own machine as its only node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXIT_SECONDS = 10.0
 
 
 class LocalAgent:
-    """The agent's process. It can start, and import libraries, before an event loop runs."""
+    """The agent's process, a child of the driver. It can import libraries before an event loop runs."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         self.connected, theirs = socket.socketpair()
@@ -36,7 +36,6 @@ class LocalAgent:
         return self._program.pid
 
     def abandon(self) -> None:
-        """End an agent that no run uses."""
         self.connected.close()
         self._program.kill()
 
@@ -62,9 +61,9 @@ class LocalNodes(Nodes):
         *,
         ranks_per_node: int = 1,
     ) -> None:
-        """Create a node with an agent started earlier with the same arguments, or None.
+        """Create a node, with an `agent` started earlier with the same arguments or None.
 
-        `ranks_per_node` is the planned number of ranks, which share the cores. More may start.
+        `ranks_per_node` ranks are planned to share the cores. More may start.
         """
         super().__init__(NodeKind(0, 1, ranks_per_node), environment, imports)
         self._agent = agent

@@ -1,4 +1,4 @@
-"""Nodes of a run from the recipe's launcher (this machine, srun, Ray), and the start of ranks on them."""
+"""Nodes of a run from the recipe's launcher, and the start of ranks on them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from megarl.types import MegarlError
 def importing_early(cluster: ClusterConfig) -> Iterator[None]:
     """Context in which this machine's ranks import their libraries in the background, if they run on its CPU.
 
-    `start_ranks`, called in the context, uses the importing agent and waits only for the rest of the imports. The
-    context ends an unused agent.
+    `start_ranks`, called in the context, uses the importing agent. The context ends an unused one.
     """
     # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
     if cluster.launcher == "local" and not chosen_device.has_cuda_build():
@@ -46,7 +45,7 @@ def importing_early(cluster: ClusterConfig) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _EarlyAgent:
-    """Agent of this machine that imports before a run starts; None: there is none, or a run has taken it."""
+    """Agent of this machine that imports before a run starts; None: a run has taken it, or there is none."""
 
     agent: LocalAgent | None = None
 
@@ -60,7 +59,7 @@ _early = _EarlyAgent()
 
 
 def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
-    """Return the variables of ranks. On Ray, cores follow the GPUs: other agents may use the machine's rest."""
+    """Return the variables of ranks. On Ray, cores follow the GPUs: other agents may use the rest."""
     variables = device.rank_environment(
         ranks_per_node, cluster.device, cluster.bind_to_numa, orders_kernels=orders_kernels
     )
@@ -76,7 +75,7 @@ def _imports() -> tuple[str, ...]:
 class RunNodes:
     """All nodes of a run, and the start of ranks on them.
 
-    The trainers have nodes of one kind. Engines may have another (`cluster.groups.engines`).
+    Engines may have nodes of another kind than the trainers (`cluster.groups.engines`).
     """
 
     def __init__(self, cluster: ClusterConfig, avoided_nodes: Sequence[str] = ()) -> None:
@@ -100,7 +99,7 @@ class RunNodes:
         return list(dict.fromkeys((self.trainer_nodes, self.engine_nodes)))
 
     async def start(self, log_folder: Path) -> None:
-        """Start the agents of all nodes. Raises ConfigError or PeerLostError, and leaves no agent then."""
+        """Start all agents. Raises ConfigError or PeerLostError, and leaves no agent then."""
         try:
             # Engines with nodes of their own kind come first: Ray gives trainers any node, also these.
             for nodes in reversed(self.all_nodes):
@@ -119,11 +118,10 @@ class RunNodes:
         trainer_places: Sequence[RankPlace] = (),
         on_missing_engine: Callable[[str], object] | None = None,
     ) -> RunRanks:
-        """Start the trainers' group, and one group per separate engine replica, with the worker class `NodeReport`.
+        """Start the trainers' group, and one per separate engine replica, with the worker class `NodeReport`.
 
-        `trainer` has the trainers' parallel sizes; None: nothing is trained. `trainer_places` are their places; empty:
-        the first ones. `on_missing_engine` gets the reason why a replica did not start while others did; None: it is
-        raised.
+        `trainer` has the trainers' parallel sizes; None: nothing is trained. `trainer_places` empty: the first ones.
+        `on_missing_engine` gets the reason why a replica did not start while others did; None: it is raised.
         """
         num_ranks = num_trainers + sum(replica_sizes)
         places = list(trainer_places) or self.trainer_nodes.choose_places(num_trainers, (), on_one_node=False)
@@ -206,7 +204,7 @@ class RunNodes:
                 await nodes.replenish(num_nodes, self._cluster.start_timeout_seconds)
 
     async def replace_lost_nodes(self) -> None:
-        """Replace the nodes of lost agents. Raises ConfigError or PeerLostError if there are no others."""
+        """Raises ConfigError or PeerLostError if there are no others."""
         for nodes in self.all_nodes:
             await nodes.replace_lost(self._cluster.start_timeout_seconds)
 
@@ -232,10 +230,10 @@ async def start_ranks(
     avoided_nodes: Sequence[str] = (),
     trainer: ParallelConfig | None = None,
 ) -> RunRanks:
-    """Start the nodes and ranks of a cluster. `close` of the result ends both.
+    """Start a cluster's nodes and ranks. `close` of the result ends both.
 
-    `replica_sizes` are the numbers of ranks of separate engine replicas. The trainers have the other ranks, with the
-    parallel sizes `trainer` (None: nothing is trained). Ray avoids `avoided_nodes`.
+    `replica_sizes` are the ranks of separate engine replicas. The trainers have the others, with parallel sizes
+    `trainer` (None: nothing is trained). Ray avoids `avoided_nodes`.
     """
     nodes = await start_nodes(cluster, log_folder, avoided_nodes)
     try:
@@ -262,7 +260,7 @@ async def start_nodes(cluster: ClusterConfig, log_folder: Path, avoided_nodes: S
 
 
 _Started = WorkerGroup | MegarlError
-"""A started group, or the reason why it did not start."""
+"""A started group, or why it did not start."""
 
 
 async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
@@ -273,7 +271,7 @@ async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
 
 
 async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> list[_Started]:
-    """Start groups of ranks concurrently. If one fails, close the others and raise its error."""
+    """Start groups concurrently. If one fails, close the others and raise its error."""
     starting = [asyncio.ensure_future(start) for start in starts]
     try:
         return await asyncio.gather(*starting)
@@ -289,7 +287,7 @@ def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) 
     """Return variables that make NCCL's flight recorder write a file when a collective times out.
 
     Rank N of a group writes `flight_FIRST_N` to the log folder, where FIRST is `first_rank`. Variables of the user win.
-    Empty for ranks on the CPU, which have no NCCL.
+    Empty on the CPU, which has no NCCL.
     """
     if cluster.device == "cpu" or not chosen_device.has_cuda_build():
         return {}
@@ -312,7 +310,6 @@ def _splits_layers(trainer: ParallelConfig) -> bool:
 
 
 def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[str]) -> Nodes:
-    """Create the nodes of the recipe's launcher, without agents."""
     environment = _environment(cluster, kind.ranks_per_node)
     if cluster.launcher == "slurm":
         return SrunNodes(kind, environment, _imports(), cluster.srun_options)

@@ -1,4 +1,4 @@
-"""Slurm jobs of recipes: a batch script from `launch/slurm/` with the recipe's sizes, printed or submitted."""
+"""Slurm jobs of recipes: a batch script from `launch/slurm/` with the recipe's sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError, DataError, FaultyNodeError
 
 _OPTIONS = ("cluster", "sbatch_options")
-"""Place of sbatch's options in a recipe. Options of the command line are checked by the same rules."""
+"""Place of sbatch's options in a recipe. The command line's are checked by the same rules."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 """Name or address of one host, without lists (a,b), ranges (n[1-9]), options (--x) and characters of a shell.
 
@@ -98,7 +98,7 @@ def check_options(options: Sequence[str]) -> None:
 def _excluded_nodes(recipe: Recipe) -> list[str]:
     """Return the faulty nodes in the run's status.json. Raises DataError for other values.
 
-    Empty under Ray, where the run itself avoids them by Ray's names, unknown to Slurm.
+    Empty under Ray: the run itself avoids them by Ray's names, unknown to Slurm.
     """
     if recipe.cluster.launcher == "ray":
         return []
@@ -107,7 +107,6 @@ def _excluded_nodes(recipe: Recipe) -> list[str]:
 
 
 def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
-    """Return the sbatch options requesting nodes of one kind."""
     per_node = nodes.ranks_per_node
     sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
@@ -140,13 +139,12 @@ def reporting_bad_nodes() -> Iterator[None]:
 
 
 def require_sbatch() -> None:
-    """Raise ConfigError if this machine has no `sbatch`."""
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
 
 
 def submit(script: str, options: Sequence[str]) -> str:
-    """Submit a batch script with further sbatch `options`, after a trial with --test-only. Returns sbatch's output.
+    """Submit a batch script with sbatch `options`, after a trial with --test-only. Returns sbatch's output.
 
     Raises ConfigError if Slurm refuses the job.
     """
@@ -159,7 +157,6 @@ def submit(script: str, options: Sequence[str]) -> str:
 
 
 def is_host_name(value: object) -> bool:
-    """Return whether a value is the name of one host."""
     return isinstance(value, str) and _HOST_NAME.fullmatch(value) is not None
 
 

@@ -78,7 +78,6 @@ class SrunNodes(ConnectedNodes):
 
     @property
     def _component(self) -> list[str]:
-        """srun's option for one component of a heterogeneous job."""
         return [] if self.kind.component is None else [f"--het-group={self.kind.component}"]
 
     async def _job_nodes(self) -> list[str]:
@@ -91,7 +90,7 @@ class SrunNodes(ConnectedNodes):
         return listing.stdout.split()
 
     async def _answers(self, node: str) -> bool:
-        """Return whether a node of this job can start a process that imports megarl."""
+        """Return whether a node can start a process that imports megarl."""
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
         program = [sys.executable, "-P", "-c", "import megarl"]
         trial = LaunchedProgram(["srun", "--overlap", *place, *self._options, *program], stderr=DEVNULL)
@@ -118,8 +117,8 @@ _SIZES_OF_JOB = frozenset(
         *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
     }
 )
-"""Variables that srun reads as options for numbers of tasks, or for a task's share of a node. An agent needs all CPUs
-and GPUs of its node.
+"""Variables that srun reads as options for numbers of tasks, or for a task's share of a node. An agent needs its whole
+node.
 """
 
 

@@ -1,4 +1,4 @@
-"""Busy time and peak memory of the calls that a rank executed."""
+"""Busy time and peak memory of a rank's calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PHASES = {
     "save_checkpoint": "checkpoint",
     "export": "export",
 }
-"""Phase of a step by method of a call."""
+"""Phase of a step, by method of a call."""
 
 
 def phase_of_method(method: str) -> str | None:
@@ -30,13 +30,12 @@ def phase_of_method(method: str) -> str | None:
 
 @dataclass(slots=True)
 class Activity:
-    """Busy time and peak memory of a rank's calls since `take` last returned them."""
+    """Busy time and peak memory of a rank's calls since the last `take`."""
 
     busy_seconds: float = 0.0
-    """Seconds in calls."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes by method, from the end of the previous call to the end of a call of the method. A reshard includes
-    neither the memory of the update before nor the KV cache of the rollout after.
+    """Peak bytes by method, from the end of the previous call to the end of this one. A reshard includes neither the
+    memory of the update before nor the KV cache of the rollout after.
     """
 
     @contextmanager
@@ -50,7 +49,7 @@ class Activity:
             self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:
-        """Return the statistics recorded so far, and reset them."""
+        """Return the statistics, and reset them."""
         snapshot = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
         return snapshot

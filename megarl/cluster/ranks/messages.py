@@ -1,11 +1,11 @@
 """Messages between the driver, its agents and the ranks.
 
-A rank executes commands in order and handles notices at once. A rank that waits in a collective reads no command, so a
-thread reads all messages and queues the commands for the main thread.
+A rank executes commands in order and handles notices at once. A rank in a collective reads no command, so a thread
+reads all messages and queues the commands for the main thread.
 
-The driver sends batches to agents. A batch is one call on one node: parts, each a message with its receiving processes.
-The agent returns all answers together, or those present a short time after the first. So a rank that hangs does not
-hold up its neighbours' answers. Control messages to and from the agent itself are JSON.
+The driver sends batches to agents: one call on one node, in parts, each a message with its receiving processes. The
+agent returns all answers together, or those present a short time after the first. So a hanging rank does not hold up
+its neighbours' answers. Control messages to and from the agent itself are JSON.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import Any, BinaryIO
 from megarl.groups.cancelled import cancel
 
 HEAD = struct.Struct("<Q")
-"""Header of a message: the length of its pickle in bytes."""
+"""Header of a message: the bytes of its pickle."""
 
 _NOTICE = 1 << 63
 """Bit of the header that marks a notice."""
 BATCH = struct.Struct("<I")
-"""Header of a batch: the number of parts, or `CONTROL`, or `NOTICE`."""
+"""Header of a batch: its number of parts, or `CONTROL`, or `NOTICE`."""
 PART = struct.Struct("<IQ")
-"""Header of a batch's part: the number of receiving processes, and the bytes of the message.
+"""Header of a part: its number of receiving processes, and the bytes of the message.
 
-The numbers of the processes follow as uint32, then the message.
+The processes' numbers follow as uint32, then the message.
 """
 ANSWER = struct.Struct("<IQ")
-"""Header of an answer: the process number, or `AGENT`, and the bytes of the message. The message follows."""
+"""Header of an answer: the process number, or `AGENT`, and the bytes of the message that follows."""
 LENGTH = struct.Struct("<Q")
-"""Header of a control message to an agent: its length in bytes."""
+"""Header of a control message to an agent: its bytes."""
 CONTROL = 0xFFFFFFFF
-"""In place of a batch's number of parts: a control message follows, `LENGTH` and then JSON."""
+"""In place of a number of parts: a control message follows, `LENGTH` and then JSON."""
 NOTICE = 0xFFFFFFFE
-"""In place of a batch's number of parts: one part without an answer follows. A rank reads it even during a call."""
+"""In place of a number of parts: one part without an answer follows. Ranks read it even during a call."""
 AGENT = 0xFFFFFFFF
-"""In place of an answer's process number: a control message of the agent itself follows, in JSON."""
+"""In place of a process number: a control message of the agent follows, in JSON."""
 
 
 def pack(content: Any) -> bytes:
@@ -52,7 +52,7 @@ def pack(content: Any) -> bytes:
 
 
 def pack_cancel(name: str, reason: str) -> bytes:
-    """Encode the notice that cancels the cross-world process group `name`."""
+    """Encode the notice that cancels a cross-world process group."""
     body = pickle.dumps((name, reason), protocol=5)
     return HEAD.pack(_NOTICE | len(body)) + body
 
@@ -64,13 +64,13 @@ def pack_control(message: dict[str, Any]) -> bytes:
 
 
 def pack_event(message: dict[str, Any]) -> bytes:
-    """Encode a control message of an agent to the driver."""
+    """Encode an agent's control message to the driver."""
     text = json.dumps(message).encode()
     return ANSWER.pack(AGENT, len(text)) + text
 
 
 class Inbox:
-    """The driver's messages to this rank. Iterating yields the commands in order.
+    """The driver's messages to this rank. Iterating yields commands in order.
 
     A thread handles notices at once. A notice cancels a process group and has no answer.
     """
@@ -82,7 +82,7 @@ class Inbox:
         Thread(target=self._read, args=(stream,), name="inbox", daemon=True).start()
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield commands until the driver closes the connection. Raises OSError if the connection breaks."""
+        """Yield commands until the driver closes the connection. Raises OSError if it breaks."""
         while (command := self._commands.get()) is not None:
             if isinstance(command, Exception):
                 raise command

@@ -1,4 +1,4 @@
-"""Main program of a rank process: it executes the driver's commands and sends the answers."""
+"""Main program of a rank process, which executes the driver's commands."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from megarl.platform.torch_profile import Kind, TorchProfile
 
 _stop_signal: str | None = None
-"""Name of the last stop signal to this process. Every answer reports it to the driver."""
+"""Last stop signal to this process. Every answer reports it to the driver."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
-"""Texts in error messages that mean a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
+"""Texts of errors that mean a lost GPU or a dead vLLM engine."""
 
 
 _HOST_MEMORY_FAULTS = ("DefaultCPUAllocator: ", "std::bad_alloc")
-"""Texts in error messages of torch and C++ libraries that mean exhausted host memory."""
+"""Texts of torch's and C++ errors that mean exhausted host memory."""
 
 
 def _is_lost(error: Exception) -> bool:
-    """Return whether the error means a lost device, memory or peer, so a restart may help."""
+    """Return whether a device, memory or peer is lost, so a restart may help."""
     text = f"{type(error).__name__}: {error}"
     is_fault = any(word in text for word in _DEVICE_FAULTS)
     return is_peer_loss(error) or isinstance(error, TimeoutError) or is_fault or _is_out_of_memory(error)
@@ -55,7 +55,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _report(error: Exception) -> dict[str, Any]:
-    """Return an exception as plain data, because the driver may not be able to unpickle its class."""
+    """Return an exception as plain data: the driver may be unable to unpickle its class."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         # The log may be on a full disk; the driver must get the report all the same.
@@ -75,7 +75,7 @@ def _report(error: Exception) -> dict[str, Any]:
 
 
 class _Host:
-    """A rank process: its worker object, once constructed, and the records of its calls."""
+    """A rank process: its worker object, and the records of its calls."""
 
     def __init__(self) -> None:
         self.worker: Any = None
@@ -83,7 +83,7 @@ class _Host:
         self.profile: TorchProfile | None = None
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
-        """Construct the worker of class "package.module:Class" (`worker`). `path` becomes `sys.path`."""
+        """Construct the worker "package.module:Class". `path` becomes `sys.path`."""
         faults.reach("construct")
         # The worker must be importable as in the driver, whatever started this interpreter.
         sys.path[:] = path
@@ -126,7 +126,7 @@ class _Host:
 
     @contextlib.contextmanager
     def recorded(self, method: str) -> Iterator[None]:
-        """Context that records a call's busy time, memory and span. Calls that fetch records are excluded."""
+        """Context that records a call's busy time, memory and span, except of calls that fetch records."""
         if method in ("__activity__", "__spans__", "__profile__", "__profile_end__", "__arm__", "__step__"):
             yield
             return
@@ -146,7 +146,7 @@ class _Host:
     def end_profile(self, folder: Path, first_rank: int) -> list[str]:
         """Write the profile to a folder, and return the files' names. Raises OSError.
 
-        `first_rank` is the run-wide first rank of this group. Returns nothing if this process started after the profile
+        `first_rank` is the group's first rank in the run. Returns nothing if the process started after the profile
         began.
         """
         if self.profile is None:
@@ -161,17 +161,17 @@ def _close(worker: Any) -> None:
 
 
 def _listen(address: str) -> int:
-    """Listen for the torch store on this address's interface, and return the port. An empty address returns 0."""
+    """Listen for the torch store on this address's interface, and return the port; 0 for an empty address."""
     return rendezvous.listen(address) if address else 0
 
 
 def _arm(text: str, first_rank: int) -> None:
-    """Set the faults of this process, as in `faults.VARIABLE`. `first_rank` is the run-wide first rank of its group."""
+    """Set this process's faults (`faults.VARIABLE`). `first_rank` is the group's first rank in the run."""
     faults.arm(text, str(first_rank + int(os.environ["RANK"])))
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
-    """Start or stop recording spans. Returns this process's monotonic seconds, and the spans so far."""
+    """Start or stop recording spans. Returns monotonic seconds, and the spans so far."""
     return time.monotonic(), record(is_on)
 
 
@@ -190,7 +190,7 @@ def note_signals() -> None:
 
 
 def serve(sock: socket.socket) -> None:
-    """Execute the driver's commands as the rank in `RANK`, until the agent closes the connection."""
+    """Execute the driver's commands until the agent closes the connection."""
     faulthandler.enable()
     # The agent asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -215,7 +215,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def leave() -> NoReturn:
-    """Exit at once, because Python's finalisation of torch, vLLM and Megatron would take seconds."""
+    """Exit at once: Python's finalisation of torch, vLLM and Megatron would take seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -223,6 +223,5 @@ def leave() -> NoReturn:
 
 
 def main(connection: socket.socket) -> NoReturn:
-    """Run a rank process: serve the commands relayed by its agent, then exit."""
     serve(connection)
     leave()

@@ -1,4 +1,4 @@
-"""The driver's handle of one rank process: its log, its answers, and how it ended."""
+"""The driver's handle of a rank process: its log, its answers, and how it ended."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ _NOISE = re.compile(
 """Log lines of other libraries that do not explain a failure."""
 
 _process_numbers = itertools.count(1)
-"""Numbers of rank processes, unique in this driver, so a late answer never counts for a newer process."""
+"""Unique in this driver, so a late answer never counts for a newer process."""
 
 
 class RankError(Exception):
     """Raised for an error that a rank reported, or for a lost rank (`report` None).
 
-    `epoch_seconds` is its time in seconds since 1970. `echo`: the error only reflects that another rank left a
-    collective.
+    `epoch_seconds` is its time since 1970. `echo`: it only reflects that another rank left a collective.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class RankError(Exception):
 
 
 def log_tail(log: Path) -> str:
-    """Return the last lines of a rank's log, without notices of other libraries."""
+    """Return the last lines of a log, without notices of other libraries."""
     if not log.exists():
         return f"{log} was not written."
     with log.open("rb") as file:
@@ -59,14 +58,14 @@ def log_tail(log: Path) -> str:
 class RankHandle:
     """The driver's handle of one rank process.
 
-    `process` is the number by which its agent knows it. `died` completes at the end of the process with the time, in
-    seconds since 1970. `stop_signal` is the name of a stop signal to the rank.
+    `process` is its agent's number for it. `died` completes at the end of the process with the time, in seconds since
+    1970. `stop_signal` is the name of a stop signal to the rank.
     """
 
     stop_signal: str | None = None
 
     def __init__(self, rank: int, log: Path) -> None:
-        """Create the handle of rank `rank` of the run, before its agent forks it."""
+        """Create the handle of the run's rank `rank`, before its agent forks it."""
         self.rank, self.log = rank, log
         self.process = next(_process_numbers)
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -83,16 +82,12 @@ class RankHandle:
         return content
 
     def note_end(self, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
-        """Record how and when the process ended, once.
-
-        `epoch_seconds` is in seconds since 1970. `is_cut_off`: only the connection to the agent ended.
-        """
+        """Record the end of the process, once, `epoch_seconds` after 1970."""
         if not self.died.done():
             self.end, self.is_cut_off = end, is_cut_off
             self.died.set_result(epoch_seconds)
 
     def loss_error(self) -> RankError:
-        """Return the error of this ended rank."""
         return RankError(self, self.died.result())
 
     def log_tail(self) -> str:
@@ -100,9 +95,9 @@ class RankHandle:
 
 
 def name_handles(handles: Sequence[RankHandle]) -> str:
-    """Return the ranks of these handles as text, for example `ranks 0-2, 5`."""
+    """Return these ranks as text, for example `ranks 0-2, 5`."""
     return name_ranks([handle.rank for handle in handles])
 
 
 Answers = dict[RankHandle, asyncio.Future[Any]]
-"""A future per rank for its answer to a command."""
+"""Future answers to a command by rank."""

@@ -1,4 +1,4 @@
-"""Stacks that Python's `faulthandler` writes: where each rank is, and whether it waits in a collective."""
+"""Stacks that Python's `faulthandler` writes: where a rank is, and whether it waits in a collective."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 STACKS_SECONDS = 5.0
 """Seconds for a rank to write its stacks."""
 _HEADING = "(most recent call first):"
-"""End of the line above the frames of each thread. faulthandler writes the main thread last."""
+"""End of the line above each thread's frames. faulthandler writes the main thread last."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
 """Calls in source lines that wait for other ranks."""
 _WAITING_FILES = ("/torch/distributed/", "/megarl/groups/cross_world.py", "/megarl/platform/background.py")
-"""Parts of file paths. A main thread in such a file waits for other ranks."""
+"""A main thread in a file with such a path waits for other ranks."""
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
-"""Last line of a complete stack: the outermost frame, or the dots of a stack that faulthandler cut."""
+"""Last line of a complete stack: the outermost frame, or the dots of a cut one."""
 _MOST_FRAMES = 12
 """Maximum frames shown of a stack."""
 _MOST_STACKS = 8
@@ -34,13 +34,13 @@ def is_complete(stacks: str) -> bool:
 def has_begun(stacks: str) -> bool:
     """Return whether a rank has begun to write its stacks, so it is not stopped.
 
-    The text may stay incomplete: faulthandler stops at frames that change while it reads them.
+    The text may stay incomplete: faulthandler stops at frames that change meanwhile.
     """
     return _HEADING in stacks
 
 
 def summary(stacks: Mapping[int, str]) -> str:
-    """Return a text with the innermost frames of each rank's main thread. Ranks with the same stack share an entry."""
+    """Return the innermost frames of each rank's main thread. Ranks with the same stack share an entry."""
     ranks_by_frames: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
@@ -70,12 +70,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_engine(ranks: Sequence[int]) -> str:
-    """Return the name of an engine replica for messages, from its ranks."""
+    """Return the name of an engine replica for messages."""
     return f"the engine of {name_ranks(ranks)}"
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Return whether the main thread in these stacks waits for other ranks.
+    """Return whether the main thread waits for other ranks.
 
     False without a stack: a process that writes none is stopped.
     """
