@@ -21,7 +21,7 @@ _PROBE_AS_PYTHON_TEXT = repr(_PROBE_ARGUMENTS)
 
 
 def fit_call_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with the arguments of tool calls as text, if the tokenizer's template takes only text."""
+    """Return messages with tool calls' arguments as text, if the template takes only text."""
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
     if not _requires_text_arguments(tokenizer, str(tokenizer.chat_template)):

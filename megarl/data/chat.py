@@ -143,7 +143,7 @@ def _template_of(name: str) -> str:
 
 
 def _text_start(tokenizer: Tokenizer) -> str:
-    """Return the text of the tokens that the tokenizer puts before each text, like BOS. Empty: it puts none.
+    """Return the text of the tokens that the tokenizer puts before each text, like BOS. Empty: none.
 
     A template must write it, so that texts begin as in pretraining.
     """
@@ -161,7 +161,7 @@ def _text_start(tokenizer: Tokenizer) -> str:
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template with default values for variables that its caller does not set."""
+    """Return a chat template with defaults for variables that its caller does not set."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     if not isinstance(template, str):
@@ -266,7 +266,7 @@ def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
+    """Return the tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
     return len(encode(tokenizer, _add_marks(text, special_tokens(tokenizer))))
 
 
@@ -297,7 +297,7 @@ class _LiteralEncoder:
     backend: Backend
     special: re.Pattern[str]
     ids: Mapping[int, int]
-    """Original token ids, keyed by this tokenizer's ids of added tokens."""
+    """Original token ids by this tokenizer's ids of added tokens."""
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
@@ -325,14 +325,12 @@ class _LiteralEncoder:
 
 
 def remove_marks(text: str) -> str:
-    """Return the text without marks, including single marks from templates that cut a message."""
+    """Return the text without marks, including single ones of templates that cut a message."""
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 
 
 def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
-    """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has
-    marks.
-    """
+    """Return a message with marks around its special tokens. Raises ValueError if it has marks."""
     if isinstance(value, Mapping):
         return {_add_marks(name, special): _add_marks(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -346,7 +344,7 @@ def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a regular expression for the tokenizer's special tokens, longer ones first. None: it has none."""
+    """Return a regular expression for the special tokens, longer ones first. None: there are none."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
     # A pattern takes its first alternative: a token that begins another must come after it.
     longest_first = sorted(names, key=lambda name: (-len(name), name))
@@ -444,7 +442,7 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> No
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's message on one line, with the error's type if the message alone is not clear."""
+    """Return an error's message on one line, with its type if the message alone is not clear."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())

@@ -56,7 +56,7 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
 
 
 def _quotes_chat(text: str) -> bool:
-    """Return whether a text is a chat in JSON followed by other words, for example a question about the chat."""
+    """Return whether a text is a chat in JSON followed by other words, for example a question about it."""
     is_cut = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
     return not is_cut and not text.rstrip().endswith(("]", "}", ")", '"'))
 

@@ -37,9 +37,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
-        """Return the curriculum for these problems. Every problem must have the record field `config.by`, if it
-        is set.
-        """
+        """Return the curriculum for these problems. Every one must have the record field `config.by`, if set."""
         if config.band is None:
             return cls(config, ())
         if config.by is None:
@@ -69,7 +67,7 @@ class Curriculum:
         return {**rates, bucket: memory * before + (1 - memory) * solve_rate}
 
     def metrics(self, rates: Rates) -> dict[str, float]:
-        """Return the curriculum's metrics for these solve rates, without the prefix `curriculum/`."""
+        """Return the metrics for these solve rates, without the prefix `curriculum/`."""
         if self.config.band is None:
             return {}
         known_rates = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])

@@ -45,10 +45,7 @@ class Dialogue:
     """Format of tool calls, a key of `data.tools.formats.PARSERS`. None: the chat template shows it."""
 
     def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Return the token ids [prompt] of messages and tools, up to the opening of the assistant's turn.
-
-        Raises ValueError if the template fails on them.
-        """
+        """Return the text of `render_opening` as token ids [prompt]. Raises the same errors."""
         return self.encode_text(self.render_opening(messages, tools))
 
     def render_opening(self, messages: Messages, tools: Tools = ()) -> str:
@@ -62,9 +59,7 @@ class Dialogue:
         return np.array(encode(self.tokenizer, text), np.int32)
 
     def num_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text inside a message. Raises ValueError if the tokenizer cannot encode it
-        as text.
-        """
+        """Return the tokens of a text inside a message. Raises ValueError if it cannot be encoded as text."""
         return num_tokens(self.tokenizer, text)
 
     def text_as_written(self, token_ids: NDArray[np.int64]) -> str:
@@ -93,7 +88,7 @@ class Dialogue:
         return added[1:] if has_ended else added
 
     def text(self, token_ids: NDArray[np.int64]) -> str:
-        """Return the text of sampled tokens [tokens], without special tokens."""
+        """Return the text of tokens [tokens], without special tokens."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         return decoded
@@ -144,13 +139,13 @@ class Dialogue:
         return name
 
     def text_with_special_tokens(self, token_ids: NDArray[Any]) -> str:
-        """Return the text of token ids [tokens], with the names of special tokens."""
+        """Return the text of token ids [tokens], with special tokens' names."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         assert isinstance(decoded, str)
         return decoded
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
-        """Return the text that a template writes after a turn without tool calls, beginning with the end token."""
+        """Return the text that a template writes after a turn without calls, from its end token on."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
         _, separator, following = text.partition(_TURN)

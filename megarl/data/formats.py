@@ -163,7 +163,7 @@ def recognise_format(fields: Mapping[str, Any]) -> RecordFormat:
 
 
 def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
-    """Return the roles (prompt, answer, ...) for which the record has no field. Empty fields count as present."""
+    """Return the roles without a field in the record. Empty fields count as present."""
     return [
         role
         for role in roles
@@ -172,9 +172,7 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
-    """Return why a record cannot be read: the roles without a field, the names searched for, and an override to
-    paste.
-    """
+    """Return why a record cannot be read: roles without a field, names searched for, and an override to paste."""
     user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
     if all(role in user_names for role in missing):
@@ -195,9 +193,7 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 
 
 def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
-    """Return a field for each role, by its usual name. Remaining texts are assigned in order, if their number
-    is right.
-    """
+    """Return a field by role, by its usual name. Remaining texts are assigned in order, if their number is right."""
     guesses: dict[str, str] = {}
     for role in roles:
         free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()]
@@ -218,9 +214,7 @@ def _first_names(fields: Mapping[str, Any]) -> str:
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
-    """Return whether the record's field `label` is a verdict on its response (kto), and not a gold answer. It may be
-    empty.
-    """
+    """Return whether the field `label` is a verdict on its response (kto), and not a gold answer. It may be empty."""
     if fields["label"] is None:
         return any(name in fields for name in RESPONSES)
     return isinstance(fields["label"], bool)

@@ -110,7 +110,7 @@ def says_nothing(value: Any) -> bool:
 
 
 def _is_plain(value: Any, is_first: bool) -> bool:
-    """Return whether a message has nothing but a role and a text. Nearly all do, and need no further check."""
+    """Return whether a message has only a role and a text. Nearly all do, and need no further check."""
     if type(value) is not dict or value.keys() != _PLAIN_KEYS or type(value["content"]) is not str:
         return False
     role = value["role"]

@@ -111,9 +111,7 @@ class Mixture:
         return stream.problems[stream.place(number)], {**positions, **new_positions}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
-        """Return the positions after a group of attempts at a problem. `solve_rate` is the solved share of the
-        group.
-        """
+        """Return the positions after a group of attempts at a problem. `solve_rate` is the group's solved share."""
         stream, position = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
@@ -123,7 +121,7 @@ class Mixture:
         return {**positions, problem.source: Position(position.taken, position.passed, position.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:
-        """Return, for each source, its drawn or skipped problems divided by its size."""
+        """Return, by source, its drawn or skipped problems divided by its size."""
         return {
             name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
         }

@@ -32,7 +32,7 @@ class BalancedRows(NamedTuple):
     rows: list[Bins]
     """[rows][num_ranks][sets]: the sets of each microbatch."""
     makespan: float
-    """Sum of the rows' maximum costs, which is the time of a rank in units of cost."""
+    """Sum of the rows' maximum costs: the time of a rank in units of cost."""
 
 
 def count_tokens(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -81,9 +81,7 @@ def pack(
 
 
 def expand(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Return sequence indices by rank and microbatch, in ascending order, from rows of sets and the sequences of each
-    set.
-    """
+    """Return sequence indices by rank and microbatch, in ascending order, from rows of sets."""
     by_rank = zip(*rows, strict=True)
     return [[sorted(int(sequence) for item in row for sequence in sets[item]) for row in rank] for rank in by_rank]
 
@@ -125,7 +123,7 @@ def balance_sets(
 
 
 def _order_key(together: int | NDArray[np.int64]) -> str:
-    """Return in words how sequences are grouped into sets, for an error message."""
+    """Return in words how sequences are grouped into sets, for an error."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
     return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""

@@ -80,7 +80,7 @@ def label_of(record: Record) -> bool:
 
 
 def equal_labels_text(source: str | Path) -> str:
-    """Return the error for a source whose answers are all good or all bad."""
+    """Return the error for a source with only good or only bad answers."""
     return f"{source}: all labels are the same; the loss kto needs good and bad answers, so add the other kind"
 
 
@@ -92,7 +92,7 @@ def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on
 def collect_count(
     records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Return a sequence with the right length but without items. Raises the errors of `make_results`."""
+    """Return a sequence of the right length without items. Raises the errors of `make_results`."""
     return range(sum(1 for _ in make_results(records, make, on_long)))
 
 

@@ -44,7 +44,7 @@ class TooLongError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line or row of a data file: its place, its fields, and the format of its fields."""
+    """One line or row of a data file."""
 
     path: Path
     line: int
@@ -53,7 +53,7 @@ class Record:
     unit: str = "line"
     """Unit of `line`: lines of a text file, rows of a table, or records of a JSON list."""
     names: FieldNames = BY_FORMAT
-    """Field names in the recipe. Errors suggest how to change them."""
+    """The recipe's field names. Errors suggest how to change them."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
         """Return a DataError whose message begins with the file and the line."""
@@ -67,7 +67,7 @@ class Record:
         return value_at(self.fields, name)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """Return the first of these field names that the record has, else the first name. Empty: no names."""
+        """Return the first of these fields that the record has, else the first name. Empty: no names."""
         return first_name_with_value(self.fields, names) or next(iter(names), "")
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
@@ -178,7 +178,7 @@ class Record:
             raise self.error(str(error)) from error
 
     def _read_text(self, field: str, value: Any, *, is_answer: bool) -> Any:
-        """Return a field's value, or the messages of the chat in JSON that the value is."""
+        """Return a field's value, or the messages of its chat in JSON."""
         if not isinstance(value, str):
             return value
         try:

@@ -105,7 +105,7 @@ class _Prefixes:
         self.rank[order] = np.arange(len(order))
 
     def cost_of(self, members: NDArray[np.int64]) -> float:
-        """Return the cost of these sequences, if each is stored apart."""
+        """Return the cost of these sequences, each stored apart."""
         return float(self.cost_of_length[self.lengths[members]].sum())
 
     def common(self, low: int, high: int) -> int:
@@ -125,7 +125,7 @@ class _Cluster:
     """Positions of the sequences in the lexicographic order, ascending."""
 
     def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
-        """Return the cluster of these sequences and one more set of sequences."""
+        """Return the cluster with one more set of sequences."""
         places, tokens, cost = list(self.places), self.tokens, self.cost
         for sequence in members.tolist():
             place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])

@@ -1,5 +1,3 @@
 """Files: atomic writes (`atomic`), strict JSON (`strict_json`), model folders (`model_folder`), the Hub's cache
-(`hub`).
-
-Also names that users write: import paths (`import_path`), and the known name nearest to an unknown one (`nearest`).
+(`hub`), import paths (`import_path`), and the known name nearest to an unknown one (`nearest`).
 """

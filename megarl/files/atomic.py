@@ -21,16 +21,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _REMOVED = (errno.ENOENT, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Error numbers of denied access. They count as storage errors only in the run folder, like errors about
-removed files."""
+"""They count as storage errors only in the run folder, like errors about removed files."""
 
 
 @contextmanager
 def storage_faults_named(path: Path) -> Iterator[None]:
-    """Inside this context an OSError becomes StorageError, or DiskFullError for a full disk, with the path.
+    """Inside this context an OSError becomes StorageError, or DiskFullError for a full disk.
 
-    `path` is named if the error itself has no file name. Only file operations belong inside, because a lost connection
-    is an OSError too.
+    It names `path` if the error has no file name. Only file operations belong inside, because a lost connection is an
+    OSError too.
     """
     try:
         yield
@@ -53,10 +52,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes, *, is_private: bool = False) -> None:
-    """Replace a file's bytes atomically and durably, like `replace_text`. Raises OSError.
-
-    `is_private`: only this user may read them.
-    """
+    """Replace a file's bytes like `replace_text`. `is_private`: only this user may read them."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -132,13 +128,13 @@ def sync(path: Path) -> None:
 
 
 def disk_full(error: BaseException) -> DiskFullError | None:
-    """Return a DiskFullError if a full disk is among the causes of an error, else None."""
+    """Return a DiskFullError if a full disk is among an error's causes, else None."""
     cause = _os_error(error, _FULL)
     return None if cause is None else _full_disk_error(cause, None, None)
 
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
-    """Return a StorageError if an error has a cause in the run folder or its disk, else None."""
+    """Return a StorageError if the run folder or its disk caused an error, else None."""
     if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
         return None
     if not folder.is_dir():
@@ -168,7 +164,7 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
 
 
 def _is_below(folder: Path, name: object) -> bool:
-    """Return whether the file name of an OSError is the folder or a path inside it."""
+    """Return whether an OSError's file name is the folder or a path inside it."""
     if not isinstance(name, str | bytes | os.PathLike):
         return False
     return Path(os.path.abspath(os.fsdecode(name))).is_relative_to(folder.absolute())
@@ -176,9 +172,8 @@ def _is_below(folder: Path, name: object) -> bool:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Inside this context an error caused by a full disk becomes DiskFullError.
-
-    `num_bytes` is the size of the write, or None.
+    """Inside this context an error caused by a full disk becomes DiskFullError. `num_bytes` is the size of the write,
+    or None.
     """
     try:
         yield
@@ -203,16 +198,13 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise DiskFullError if the folder's file system has fewer than `num_bytes` free."""
+    """Raise DiskFullError if the folder's disk has fewer than `num_bytes` free."""
     if num_bytes > _free_bytes(folder):
         raise _no_room(folder, num_bytes)
 
 
 def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None) -> DiskFullError:
-    """Return the error for a write to a full disk, with the place of the disk.
-
-    `folder` is the written folder, and `num_bytes` the size of the write; None: unknown.
-    """
+    """Return the error for a write of `num_bytes` into `folder` on a full disk; None: unknown."""
     place = error.filename
     # An error of a write, unlike one of an open, has no file name.
     if place is None:
@@ -229,10 +221,7 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
 
 
 def _full_place(folder: Path | None) -> str | None:
-    """Return the first full place that a run writes to: its folder, temporary files, its output.
-
-    None: all have free space, so the full one is unknown.
-    """
+    """Return the first full place that a run writes to: its folder, temporary files, its output. None: none is full."""
     for place in (folder, Path(tempfile.gettempdir())):
         if place is not None and _free_bytes(place) < _FULL_BYTES:
             return str(place)
@@ -263,7 +252,7 @@ def _free_bytes(folder: Path) -> int:
 def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
     """Return the first OSError with one of these numbers among an error and its causes, or None.
 
-    For a full disk, an error of another class counts too if it quotes the message of the system.
+    For a full disk, an error of another class counts too if it quotes the system's message.
     """
     full_texts = {os.strerror(number): number for number in numbers if number in _FULL}
     cause: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Lock of a folder on shared storage: at most one owner among the processes of all machines with the storage."""
+"""Lock of a folder on shared storage: at most one owner among the processes of all machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.files.strict_json import loads
 from megarl.types import RunFolderLockedError
 
 HOME = "owners"
-"""Name of the lock's folder inside the locked folder. Its only file belongs to the newest owner."""
+"""The lock's folder inside the locked folder. Its only file belongs to the newest owner."""
 HEARTBEAT_SECONDS = 5.0
 """Seconds between two touches of the owner's file."""
 DEAD_SECONDS = 60.0
@@ -46,10 +46,10 @@ class Owner:
     boot_id: str
     """Identity of the machine's boot: /proc/sys/kernel/random/boot_id."""
     pid_namespace: str
-    """Namespace of `pid`: processes of another container have other numbers."""
+    """Processes of another container have other numbers."""
     pid: int
     started: int
-    """Start of the process in clock ticks since the boot. A reused `pid` has another start."""
+    """In clock ticks since the boot. A reused `pid` has another start."""
     run: str
     job: str
     """Slurm's job id; empty outside of Slurm."""
@@ -76,17 +76,17 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the owner's `pid` is a number of this machine, of this boot, and of this container."""
+        """Return whether `pid` is a number of this machine, boot and container."""
         return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
     def is_running(self) -> bool:
-        """Return whether the owner's process runs. Valid only if `is_here`."""
+        """Valid only if `is_here`."""
         return _start_of(self.pid) in (self.started, _UNKNOWN_START)
 
     @property
     def is_suspended(self) -> bool:
-        """Return whether SIGSTOP or Ctrl-Z has suspended the owner's process. Valid only if `is_here`."""
+        """Return whether SIGSTOP or Ctrl-Z has suspended the process. Valid only if `is_here`."""
         fields = stat_fields(self.pid)
         return bool(fields) and fields[0] == "T" and int(fields[19]) == self.started
 
@@ -146,8 +146,7 @@ class FolderLock:
     def _restore(self) -> bool:
         """Write this process's file again after `owners/` was emptied. Returns False if the folder has another owner.
 
-        Its number is higher than before, so a taker that creates the first number meanwhile loses. Raises OSError, also
-        if the locked folder itself is gone.
+        A taker that creates the first number meanwhile loses. Raises OSError, also if the locked folder is gone.
         """
         with self._restoring, suppress(FileExistsError):
             if self._is_owner():
@@ -256,9 +255,9 @@ class FolderLock:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Watches the heartbeats of the driver, the owner of a run folder. It only reads the folder.
+    """Watches the heartbeats of a run folder's owner, the driver. It only reads the folder.
 
-    It measures time with this machine's monotonic clock alone, so the clocks of other machines do not matter.
+    It uses only this machine's monotonic clock, so the clocks of other machines do not matter.
     """
 
     folder: Path
@@ -301,7 +300,7 @@ class Heartbeats:
 
 
 def owner_is_gone(folder: Path) -> bool:
-    """Return whether the folder's newest owner has ended: by its file, or because its process on this machine is gone.
+    """Return whether the newest owner has ended: by its file, or because its process on this machine is gone.
 
     False: it runs, or is on another machine, or nothing is known. Raises no error, and writes nothing.
     """
@@ -317,7 +316,7 @@ def owner_is_gone(folder: Path) -> bool:
 
 
 def _create(file: Path, content: bytes) -> None:
-    """Create a file with this content. Raises FileExistsError if it exists, other OSErrors if it cannot be written."""
+    """Create a file. Raises FileExistsError if it exists, other OSErrors if it cannot be written."""
     # O_EXCL is atomic on NFS since version 3, on Lustre and on GPFS. Hard links are missing on some file systems.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -360,7 +359,7 @@ def _age_of(path: Path) -> float:
 
 
 def _newest(home: Path) -> Path | None:
-    """Return the owner's file with the highest number. None: the folder never had an owner."""
+    """Return the owner's file with the highest number. None: the folder never had one."""
     try:
         names = [name for name in os.listdir(home) if _OWNER.fullmatch(name)]
     except FileNotFoundError:
@@ -380,7 +379,7 @@ def _text(owner: Owner | None) -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since the boot. None: it has ended."""
+    """Return a process's start in clock ticks since the boot. None: it has ended."""
     if fields := stat_fields(pid):
         # A zombie has ended; only its parent has not asked for its exit code yet.
         return None if fields[0] in "ZX" else int(fields[19])

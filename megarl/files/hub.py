@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub: look-up in this machine's cache, download, upload of a model folder.
+"""Models and data sets of the Hugging Face Hub: look-up in this machine's cache, download, upload.
 
 The Hub's address and the token are those of huggingface_hub: HF_ENDPOINT, HF_TOKEN or the file that `hf auth login`
 writes. A token is never an argument, so recipes and logs have none.
@@ -19,21 +19,21 @@ Patterns = tuple[str, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _STALE = (".safetensors", ".safetensors.index.json")
-"""Endings of weight files. An upload removes those at the top of a repository that the folder lacks."""
+"""Endings of weight files. An upload removes those that the folder lacks from a repository's top."""
 
 
 _FOLDERS = frozenset({"runs", "data", "datasets", "models", "checkpoints", "outputs"})
 
 
 class Pushed(NamedTuple):
-    """An upload to the Hub: the repository's name, and the id of the commit with all files."""
+    """An upload to the Hub: the repository's name, and the commit's id."""
 
     name: str
     commit: str
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form OWNER/NAME of a repository on the Hub. The repository need not exist."""
+    """Return whether a text has the form OWNER/NAME of a repository, which need not exist."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
@@ -74,8 +74,8 @@ def cached_folder(name: str, kind: Kind, only: Patterns | None = None, without: 
 def download(name: str, kind: Kind, *, only: Patterns | None = None, without: Patterns | None = None) -> Path:
     """Download a model or data set into the Hub's cache, and return its folder there. A terminal shows the progress.
 
-    `only` and `without` are file name patterns: files needed, and files not needed. Raises DataError with the reason
-    alone if there is no network, no such repository, or no permission.
+    `only` and `without` are as in `cached_folder`. Raises DataError with the reason alone if there is no network, no
+    such repository, or no permission.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError

@@ -38,7 +38,7 @@ class Choices:
 
     field: str
     noun: str
-    """Kind of the objects in error messages, for example `a reward` or `a tracker`."""
+    """Kind of the objects in errors, for example `a reward`."""
     kind: Kind
     table: Mapping[str, str]
     takes_files: bool = True
@@ -57,12 +57,12 @@ class Choices:
         )
 
     def load(self, name: str) -> Callable[..., Any]:
-        """Import and return the function or class called `name`. Raises the errors of `locate` and `import_object`."""
+        """Import and return the object called `name`. Raises the errors of `locate` and `import_object`."""
         return import_object(self.locate(name), self.field, self.kind)
 
 
 def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:
-    """Return the function with this name in a table, or the user's function. Raises the errors of `import_object`."""
+    """Return the function with this name in a table, or the user's. Raises the errors of `import_object`."""
     return table[name] if name in table else import_object(name, field)
 
 
@@ -100,7 +100,7 @@ def source_being_imported() -> str | None:
 
 
 def imported_object(path: str) -> Callable[..., Any] | None:
-    """Return the function or class at an import path if its module was imported before. No code runs."""
+    """Return the object at an import path if its module was imported before. No code runs."""
     source, _, attribute = path.rpartition(":")
     module = sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
     value = getattr(module, attribute, None)
@@ -108,7 +108,7 @@ def imported_object(path: str) -> Callable[..., Any] | None:
 
 
 def _module_name(path: Path) -> str:
-    """Return the name in `sys.modules` of a Python file's module. It is unique to the absolute path."""
+    """Return the name in `sys.modules` of a Python file's module, unique to the absolute path."""
     return f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
 
 

@@ -9,10 +9,7 @@ from types import TracebackType
 
 
 class MachineLock:
-    """The lock of a file, free until `acquire`. The end of its context and `close` free it again.
-
-    `folder_lock` has locks for several machines.
-    """
+    """The lock of a file, free until `acquire`. The end of its context and `close` free it again."""
 
     def __init__(self, path: Path, *, creates: bool = True) -> None:
         """Open the file, or create it if `creates`. Raises OSError for a link and for another user's file."""

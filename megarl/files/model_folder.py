@@ -19,7 +19,7 @@ from megarl.types import DataError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHECKSUMS = "model.safetensors.checksums.json"
-"""Name of the file with the checksums of an exported model's tensors."""
+"""File with the checksums of an exported model's tensors."""
 CARD = "README.md"
 """Name of a model card's file."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -94,7 +94,7 @@ _EXPORTED = re.compile(r"hf(_best|_step_\d+)?")
 """Names of the folders in which a run exports models."""
 
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
-"""Owner (organisation) of a model on the Hugging Face Hub, by the prefix of the model's name."""
+"""Owner (organisation) of a model on the Hub, by the prefix of the model's name."""
 
 
 def missing_folder(folder: Path, file: str = "") -> str:
@@ -118,7 +118,7 @@ def missing_folder(folder: Path, file: str = "") -> str:
 def download_commands(folder: Path, file: str = "") -> str:
     """Return the shell commands that download a missing model: into the Hub's cache, and into this folder.
 
-    With `file`, they download only this file. They have the model's name on the Hub, if known.
+    `file` is as in `missing_folder`. They have the model's name on the Hub, if known.
     """
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
@@ -237,7 +237,7 @@ def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor in the header of a safetensors file: the format's code of its dtype, its shape, its size in bytes."""
+    """A tensor in the header of a safetensors file: the format's code of its dtype, its shape, its bytes."""
 
     code: str
     shape: tuple[int, ...]

@@ -176,7 +176,7 @@ def train_on_assistant(
 
 
 def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int) -> None:
-    """Raise DataError if no assistant's message from number `first` on is to be trained."""
+    """Call `refuse_untrained`. Raises its error as DataError with the line."""
     try:
         refuse_untrained(messages, first=first)
     except ValueError as error:

@@ -133,7 +133,7 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
 
 
 def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequence:
-    """Return the one sequence of an answer. Raises DataError for several, because a loss compares whole answers."""
+    """Return an answer's one sequence. Raises DataError for several, because a loss compares whole answers."""
     sequence, *further_sequences = conversation
     if further_sequences:
         raise record.error(
@@ -155,7 +155,7 @@ def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
 
 
 def with_score_masks(batch: TokenBatch) -> TokenBatch:
-    """Return the sequences, each with one more position. The value there is the score of the whole sequence."""
+    """Apply `with_score_mask` to the sequences."""
     lengths = batch.lengths + 1
     cu_seqlens = borders(lengths)
     is_token = np.ones(cu_seqlens[-1], np.bool_)

@@ -119,7 +119,7 @@ def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool |
 
 
 def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
-    """Return the call with its arguments checked against the JSON schema of its tool."""
+    """Return the call, checked against the JSON schema of its tool."""
     if call.error is not None:
         return ToolCall(call_id, call.name, None, call.error)
     tool = tool_named(call.name, tools)

@@ -82,13 +82,13 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 
 def _find_name(text: str) -> str:
-    """Return the tool's name in a JSON text that may be broken, or an empty text."""
+    """Return the tool's name in possibly broken JSON, or an empty text."""
     match = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return match.group(1) if match else ""
 
 
 def _json_argument_text(name: str, text: str) -> WrittenCall:
-    """Return a tool call whose arguments are the JSON at the beginning of the text."""
+    """Return a tool call with the JSON at the beginning of the text as arguments."""
     try:
         arguments, end = _json_at(text, 0)
     except ValueError as error:

@@ -101,7 +101,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _standard_tool(tool: Any) -> Any:
-    """Return a tool with its fields under `function`. Values that are not tools are returned unchanged."""
+    """Return a tool with its fields under `function`; other values unchanged."""
     if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
         return tool
     if foreign := next((key for key in _SCHEMA_KEYS_ELSEWHERE if key in tool), None):
