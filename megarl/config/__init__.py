@@ -114,7 +114,7 @@ class Recipe(Section):
     monitor: MonitorConfig = MonitorConfig()
     """Observation by other programs: Prometheus metrics and health over HTTP. Off by default."""
 
-    # Private attributes, not fields: they are never validated or written as part of the recipe.
+    # Private attributes, not fields: they are neither validated nor written as part of the recipe.
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())
 
@@ -125,14 +125,13 @@ class Recipe(Section):
         filled = with_first_train(raw_values)
         recipe = validate(filled)
         if filled is not raw_values:
-            # The user gave it to a source only. As a given field it would be reported as overridden by all sources.
+            # A source set it, not the user. As a set field, all sources would be reported to override it.
             recipe.data.model_fields_set.discard("train")
         check_sources(recipe)
         return recipe.with_overlong_buffer()
 
     def with_overlong_buffer(self) -> Self:
-        """Return the recipe with `algorithm.overlong_buffer` from `algorithm.preset`, if the recipe leaves the field
-        out.
+        """Return the recipe with `algorithm.overlong_buffer` from `algorithm.preset`, if the field is missing.
 
         Presets give it as a fraction of `rollout.sampling.max_new_tokens`.
         """
@@ -143,7 +142,7 @@ class Recipe(Section):
         resolved = algorithm.model_copy(
             update={"overlong_buffer": max(1, self.rollout.sampling.max_new_tokens // parts)}
         )
-        # The value comes from the preset. A source with another max_new_tokens computes its own.
+        # The value comes from the preset, so a source with another max_new_tokens computes its own.
         resolved.model_fields_set.discard("overlong_buffer")
         return self.model_copy(update={"algorithm": resolved})
 
@@ -152,8 +151,8 @@ class Recipe(Section):
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
-        """Return a copy of the recipe that is written with texts like `${oc.env:HF_TOKEN}` for values from the
-        environment.
+        """Return a copy of the recipe. Values from the environment are written as references like
+        `${oc.env:HF_TOKEN}`.
         """
         copy = self.model_copy()
         copy._references = dict(references)
@@ -174,7 +173,7 @@ class Recipe(Section):
 
     @property
     def drafter(self) -> str | None:
-        """Return the folder or Hub name of the engines' EAGLE-3 drafter, a small model that drafts tokens. None: no
+        """Return the folder or Hub name of the engines' EAGLE-3 drafter, a small model that drafts tokens; None: no
         drafter.
         """
         config = self.rollout.vllm.get("speculative_config")
@@ -189,9 +188,9 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """Return whether engines keep the base weights and receive only a LoRA adapter in each reshard.
+        """Return whether each reshard sends only a LoRA adapter, because the engines keep the base weights.
 
-        False before a start has replaced `lora.sync: auto` by a choice.
+        False until a start has replaced `lora.sync: auto`.
         """
         return self.has_engine and self.lora.rank > 0 and self.lora.sync == "adapter"
 
@@ -284,17 +283,18 @@ class Recipe(Section):
 
     @property
     def logprob_gap_limit(self) -> float | None:
-        """Return the maximum mean distance of trainer and engine log-probs in nats. None: no limit.
+        """Return the maximum mean distance of trainer and engine log-probs, in nats; None: no limit.
 
-        Above it updates are skipped. With trainer.exact the limit is 0.
+        Above it, updates are skipped. With trainer.exact it is 0.
         """
         return 0.0 if self.exact_blocks else self.train.max_logprob_gap
 
     @property
     def exact_blocks(self) -> int:
-        """Return the number of equal blocks in which a matrix product over several ranks is summed.
+        """Return the number of equal blocks in which a matrix product over several ranks is summed; 0: trainer.exact is
+        off.
 
-        It is the largest of trainer.tp, trainer.etp and rollout.tp. 0: trainer.exact is off.
+        It is the largest of trainer.tp, trainer.etp and rollout.tp.
         """
         return (
             max(self.trainer.tp, self.trainer.etp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
@@ -326,7 +326,7 @@ class Recipe(Section):
 
     @property
     def separate_ranks(self) -> int:
-        """Return the number of ranks that only sample. 0: `rollout.placement` is colocated.
+        """Return the number of ranks that only sample; 0: `rollout.placement` is colocated.
 
         It is `rollout.ranks`, or the number of ranks on the nodes of `cluster.groups.engines`.
         """
@@ -357,13 +357,14 @@ class Recipe(Section):
     def overlaps_at(self, step: int) -> bool:
         """Return whether the step's new weights are sent in the background of the next step.
 
-        They are with `weights.overlap`, if another step follows directly.
+        True with `weights.overlap`, if another training step follows directly.
         """
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
-        """Return whether the step sends new weights to the engines: every `rollout.sync_every` steps and before
-        evaluations.
+        """Return whether the step sends new weights to the engines.
+
+        It does every `rollout.sync_every` steps, and before evaluations.
         """
         return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
@@ -384,7 +385,7 @@ class Recipe(Section):
 
     @property
     def teacher_tokens(self) -> int:
-        """Return the limit of tokens in a teacher's sequence with its own prompt. 0: teachers have the policy's
+        """Return the maximum tokens of a sequence with the teacher's own prompt; 0: teachers read the policy's
         prompt.
         """
         recipes = [source.recipe for source in self.sources] if self.loop == "distillation" else []
@@ -402,8 +403,8 @@ class Recipe(Section):
         if rollout.turns_of_attempt == 1:
             return longest
         if rollout.history == "append" and rollout.environment != "command":
-            # All turns are in one sequence, so together they fit in the context. Rendered histories and the calls of
-            # a program are separate sequences, each with its own room.
+            # All turns are in one sequence, so they share the context. Rendered histories and the calls of a program
+            # are separate sequences, each with its own context.
             longest = min(longest, self.data.max_prompt_tokens + rollout.sampling.max_new_tokens)
         return min(longest, rollout.budget.sampled_tokens or longest)
 

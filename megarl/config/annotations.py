@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Condition under which a recipe field has an effect, for example that `rollout.placement` is separate.
+    """Condition for a recipe field to have an effect, for example that `rollout.placement` is separate.
 
-    `fields` are the names of the fields that decide it. `remedy` says how a user can fulfil it.
+    It depends on the recipe fields `fields`. `remedy` says how a user can fulfil it.
     """
 
     fields: tuple[str, ...]
@@ -35,13 +35,12 @@ class Condition:
     """Command-line overrides that fulfil the condition: `rollout.placement=separate`. The generated page MIGRATION.md
     shows them."""
     is_alternative: bool = False
-    """Whether the annotated and the deciding field are two ways to write one setting, as warmup_steps and
-    warmup_fraction. A command-line override of one then removes the recipe file's value of the other."""
+    """Whether both fields are two ways to write one setting, as warmup_steps and warmup_ratio. A command-line override
+    of one then removes the recipe file's value of the other.
+    """
 
     def state(self, recipe: Recipe) -> str:
-        """Return the deciding fields with their values for an error message: `under loop=sft`, `without
-        reward.model`.
-        """
+        """Return the deciding fields with their values for an error: `under loop=sft`, `without reward.model`."""
         values = {field: value_at(recipe, field) for field in self.fields}
         absent = [field for field, value in values.items() if value is None or value == {}]
         texts = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
@@ -53,12 +52,11 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, init=False)
 class OnlyIf:
-    """Conditions that must all hold for the annotated field, or every field of the annotated section, to have an
-    effect.
+    """Conditions for the annotated field, or all fields of the annotated section, to have an effect. All must hold.
 
-    A field inside a section inherits the section's conditions. Its own condition on the same deciding field replaces
-    the inherited one. An item may be a function from the section's dotted name to the condition, for sections that
-    occur at several places of the recipe.
+    A field inherits the conditions of its section. Its own condition on the same deciding field replaces the inherited
+    one. If a section occurs at several places of the recipe, an item may be a function from its dotted name to the
+    condition.
     """
 
     conditions: tuple[Condition | Callable[[str], Condition], ...]
@@ -71,7 +69,7 @@ class OnlyIf:
 class UntriedOnGpu(DescriptionNote):
     """Marks a field with values that have never run on a GPU. tests/gpu/README.md lists the runs on GPUs.
 
-    The field's description names them. A start on a GPU gives a notice if the field has not its default value.
+    The field's description names these values. A start on a GPU gives a notice if the field differs from its default.
     """
 
     values: str
@@ -83,9 +81,9 @@ class UntriedOnGpu(DescriptionNote):
 
 @dataclass(frozen=True, slots=True)
 class KeywordOf:
-    """Marks a field as a keyword argument of a formula (a loss, an advantage estimator) that another field selects.
+    """Marks a field as keyword argument of a formula (loss or advantage estimator), selected by another field.
 
-    The field has an effect only if the selecting field has one, and if the formula takes the keyword.
+    The field has an effect only if the selecting field has one and the formula takes the keyword.
     """
 
     formula: str
@@ -96,9 +94,9 @@ class KeywordOf:
 
 @dataclass(frozen=True, slots=True)
 class Decides:
-    """Settings of vLLM and Megatron-Core that the annotated field determines, so users must not set them directly.
+    """Settings of vLLM and Megatron-Core decided by the annotated field. Users must not set them directly.
 
-    A text has several names separated by blanks.
+    Several names are separated by blanks.
     """
 
     vllm: str = ""

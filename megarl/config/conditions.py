@@ -46,7 +46,7 @@ def above_zero(field: str, example: str) -> Condition:
 def takes(field: str, keyword: str) -> Condition:
     """Return the condition that the formula selected by a recipe field takes this keyword argument.
 
-    A user's own formula counts as taking every keyword; `preflight.keyword_arguments` checks it later.
+    A user's own formula counts as taking every keyword. `preflight.keyword_arguments` checks it later.
     """
 
     def holds(recipe: Recipe) -> bool:
@@ -93,7 +93,7 @@ TASK_REWARDS = Condition(
     lambda recipe: recipe.distillation.use_task_rewards,
     "distillation.use_task_rewards=true",
 )
-# It decides by the loop too, so it replaces the section's condition on it.
+# It also depends on the loop, so it replaces the section's condition on the loop.
 REWARDS_TRAINED = Condition(
     ("loop",),
     "set loop to rl, or distillation.use_task_rewards to true in loop distillation",
@@ -111,7 +111,7 @@ EVALUATED = Condition(
     "give data.validation",
     lambda recipe: bool(recipe.validation_sets) or recipe.checkpoint.best is None,
 )
-# Neither coefficient 0 nor data null needs the other field: both are overrides to train without ptx.
+# Both coefficient 0 and data null are overrides that disable ptx, so neither needs the other field.
 PTX = Condition(
     ("data.ptx",), "give data.ptx", lambda recipe: bool(recipe.data.ptx or not recipe.algorithm.ptx_coefficient)
 )
@@ -159,7 +159,7 @@ UNPACED = Condition(
     "set rollout.max_staleness to 0",
     lambda recipe: not recipe.rollout.is_paced,
 )
-# Only engines ahead of the trainer have requests in flight during a reshard.
+# Only if engines sample ahead are requests in flight during a reshard.
 PACED = Condition(
     ("rollout.placement", "rollout.max_staleness"),
     "set rollout.placement to separate and rollout.max_staleness to at least 1; otherwise no request is interrupted",
@@ -231,7 +231,7 @@ SANDBOX = Condition(
 # A SandboxFusion server has its own isolation and packages.
 HERE = Condition(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
 MOVING_TEMPERATURE = one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
-# Reported where every source of a mixture overrides the field, so the recipe's value is never used.
+# Reported if all sources of a mixture override the field, because the recipe's value is then never used.
 NOT_OWN = Condition(("mixture",), "remove it from a source; every source has its own", lambda recipe: False)
 CURRICULUM = non_empty("data.curriculum.band")
 CORRECTION = non_empty("algorithm.importance_sampling")

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 CORRECTING_LOSSES = ("dppo_tv", "dppo_kl", "vespo")
-"""Policy losses with a ratio to the engine's log-probs. An importance weight would correct twice."""
+"""Policy losses with a ratio to the engine's log-probs. With them, an importance weight would correct twice."""
 _SMOOTH_LOSSES = ("vespo", "dro")
-"""Policy losses for samples of an older policy, without a clip: a weight fades with the ratio, or a penalty grows."""
+"""Policy losses for older samples without a clip: their weight fades with the ratio, or a penalty grows."""
 
 
 def lacks_correction(recipe: Recipe) -> bool:
     """Return whether the recipe trains on stale tokens without a correction, and does not declare it as intended."""
     if unmet(recipe, "rollout.max_staleness") is not None:
         return False
-    # An explicit importance_sampling = none states intent, so it gives a warning instead of an error.
+    # An explicit importance_sampling = none is intended, so it gives a warning, not an error.
     return is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set
 
 
@@ -33,7 +33,7 @@ def is_uncorrected(recipe: Recipe) -> bool:
 def nothing_corrects(recipe: Recipe) -> bool:
     """Return whether the loss has neither an importance weight nor a clipped ratio to the sampling policy."""
     algorithm = recipe.algorithm
-    # Starting from the engine's log-probs, the loss itself is the correction.
+    # With the engine's log-probs as old log-probs, the loss itself corrects.
     is_bounded = "clip_low" in _settings_of_policy_loss(recipe) or algorithm.policy_loss in _SMOOTH_LOSSES
     corrects_in_loss = algorithm.old_logprobs == "rollout" and is_bounded
     return algorithm.importance_sampling is None and not corrects_in_loss

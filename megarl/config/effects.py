@@ -36,7 +36,7 @@ def conditions(field: str) -> tuple[Condition, ...]:
         for layer in _layers(".".join(parts[:end])):
             decided = {condition.fields for condition in layer}
             field_conditions = [condition for condition in field_conditions if condition.fields not in decided] + layer
-    # The loop comes first: under another loop the other conditions would mislead.
+    # Name the loop first: under another loop, the other conditions would mislead.
     return tuple(sorted(field_conditions, key=lambda condition: condition.fields != ("loop",)))
 
 
@@ -53,11 +53,11 @@ def _layers(place: str) -> Iterator[list[Condition]]:
 
 
 def unmet(recipe: Recipe, field: str) -> Condition | None:
-    """Return the first condition of a field that the recipe does not meet. None: the field has an effect.
+    """Return the first condition of a field that the recipe does not meet; None: the field has an effect.
 
-    In a mixture the field has an effect if at least one source uses the recipe's value.
+    In a mixture, a field has an effect if at least one source uses the recipe's value.
     """
-    # A source's recipe has an empty mixture, so a condition on the mixture is checked on the whole recipe.
+    # A source's recipe has no mixture, so check a condition on the mixture in the whole recipe.
     on_mixture = (condition for condition in conditions(field) if condition.fields == ("mixture",))
     if recipe.mixture and (condition := next(on_mixture, None)) is not None:
         return condition

@@ -1,7 +1,7 @@
-"""Whether a run can know that an answer is right: verdicts of reward functions and environments.
+"""How a run knows that an answer is right: by verdicts of reward functions and environments.
 
-Accuracy, pass@k and majority@k count verdicts. A score alone is not a verdict, because a function for brevity or format
-also rewards wrong answers. The recipe or the function must say that a score is a verdict.
+Accuracy, pass@k and majority@k count verdicts. A score alone is no verdict, because a function for brevity or format
+rewards wrong answers too. The recipe or the function must declare a score as a verdict.
 """
 
 from __future__ import annotations
@@ -80,14 +80,12 @@ def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
     kind = function.name.partition(".")[0] if ":" not in function.name else function.name
     if kind in JUDGES or _is_judging_server(kind, function):
         return "declared"
-    # With several functions nobody can say which of their scores judges the answer.
+    # With several functions, it is open which score judges the answer.
     return "by_value" if is_only and kind not in SCORERS else "none"
 
 
 def _is_judging_server(kind: str, function: RewardFunctionConfig) -> bool:
-    """Return whether the score of an HTTP reward is a verdict: by a threshold, or by the choices CORRECT and
-    INCORRECT.
-    """
+    """Return whether an HTTP reward's score is a verdict: by a threshold, or by the choices CORRECT and INCORRECT."""
     if kind not in ("judge", "remote"):
         return False
     kwargs = function.kwargs

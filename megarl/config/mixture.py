@@ -1,5 +1,5 @@
-"""Data mixtures: a run with several sources of prompts. A source may override some recipe fields and shares the
-others.
+"""Data mixtures: a run with several sources of prompts. A source may override some recipe fields, and shares
+the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.config.section import Section
 if TYPE_CHECKING:
     from megarl.config import Recipe
 
-# All other fields describe the ranks, the models or the batch, and these are shared by all sources.
+# All other fields describe the ranks, the models or the batch, and all sources share these.
 OWN = {
     "data": (
         "train", "validation", "format", "fields", "answer_field", "system_prompt", "max_prompt_tokens", "overlong",
@@ -86,7 +86,7 @@ def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
     return tuple(_source(recipe, name, entry) for name, entry in recipe.mixture.items())
 
 
-# All faults are collected first, because a user should see every error of a recipe at once.
+# Collect all errors first, so that a user sees every error of a recipe at once.
 def check_sources(recipe: Recipe) -> None:
     """Raise a ValidationError with the errors of all sources, placed at mixture.NAME in the recipe."""
     faults: list[InitErrorDetails] = []
@@ -118,7 +118,7 @@ def check_sources(recipe: Recipe) -> None:
         raise ValidationError.from_exception_data("mixture", faults)
 
 
-# data.train is a required field, so a recipe with data in its sources only would not validate.
+# data.train is required, so a recipe with data only in its sources would not validate.
 def with_first_train(values: Any) -> Any:
     """Return recipe values with the first source's data.train, if only the sources have one."""
     if not isinstance(values, Mapping) or not isinstance(values.get("mixture"), Mapping):
@@ -150,7 +150,7 @@ def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
     return type(section).model_validate(_values(section, changes))
 
 
-# Only set fields are dumped: a default would count as given in the merged section (`config.effects`).
+# Dump only set fields, because a default would count as set in the merged section (`config.effects`).
 def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
     values = section.model_dump(exclude_unset=True)
     for name, value in changes.items():

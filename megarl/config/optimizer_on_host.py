@@ -13,7 +13,7 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     if recipe.model.dtype != "bfloat16":
         yield "Megatron-Core supports it for bfloat16 only; leave it out, or set model.dtype=bfloat16"
     if not trainer.distributed_optimizer:
-        # No check of optimizer.name: SGD has no state, and it is refused with the distributed optimizer.
+        # optimizer.name needs no check: SGD has no state, and is refused with the distributed optimizer.
         yield "needs the distributed optimizer; leave trainer.distributed_optimizer out"
     if recipe.optimizer.name == "muon" or (recipe.has_critic and recipe.critic.optimizer.name == "muon"):
         yield "Muon gathers whole matrices on GPUs; leave it out, or set optimizer.name=adam"

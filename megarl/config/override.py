@@ -7,7 +7,7 @@ from typing import Any
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _NOT_SCALING = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Rotary settings that say which channels rotate. A change of the scaling does not touch them."""
+"""Rotary settings that choose the rotating channels. A change of the scaling does not change them."""
 OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
 """Fields of config.json that may be overridden. They change the computation but not the shapes of weights."""
 
@@ -31,7 +31,9 @@ _REASONS = {
 
 
 def override_fault(override: Mapping[str, Any]) -> str | None:
-    """Return the first error in the overrides, or None. A later check tests whether megarl supports the values."""
+    """Return the first error in the overrides, or None. Later, another check tests whether megarl supports the
+    values.
+    """
     for name, value in override.items():
         if name not in OVERRIDABLE:
             reason = _REASONS.get(name, "it is not a permitted field")
@@ -75,7 +77,7 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
     if "rope_parameters" in config:
         return changed | {"rope_parameters": rope}
     apart = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    # transformers 4 writes null instead of a default rope_scaling.
+    # transformers 4 writes null for a default rope_scaling.
     return changed | apart | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
@@ -90,7 +92,8 @@ def engine_overrides(
 ) -> dict[str, Any]:
     """Return the overrides as vLLM's `hf_overrides`.
 
-    vLLM replaces a field as a whole, so rotary settings must be complete: `rope` has those that config.json may lack.
+    vLLM replaces a field as a whole, so rotary settings must be complete. `rope` has the settings that config.json may
+    lack.
     """
     plain = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain) == len(override):

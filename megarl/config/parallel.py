@@ -12,11 +12,12 @@ from itertools import accumulate, product
 from math import prod
 
 FP8_BLOCK = 128
-"""With block-scaled FP8, the tokens and hidden channels of one rank must be multiples of this."""
+"""Block size of block-scaled FP8. A rank's numbers of tokens and hidden channels must be multiples of it."""
 EXACT_ROWS = 16
-"""The input of an exact matrix product is padded to a multiple of this number of rows. At other numbers oneDNN's
-kernels (torch 2.13) round some elements differently. Of 12 numbers of rows tried on an AVX-512 processor, 1 differed,
-and with two threads also 2, 3, 33, 129 and 257. Multiples of 16 and 32 did not."""
+"""An exact matrix product pads its input to a multiple of this number of rows. At other numbers oneDNN's kernels (torch
+2.13) round some elements differently. Of 12 numbers tried on an AVX-512 processor, 1 differed, and with two threads
+also 2, 3, 33, 129 and 257. Multiples of 16 and 32 did not.
+"""
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Values of trainer.rank_order: Megatron's default, and the order in which a replica's pipeline stages are
@@ -25,8 +26,9 @@ neighbours."""
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Position of one rank in the trainer's parallel grid. `etp`, `ep` and `edp` are its position in the experts'
-    grid."""
+    """Position of a rank in the trainer's parallel grid. `etp`, `ep` and `edp` are its position in the
+    experts' grid.
+    """
 
     tp: int
     dp: int
@@ -39,14 +41,14 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Parallel sizes of trainer and engines, which share ranks or (`rollout_ranks` above 0) have separate ones.
+    """Parallel sizes of trainer and engines. They share ranks, or have separate ones (`rollout_ranks` above 0).
 
     The trainer has the run's first ranks, separate engines have the last. `vpp` is the number of model chunks per
-    pipeline stage, `etp` and `ep` are the sizes for experts. With `rollout_ep`, engines distribute whole experts over
-    ranks instead of splitting each. `order` is Megatron's rank order.
+    pipeline stage. `etp` and `ep` are the sizes for experts. With `rollout_ep`, engines distribute whole experts over
+    ranks, instead of splitting each expert. `order` is Megatron's rank order.
 
-    `rank_permutation` (a, b) moves the trainer's ranks: in each block of a * b ranks, rank i * b + j takes position j *
-    a + i of the order. Neighbouring ranks then have distant positions. (1, 1) changes nothing.
+    `rank_permutation` (a, b) moves the trainer's ranks. In each block of a * b ranks, rank i * b + j takes position j *
+    a + i of the order. So neighbouring ranks have distant positions. (1, 1) changes nothing.
     """
 
     tp: int
@@ -157,7 +159,7 @@ class ParallelConfig:
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
         """Return the tp * pp * cp ranks of one data-parallel replica, the rank with tp 0, cp 0 and pp 0 first."""
-        # A permutation may give tp 0 a higher number than its peers, so the first rank is placed explicitly.
+        # After a permutation, tp 0 may have a higher rank number than its peers, so put the first rank in front.
         first = self.rank(tp=0, dp=dp, pp=0)
         places = product(range(self.tp), range(self.pp), range(self.cp))
         peers = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in places} - {first}
@@ -168,7 +170,7 @@ class ParallelConfig:
         first = self.world_size if self.is_separate else 0
         return tuple(range(first, self.num_ranks, self.rollout_tp))
 
-    # Zigzag context parallelism gives each rank one early and one late chunk, to balance causal attention.
+    # Zigzag context parallelism balances causal attention: each rank has one early and one late chunk.
     @property
     def sequence_multiple(self) -> int:
         """Return the number of tokens of which each padded sequence is a multiple: two chunks per context-parallel
@@ -181,7 +183,7 @@ class ParallelConfig:
         """Return the number of microbatches that the interleaved pipeline schedule processes as one group."""
         return self.pp if self.vpp > 1 else 1
 
-    # ep has size 1 here: the dense weights do not know it, but Megatron's order strings name it.
+    # Megatron's order strings include ep. Dense weights are not split by it, so its size is 1 here.
     @property
     def _dense(self) -> dict[str, int]:
         return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}

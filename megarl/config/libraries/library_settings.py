@@ -58,8 +58,8 @@ def reserved_settings(library: str) -> dict[str, str]:
     """Return the settings of a library that users cannot set, each with the recipe field or other source that decides
     it.
 
-    `library` is vllm, megatron, experts, recompute or fp8, a field of `config.annotations.Decides`. architecture:
-    Megatron's settings of parts that few models have. sinks: those in models with attention sinks.
+    `library` is a field of `config.annotations.Decides` (vllm, megatron, experts, recompute, fp8), architecture
+    (Megatron's settings of parts found in few models), or sinks (those of models with attention sinks).
     """
     deciding: dict[str, list[str]] = {}
     for place in all_fields():
@@ -74,7 +74,7 @@ def _all_of(fields: list[str]) -> str:
     return f"{', '.join(leading)} and {last}" if leading else last
 
 
-# Megatron-Core 0.16.1 accepts these silently; a user would believe that they act.
+# Megatron-Core 0.16.1 accepts these silently, without effect.
 _UNREAD = {
     "attention_dropout": "attention over packed rows has no dropout; use hidden_dropout",
     "masked_softmax_fusion": "attention over packed rows has kernels of its own",
@@ -116,9 +116,7 @@ def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _balancing_faults(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error line if a balancing loss of experts has a type but coefficient zero, or a coefficient but
-    no type.
-    """
+    """Yield an error line if a balancing loss of experts has a type but coefficient zero, or the reverse."""
     kinds, coefficient = settings.get(_BALANCING), settings.get(_COEFFICIENT)
     if kinds is None:
         return

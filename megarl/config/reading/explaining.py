@@ -80,15 +80,13 @@ def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
 
 
 def _around(place: str) -> str:
-    """Return the description of the field at a place (keys and indices), or of the nearest section around it. May be
-    empty.
-    """
+    """Return the description of the field at a place (keys and indices), or of the section around it. May be empty."""
     parts = place.split(".")
     fields = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
     return next((description(field) for field in fields if field is not None), "")
 
 
-# A misspelt section gets one line. A foreign section gets a line per value, since each has another counterpart.
+# A misspelt section gets one line. Another program's section gets a line per value, because each has its own remedy.
 def _unknown(place: str, value: Any) -> Iterator[str]:
     """Yield the error line of an unknown key. An unknown section gets one line for each value in it."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
@@ -109,7 +107,7 @@ def key_hint(place: str, value: str | None = None) -> str:
 
     if (replacement := REMOVED.get(place)) is not None:
         return f"the field was removed: {replacement}"
-    # Fields of list items exist nowhere else, so other sections are not searched for them.
+    # Fields of list items exist nowhere else, so do not search other sections for them.
     fields, short = [] if _is_in_item(place) else _elsewhere(place), short_meanings(place, value)
     if foreign := meanings(place, value) or ([] if fields else short):
         return describe_option(foreign)
@@ -211,7 +209,7 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
             for index, item in enumerate(value)
         ]
     if isinstance(value, str):
-        # Escaped, because `load` would resolve a bare ${...} as a reference.
+        # Escaped, because `load` would resolve a plain ${...} as a reference.
         return HIDDEN if holds_secret(place, value) else value.replace("${", "\\${")
     return HIDDEN if holds_secret(place, value) else value
 

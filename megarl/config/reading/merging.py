@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Merged:
     """Recipe file and overrides as plain values, with references (`${...}`) resolved.
 
-    `references` has the texts of values from the environment. `unread` has the fields whose references cannot be
-    resolved; they have no value. `overridden` has the dotted names that overrides set.
+    `references` has the texts of values from the environment. `unread` has the fields without a value, because their
+    references cannot be resolved. `overridden` has the dotted names set by overrides.
     """
 
     values: dict[str, Any]
@@ -81,7 +81,7 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
 
 @dataclass(slots=True)
 class _Merging:
-    """A recipe as an OmegaConf tree, to which overrides are applied. A later override wins."""
+    """A recipe as an OmegaConf tree. Overrides are applied in turn, so a later one wins."""
 
     tree: Any
     problems: list[str]
@@ -121,7 +121,7 @@ class _Merging:
             self._set_in_list(list_name, key, value)
             return
         _empty(self.tree, key, value)
-        # In place: `OmegaConf.merge` copies the whole tree. That took two thirds of a search of layouts.
+        # In place, because `OmegaConf.merge` copies the whole tree. This took two thirds of a search of layouts.
         self.tree.merge_with(OmegaConf.from_dotlist([f"{key}={text}"]))
         self.overridden |= {key + rest for rest, _ in leaves_of(value)}
 
@@ -161,7 +161,7 @@ class _Merging:
             return
         if rest:
             item = items[int(number)]
-            # A reward function may be a bare name. To set one of its fields, it becomes a mapping.
+            # A reward function may be a plain name. To set one of its fields, make it a mapping.
             item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{number}") is not None else item
             node = OmegaConf.create({"item": item})
             _empty(node, f"item.{rest}", value)
@@ -172,9 +172,7 @@ class _Merging:
         self.overridden.add(place)
 
     def _items(self, place: str) -> list[Any]:
-        """Return the items of a list in the tree as plain values. A list that the tree does not have has its default
-        items.
-        """
+        """Return the items of a list in the tree as plain values, or its default items if the tree lacks it."""
         items = self._at(place)
         items = self._at(recipe_field(place)) if items is None else items
         return (_default_list(place) or []) if items is None else _plain(items)
@@ -208,7 +206,7 @@ class _Merging:
         self.overridden = {name for name in self.overridden if not f"{name}.".startswith(f"{key}.")}
 
 
-# Merging an empty mapping changes nothing, so it replaces the earlier value before the merge.
+# Merging an empty mapping changes nothing, so remove the earlier value before the merge.
 def _empty(tree: Any, key: str, value: Any) -> None:
     """Empty each mapping in the tree, at `key` or below, for which the new value has an empty mapping."""
     from omegaconf import OmegaConf
@@ -278,12 +276,12 @@ def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any]
             parent = OmegaConf.select(tree, section) if section else tree
             if not OmegaConf.is_dict(parent) or name not in parent:
                 raise ConfigError(error_page(path, problems)) from None
-            # OmegaConf stops at the first unresolvable value. Without it the next one is found.
+            # OmegaConf stops at the first unresolvable value. Remove it, to find the next.
             del parent[name]
             unread.add(place)
 
 
-# The resolver is replaced for the walk: OmegaConf does not report whether a value came from the environment.
+# OmegaConf does not report whether a value came from the environment, so replace its resolver meanwhile.
 def _environment_references(tree: Any) -> dict[Place, str]:
     """Return the unresolved text of each value that refers to the environment, keyed by its place (keys and indices).
 

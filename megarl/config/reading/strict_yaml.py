@@ -23,7 +23,7 @@ TOO_LONG = "digits, which is more than are read"
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 UNREADABLE = TOO_LARGE, TOO_LONG, TOO_DEEP
-"""Faults of a text after which the rest cannot be read."""
+"""Errors of a text after which the rest cannot be read."""
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 BOOLEAN = "tag:yaml.org,2002:bool"
@@ -39,10 +39,10 @@ def problems(text: str, field: str = "") -> list[str]:
     YAML.
     """
     too_large = f"{field or 'the file'}: {TOO_LARGE}; remove values or aliases"
-    # Before the text is parsed, which takes 50 us for each value.
+    # Check before parsing, which takes 50 us per value.
     if count_yaml_values(text.encode(errors="replace")) > MAX_VALUES:
         return [too_large]
-    # compose keeps the text and quotes of every value. load would already have converted 1:30 to 90.
+    # `compose` keeps each value's text and quotes. `load` would already have converted 1:30 to 90.
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
