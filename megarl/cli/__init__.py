@@ -82,7 +82,7 @@ def _program(
     faults.arm_driver()
 
 
-# typer has no options with an optional value, so a bare --resume is rewritten before parsing.
+# typer has no options with an optional value, so rewrite a bare --resume before parsing.
 class TrainCommand(RecipeCommand):
     """The command `train`, whose option `--resume` may have a value after an equals sign (`--resume=must`).
 
@@ -123,7 +123,7 @@ def train(
 ) -> None:
     """Check a recipe, its model and its data, then train."""
     if not dry_run:
-        # Before all other imports: they and the checks take seconds.
+        # Print this before all other imports: they and the checks take seconds.
         Terminal(highlight=False, soft_wrap=True).print(
             f"megarl: checks and starts {recipe}", style="dim", markup=False
         )
@@ -143,12 +143,12 @@ def train(
         if not resume and not restart:
             raise ConfigError(_folder_hint(path))
         if resume:
-            # Checked before config.yaml is read: fields of another version would be reported as unknown keys.
+            # Check this before reading config.yaml: fields of another version would be reported as unknown keys.
             earlier = RunRecord.read(path)
             earlier.refuse_newer_version()
             for checkpoint in earlier.checkpoints[:1]:
                 refuse_other_schema(checkpoint)
-        # A run's folder may have been moved or renamed since its config.yaml was written.
+        # The run's folder may have been moved or renamed since its config.yaml was written.
         override_texts = [override_text(name, value) for name, value in _place_of(path).items()] + override_texts
         path /= "config.yaml"
     display = Display()
@@ -162,17 +162,17 @@ def train(
             written = load(path, override_texts, is_start=not dry_run, is_of_run=is_of_run)
             check_disk(written)
             faults.arm_driver(written.cluster.world_size)
-        # Epochs are counted in records.
+        # Counting epochs needs the number of records.
         if written.train.epochs is not None and not dry_run:
             download_missing(written, display.info)
         with checking(display):
             written = with_steps(written)
             loaded = with_memory_defaults(written, is_start=not dry_run)
-        # Before the data are read: a finished run needs neither its data nor its model.
+        # Check this before reading the data: a finished run needs neither data nor model.
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
         if not dry_run and download_missing(written, display.info):
-            # The sizes of the model are known now.
+            # Only now are the sizes of the model known.
             check_disk(written)
             loaded = with_memory_defaults(written, is_start=True)
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
@@ -182,7 +182,7 @@ def train(
                 print_lines(defaults)
             if dry_run:
                 return
-            # torch takes seconds to import, so the terminal shows a phase for it.
+            # Importing torch takes seconds, so show a phase for it.
             with display.phase("loading libraries"), display.live():
                 from megarl.loops.run import run
     asyncio.run(run(loaded, parallel, resume=resume, restart=restart, record_digests=record_digests, display=display))
@@ -216,14 +216,16 @@ def fork_run(
     try:
         train(str(folder), resume="must")
     except BaseException:
-        # A fork refused before its first start leaves nothing.
+        # If the fork is refused before its first start, leave nothing behind.
         if not (folder / "logs").exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
-    """Return a context with an import of the ranks' libraries in the background. It takes longer than the checks."""
+    """Return a context that imports the ranks' libraries in the background, because this takes longer than the
+    checks.
+    """
     from megarl.cluster.launchers.run_nodes import importing_early
 
     return importing_early(recipe.cluster)
@@ -322,9 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Any other error prints a traceback and sets exit code 70.
     """
     if not sys.warnoptions:
-        # Deprecations of other libraries are not the user's to fix, and they would hide real messages.
+        # Users cannot mend other libraries' deprecations, and these would hide real messages.
         warnings.simplefilter("ignore")
-    # Libraries log texts of data and models, and these must not send escape sequences.
+    # Libraries log texts of data and models. Keep escape sequences out of them.
     guard_logging()
     try:
         app(arguments)
@@ -332,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_error(error)
         _leave(error.exit_code)
     except Exception as error:
-        # A full disk surfaces as an OSError of any library, so it is recognised here and not where it happens.
+        # Any library may raise an OSError for a full disk, so recognise it here.
         from megarl.files.atomic import disk_full
 
         if (full := disk_full(error)) is not None:

@@ -73,10 +73,11 @@ class RecipeCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises ConfigError for unknown options, with the recipe field for each."""
-        # click's own error names no recipe field. With this setting unknown options stay among the arguments, in order.
+        # click's own error names no recipe field. With this setting, unknown options stay among the arguments, in
+        # order.
         ctx.ignore_unknown_options = True
         rest = super().parse_args(ctx, args)
-        # A shell completes unfinished command lines: an error would appear in the middle of the typed line.
+        # A shell completes an unfinished command line. An error would appear in the middle of it.
         if ctx.resilient_parsing:
             return rest
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]

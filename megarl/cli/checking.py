@@ -35,7 +35,7 @@ def check_completely(
     from megarl.preflight import check, resource_warnings
     from megarl.terminal import Terminal
 
-    # Before the checks: if one raises, the notices may explain its error.
+    # Before the checks: if one of them raises, the notices may explain its error.
     with_notices_shown(recipe)
     dropped: Dropped = Counter()
     digests: RecordDigests = {}

@@ -30,7 +30,7 @@ def _print_migration(is_asked: bool) -> None:
 def show_config(
     recipe: RecipePath,
     overrides: Overrides = None,
-    # Both pages are eager, so that they need no recipe.
+    # Both pages are eager options, so they need no recipe.
     markdown: Annotated[
         bool,
         typer.Option(

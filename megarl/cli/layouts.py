@@ -60,7 +60,7 @@ _SEARCH_OPTIONS = ("most", "lengths", "mean_tokens", "max_staleness")
 def refuse_search_options(context: typer.Context) -> None:
     """Raise ConfigError if the command line has an option of --search, which it lacks itself."""
     sources = {name: context.get_parameter_source(name) for name in _SEARCH_OPTIONS}
-    # typer has its own copy of click, so the kind of source is known by its name.
+    # typer has its own copy of click, so compare the kind of source by name.
     names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     options = [f"--{name.replace('_', '-')}" for name in names]
     if options:

@@ -183,7 +183,6 @@ class Recipe(Section):
 
     @property
     def trains_drafter(self) -> bool:
-        """Return whether the engines' EAGLE-3 drafter is trained with the policy."""
         return self.drafter is not None and self.trainer.drafter_learning_rate is not None
 
     @property
@@ -203,7 +202,6 @@ class Recipe(Section):
 
     @property
     def has_kl_penalty(self) -> bool:
-        """Return whether loop rl has a KL penalty towards the reference model, in rewards, advantages or loss."""
         return self.loop == "rl" and self.algorithm.kl_coefficient > 0
 
     @property

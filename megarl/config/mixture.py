@@ -80,7 +80,6 @@ class SourceRecipe:
 
 
 def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
-    """Return the sources of a recipe: those of its mixture, or the recipe itself."""
     if not recipe.mixture:
         return (SourceRecipe(recipe.rollout.environment, 1.0, recipe),)
     return tuple(_source(recipe, name, entry) for name, entry in recipe.mixture.items())

@@ -102,7 +102,6 @@ class ParallelConfig:
         return [range(ends[chunk] - sizes[chunk], ends[chunk]) for chunk in range(stage, len(sizes), self.pp)]
 
     def layers_on_stage(self, num_layers: int, stage: int) -> list[int]:
-        """Return the numbers, from 0, of the layers of all chunks on a pipeline stage."""
         return [layer for chunk in self.layers_of_chunks(num_layers, stage) for layer in chunk]
 
     @property

@@ -79,7 +79,6 @@ def with_chosen_sync(recipe: Recipe, *, is_trained: bool = True) -> Recipe:
 
 
 def explain_sync(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line with the reason why `with_chosen_sync` chose merged weights for the recipe `written`."""
     if written.lora.sync == "auto" and completed.lora.sync == "merged":
         shape = planned_shape(completed.model.folder, completed.model.override_config)
         if reason := _first_reason(completed, shape):

@@ -58,7 +58,6 @@ def _open_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line for each field that `with_recovery` added to the recipe `written`."""
     share = f"the copies fit into {_HOST_SHARE:.0%} of a node's memory"
     if completed.cluster.recover != written.cluster.recover:
         yield f"{RECOVER} = {completed.cluster.recover} by default: {share}"

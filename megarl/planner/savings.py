@@ -24,7 +24,6 @@ class Recomputation(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the recipe fields of this choice. Modules have an effect under `selective` only."""
         modules = {"trainer.recompute_modules": self.modules} if self.recompute == "selective" else {}
         return {"trainer.recompute": self.recompute, **modules}
 

@@ -155,7 +155,6 @@ def _largest(phase: Phase) -> str:
 
 
 def verdict_of(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Verdict:
-    """Return whether a recipe's predicted memory fits the GPUs of the run, or this machine if ranks run on CPUs."""
     if (gpus := gpu_memory(recipe)) is not None:
         return verdict_on_gpus(recipe, MemoryJudge(models_of(recipe, parallel), gpus), table)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:

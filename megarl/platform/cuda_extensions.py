@@ -45,7 +45,6 @@ for name in sys.argv[1:]:
 
 
 def has_driver() -> bool:
-    """Return whether the library of NVIDIA's driver (libcuda) can be loaded."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -123,7 +123,6 @@ def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
 
 
 def metric_names(rows: Rows) -> list[str]:
-    """Return all metrics of a run, sorted by group in the page's order, then by name."""
     names: set[str] = set()
     for _, row in rows:
         names |= row.keys()
@@ -226,7 +225,6 @@ def _band_edge(values: Sequence[float] | None, sign: int) -> float:
 
 
 def points_for(runs: Sequence[Rows]) -> int:
-    """Return the number of points per curve with which all curves of these runs fit on the page."""
     curves = sum(len(metric_names(rows)) for rows in runs) or 1
     return max(FEWEST_POINTS, min(MOST_POINTS, _VALUES_OF_PAGE // curves))
 

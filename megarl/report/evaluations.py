@@ -135,7 +135,6 @@ def is_judged(problems: Mapping[Key, Answered]) -> bool:
 
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
-    """Return the comparison of each validation set with the same name in both evaluations."""
     return [
         _difference(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
     ]

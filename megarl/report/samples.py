@@ -211,12 +211,10 @@ class _EvaluatedProblem:
 
     @property
     def completions(self) -> list[bytes]:
-        """Return the sorted hashes of the completions, for comparing two evaluations."""
         return sorted(completions for *_, completions in self.samples)
 
     @property
     def representative(self) -> tuple[int, int]:
-        """Return step and line of the sample with the reward nearest to the mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 

@@ -154,7 +154,6 @@ class WatchedRun:
         return max(0.0, fmean(seconds) * (self.steps - self.step) - (waited or 0.0))
 
     def values(self, metric: str, max_values: int) -> list[float]:
-        """Return the newest values of a metric in the order of their steps."""
         values = [row[metric] for row in self.rows.values() if metric in row]
         return values[-max_values:]
 

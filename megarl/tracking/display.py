@@ -232,7 +232,6 @@ class Display:
         return max(0.0, pace * (self._steps - self._step) - (now - self._last_logged))
 
     def _sparkline(self) -> str:
-        """Return the recent values of a metric as a graph of block characters."""
         # Copy, because another thread may append.
         return sparkline(tuple(self._recent_values), with_blocks=prints_blocks(self.console))
 
@@ -250,7 +249,6 @@ def sparkline(values: Sequence[float], *, with_blocks: bool) -> str:
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:
-    """Return each phase with its seconds and its share of the total, longest first."""
     total = sum(phase_seconds.values())
     order = sorted(phase_seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in order if seconds >= 0.05)

@@ -134,7 +134,6 @@ class Epoch:
 
     @property
     def repeated(self) -> list[int]:
-        """Return the indices of prompts that were drawn more than once."""
         return sorted(index for index, count in self.draws.items() if count > 1)
 
 

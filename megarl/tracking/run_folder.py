@@ -232,7 +232,6 @@ class RunFolder:
 
     @property
     def bad_nodes(self) -> list[str]:
-        """Return the nodes recorded in status.json as faulty. The run must not use them."""
         return list(self._status.get("bad_nodes", ()))
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:

@@ -185,7 +185,6 @@ class RunRecord:
 
     @property
     def origin(self) -> str:
-        """Return the run and step of which this run is a fork, as text. Empty: it is not a fork."""
         parent = self.parent()
         return f"{parent.get('name')} at step {parent.get('step')} ({parent.get('run')})" if parent else ""
 
@@ -233,7 +232,6 @@ class RunRecord:
         )
 
     def finished_text(self, steps: int) -> str | None:
-        """Return a message if the run has already trained at least `steps` steps, else None."""
         if self.status.get("state") != "done" or self.step < steps:
             return None
         return (

@@ -44,7 +44,6 @@ class StepLine:
         return {"step": self.step, **({_FOLLOWS: True} if self.evaluation_follows else {}), **self.metrics}
 
     def is_continued_by(self, line: StepLine) -> bool:
-        """Return whether the next line is the step's evaluation."""
         return self.evaluation_follows and self.step == line.step
 
     def with_evaluation(self, line: StepLine) -> StepLine:

@@ -154,7 +154,6 @@ class Tracker:
         self._trackers[name] = tracker
 
     def _start(self, name: str) -> None:
-        """Start a tracker. If that fails, warn and continue without it."""
         try:
             with disk_full_named(self._folder.path):
                 self._trackers[name] = start(name, self._folder.path, self._folder.resumed_step)
@@ -185,7 +184,6 @@ class Tracker:
         self._display.warn(text)
 
     def notice_once(self, kind: str, text: str) -> None:
-        """Print a warning, unless one of its kind was printed in this run."""
         self._notices.tell(kind, text)
 
     def unhealthy(self, finding: BrokenRule) -> None:
@@ -201,7 +199,6 @@ class Tracker:
         )
 
     def summary(self, next_commands: Sequence[str], *, has_model: bool) -> None:
-        """Print the results of the finished run and the commands to use next."""
         model = str(self._folder.model_folder) if has_model else None
         resumed_step = self._folder.resumed_step
         self._display.close(Closing(model, self._heldout_results(), self._total_seconds, next_commands, resumed_step))

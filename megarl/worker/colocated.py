@@ -64,7 +64,6 @@ class Worker(TrainerWorker):
         return build_engine(self.recipe, self.state.parts)
 
     def reshard(self, verify: bool, version: int) -> ReshardReport:
-        """Copy the policy's weights into the engines. `verify` compares them afterwards."""
         assert self.rank_reshard is not None
         report = self.rank_reshard.run(verify=verify, version=version)
         self.state.weight_version = version

@@ -48,7 +48,6 @@ class WeightChecks(TrainerPart):
         return self.ledger.newest
 
     def forget_checksums(self) -> None:
-        """Drop the checksums of a version that has changed since."""
         self.ledger.forget()
 
     def compare_weights(self) -> RankChanges | None:

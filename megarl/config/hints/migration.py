@@ -73,7 +73,6 @@ class Option:
 
     @property
     def text(self) -> str:
-        """Return the option with its value, as the program writes it."""
         return f"{self.spellings[0]} {self.value}".rstrip()
 
 

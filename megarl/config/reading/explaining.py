@@ -16,7 +16,6 @@ from megarl.files.nearest import nearest
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:
-    """Return one text with a title and all errors, one per line."""
     return f"{title}: {len(problems)} error{'s' if len(problems) > 1 else ''}\n" + textwrap.indent(
         "\n".join(problems), "  "
     )
@@ -142,7 +141,6 @@ def _nearest_field(place: str) -> str | None:
 
 
 def _siblings(place: str) -> dict[str, str]:
-    """Return the dotted names of the fields in the key's section, keyed by their last part."""
     parent = place.rpartition(".")[0]
     section = section_at(parent)
     prefix = f"{parent}." if parent else ""

@@ -50,5 +50,4 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> str:
-        """Return the model's local folder: `path` itself, or its snapshot in the Hub's cache."""
         return find_folder(self.path)

@@ -138,7 +138,6 @@ class AgentConfig(Section):
 
     @property
     def has_layer(self) -> bool:
-        """Return whether new files of an attempt are held in memory, at most `disk_gib`."""
         return self.sandbox in ("sandbox", "apptainer")
 
     @property

@@ -76,7 +76,6 @@ class Combinations:
 
     @cached_property
     def rows_by_trainer(self) -> dict[TrainerSizes, list[int]]:
-        """Return the indices of rows by trainer layout."""
         numbers: dict[TrainerSizes, list[int]] = {}
         for number, row in enumerate(self.rows):
             numbers.setdefault(row.trainer, []).append(number)

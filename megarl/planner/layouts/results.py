@@ -31,7 +31,6 @@ class FoundLayout:
 
     @property
     def trainer_text(self) -> str:
-        """Return the trainer's sizes in words: `tp 4 pp 2 dp 1`."""
         sizes_text = " ".join(f"{name} {size}" for name, size in self.trainer.by_axis.items() if size > 1)
         return sizes_text or "one rank"
 

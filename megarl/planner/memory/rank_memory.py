@@ -76,7 +76,6 @@ class RankMemory:
 
     @cached_property
     def frozen(self) -> dict[str, int]:
-        """Return the bytes of each scoring model by name (reference, reward model, teachers)."""
         if not self.has_trainer:
             return {}
         return {
@@ -180,7 +179,6 @@ class RankMemory:
 
     @property
     def _requests_of_step(self) -> int:
-        """Return the requests of one engine in a training step."""
         train = self.recipe.train
         attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
         num_engines = (self.parallel.rollout_ranks or self.parallel.world_size) // self.parallel.rollout_tp

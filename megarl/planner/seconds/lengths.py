@@ -45,7 +45,6 @@ class Lengths:
 
     @property
     def sequences(self) -> NDArray[np.float64]:
-        """Return the tokens of whole sequences, prompt and completion [quantiles]."""
         return self.quantiles + self.prompt_tokens
 
     @property

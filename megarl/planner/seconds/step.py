@@ -28,7 +28,6 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of all sequences, prompts included."""
         return self.num_samples * float(self.lengths.sequences.mean())
 
 

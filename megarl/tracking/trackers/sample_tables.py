@@ -32,5 +32,4 @@ def sample_tables(records: Sequence[Mapping[str, Any]]) -> Iterator[SampleTable]
 
 
 def _cell(value: object) -> Cell:
-    """Return a value for a table's cell, as JSON if it is neither a number nor a text."""
     return value if value is None or isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False)

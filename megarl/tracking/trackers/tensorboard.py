@@ -91,7 +91,6 @@ class TensorBoard:
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 
     def unhealthy(self, step: int, rule: str, text: str) -> None:
-        """Add the warning of a broken health rule as a text with the tag `health/RULE`."""
         self.events.add_text(f"health/{rule}", text, step)
 
     def sync(self) -> None:
@@ -105,7 +104,6 @@ class TensorBoard:
 
 
 def _markdown(record: Mapping[str, Any]) -> str:
-    """Return a record as Markdown: each field as a heading with its text as a code block."""
     fields = ((name, _text(value)) for name, value in record.items())
     # A code block, so that Markdown in a sample is shown as written.
     return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)

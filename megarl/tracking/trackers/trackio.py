@@ -70,7 +70,6 @@ class Trackio:
             self.run.log({table.name: self._trackio.Table(columns=table.columns, data=table.rows)}, step=step)
 
     def unhealthy(self, step: int, rule: str, text: str) -> None:
-        """Store the warning of a broken health rule as an alert."""
         with _silent():
             self.run.alert(title=f"health/{rule} at step {step}", text=text)
 
