@@ -34,6 +34,7 @@ from tests.eagle3 import make_eagle3
 def recipe(tmp_path: Path) -> Recipe:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"hidden_size": 8, "_name_or_path": "here"}')
+    with_weights(tmp_path / "model", 1)
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     return Recipe.model_validate(
@@ -209,6 +210,94 @@ def test_a_state_of_another_optimizer_is_refused(recipe: Recipe, home: Path, bef
     with RunFolder(changed, resume=True) as folder, pytest.raises(ConfigError) as caught:
         find_origin(changed, folder, "if-any")
     assert str(caught.value).startswith(f"optimizer.name = {now}: ") and f"optimizer.name={before}" in str(caught.value)
+
+
+def with_weights(folder: Path, seed: int, *, dtype: torch.dtype = torch.float32, num_files: int = 1) -> Path:
+    """Give a model folder weights, in one file or several."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = {f"layers.{number}.weight": (3, 40) for number in range(9)} | {"experts": (2, 3, 5), "norm": (7,), "x": ()}
+    weights = {
+        name: torch.randn(shape, generator=random).to(torch.bfloat16).to(dtype) for name, shape in shapes.items()
+    }
+    files = {name: f"model-{index % num_files}.safetensors" for index, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+FROZEN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "base of adapters": ({"lora": {"rank": 4}}, "model.path", "adapters alone"),
+    "reference": ({"algorithm": {"kl_coefficient": 0.1}}, "model.path", "reference model"),
+    "reward model": ({"reward": {"model": "judge"}}, "reward.model", "rewards or targets"),
+}
+"""Recipes with a model that is not trained: the changed sections, the model's field, words of the error."""
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+def test_other_weights_of_a_model_that_is_not_trained_are_refused(recipe: Recipe, home: Path, kind: str) -> None:
+    sections, field, words = FROZEN[kind]
+    model = Path(recipe.model.path)
+    folders = {name: shutil.copytree(model, model.with_name(name)) for name in ("judge", "moved", "other")}
+    with_weights(folders["moved"], 1, dtype=torch.bfloat16, num_files=3)
+    with_weights(folders["other"], 2)
+
+    def with_model(folder: Path) -> Recipe:
+        values = plain_recipe(recipe) | {name: dict(section) for name, section in sections.items()}
+        section, name = field.split(".")
+        values.setdefault(section, {})[name] = str(folder)
+        return Recipe.model_validate(values)
+
+    begun = with_model(folders["judge"] if field == "reward.model" else model)
+    _write_checkpoint(home / "step_000008", begun, 8)
+    before = contents(home.parent)
+    with RunFolder(begun, resume=True) as folder:
+        with pytest.raises(ConfigError) as caught:
+            find_origin(with_model(folders["other"]), folder, "if-any")
+        assert contents(home.parent) == before
+        assert f"{field} = {folders['other']}: has other weights than the run began with" in str(caught.value)
+        assert words in str(caught.value)
+        origin = find_origin(with_model(folders["moved"]), folder, "if-any")
+        with pytest.raises(ConfigError, match="has other weights"):
+            begin_from_copy(origin, with_model(folders["other"]), folder)
+
+
+def test_the_first_weights_of_a_policy_that_a_checkpoint_has_may_change(recipe: Recipe, home: Path) -> None:
+    _write_checkpoint(home / "step_000008", recipe, 8)
+    with_weights(Path(recipe.model.path), 2)
+    with RunFolder(recipe, resume=True) as folder:
+        assert find_origin(recipe, folder, "if-any").checkpoint == home / "step_000008"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "field", "remedy"),
+    [
+        (
+            {"rank": 4},
+            {"rank": 4, "targets": ["qkv_proj"]},
+            "lora.targets = [qkv_proj]",
+            "lora.targets=[qkv_proj,o_proj,",
+        ),
+        ({"rank": 4, "targets": ["o_proj"]}, {"rank": 4}, "lora.targets = [qkv_proj, ", "lora.targets=[o_proj]"),
+        ({"rank": 4}, {"rank": 8}, "lora.rank = 8", "lora.rank=4"),
+        ({"rank": 4}, {}, "lora.rank = 0", "lora.rank=4"),
+        ({}, {"rank": 4}, "lora.rank = 4", "lora.rank=0"),
+    ],
+)
+def test_adapters_that_a_checkpoint_lacks_or_would_lose_are_refused(
+    recipe: Recipe, home: Path, before: dict[str, Any], now: dict[str, Any], field: str, remedy: str
+) -> None:
+    def with_adapters(values: dict[str, Any]) -> Recipe:
+        return Recipe.model_validate(plain_recipe(recipe) | {"lora": values})
+
+    _write_checkpoint(home / "step_000008", with_adapters(before), 8)
+    changed = with_adapters(now)
+    with RunFolder(changed, resume=True) as folder:
+        with pytest.raises(ConfigError) as caught:
+            find_origin(changed, folder, "if-any")
+        assert str(caught.value).startswith(f"{field}") and f"set {remedy}" in str(caught.value)
+        same = with_adapters(before)
+        assert find_origin(same, folder, "if-any").checkpoint == home / "step_000008"
 
 
 @pytest.fixture

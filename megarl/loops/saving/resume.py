@@ -14,9 +14,11 @@ import numpy as np
 from pydantic import BaseModel
 
 from megarl.checkpoint.manifest import canonical_sha256, file_record
+from megarl.checkpoint.weight_samples import weights_identity
 from megarl.config import Recipe, RolloutConfig
 from megarl.config.override import overridden
 from megarl.config.recipe import error_page, recipe_changes
+from megarl.config.sections.learning import LoraConfig
 from megarl.data.chat import template_text
 from megarl.data.kinds.problems import num_made
 from megarl.data.sources.rows import data_files
@@ -53,7 +55,8 @@ class Inputs:
 
     `template` is the sha256 of the chat template's text. `record_digests` has, by data file, number and digest of the
     training records that are not too long. `drafter` has the sha256 of config.json and of each vocabulary map of a
-    drafter that is trained with the policy, by file and tensor.
+    drafter that is trained with the policy, by file and tensor. `frozen` identifies the weights that no checkpoint has,
+    because the run does not train them.
     """
 
     models: Mapping[str, str]
@@ -61,6 +64,7 @@ class Inputs:
     template: str | None
     record_digests: Mapping[str, str]
     drafter: Mapping[str, str]
+    frozen: Mapping[str, str]
 
     @classmethod
     def read(cls, recipe: Recipe, record_digests: RecordDigests | None = None) -> Self:
@@ -82,12 +86,22 @@ class Inputs:
                 hashes = [file_record(file)["sha256"] for file in files]
             data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
         template = template_text(recipe.model)
-        drafter = _drafter_identity(recipe)
-        return cls(models, data, template and canonical_sha256({"template": template}), record_digests or {}, drafter)
+        frozen = {name: weights_identity(folder) for name, folder in _frozen_models(recipe).items()}
+        return cls(
+            models,
+            data,
+            template and canonical_sha256({"template": template}),
+            record_digests or {},
+            _drafter_identity(recipe),
+            frozen,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for `driver.json`."""
-        fields = {"models": self.models, "data": self.data, "kept": self.record_digests, "drafter": self.drafter}
+        fields = {
+            "models": self.models, "data": self.data, "kept": self.record_digests, "drafter": self.drafter,
+            "frozen": self.frozen,
+        }  # fmt: skip
         return {name: dict(by_field) for name, by_field in fields.items()} | {"template": self.template}
 
 
@@ -113,7 +127,7 @@ def find_origin(
 ) -> Origin:
     """Find the checkpoint to resume from, then register a new start of the run in its folder.
 
-    Raises ConfigError for another model, drafter, chat template or order of the data. Raises DataError for a checkpoint
+    Raises ConfigError for other models, adapters, chat template or order of the data. Raises DataError for a checkpoint
     of another schema, changed training data, other `record_digests` (dropped records), or if all checkpoints are
     damaged. Raises StorageError for failed reads or writes. An error leaves the folder unchanged.
     """
@@ -131,6 +145,8 @@ def find_origin(
         refuse_other_schema(surveyed.good)
         earlier = read_driver(surveyed.good)
         _refuse_other_models(earlier, recipe, inputs)
+        _refuse_other_weights(earlier, recipe, inputs)
+        _refuse_other_adapters(earlier, recipe)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
         _refuse_other_drafter(earlier, recipe)
@@ -170,6 +186,7 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
     inputs = Inputs.read(recipe, dict(origin.inputs.record_digests))
     _refuse_other_models(earlier, recipe, inputs)
+    _refuse_other_weights(earlier, recipe, inputs)
     _refuse_other_template(earlier, recipe, inputs)
     _refuse_changed_drafter(earlier, recipe, inputs)
     _warn(Console(highlight=False, soft_wrap=True, markup=False), _data_changes(earlier, recipe, inputs))
@@ -202,6 +219,7 @@ def _is_recipe(value: Any) -> bool:
         return False
     try:
         _draw_settings(value)
+        _adapters(value)
     except ValueError:
         return False
     sizes = (_value_at(value, name) for name in ("train.prompts_per_step", "algorithm.ptx_conversations"))
@@ -226,6 +244,7 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "data": _are_texts,
     "kept": _are_texts,
     "drafter": _are_texts,
+    "frozen": _are_texts,
     "drawn": _are_counts,
     "template": lambda value: isinstance(value, str | None),
     "checksum": lambda value: isinstance(value, str | None),
@@ -249,6 +268,62 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
     ]
     if wrong:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _refuse_other_weights(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if weights that the run does not train differ from the run's first ones."""
+    folders = _frozen_models(recipe)
+    # Checkpoints of earlier versions name no weights.
+    before = earlier.get("frozen", {})
+    wrong = [
+        f"{field} = {folders[field]}: has other weights than the run began with (then: "
+        f"{_value_at(earlier['recipe'], field)}). {_use_of_frozen(recipe, field)} Give the earlier ones, choose "
+        "another name=NAME, or start over with --restart"
+        for field, identity in inputs.frozen.items()
+        if before.get(field, identity) != identity
+    ]
+    if wrong:
+        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _use_of_frozen(recipe: Recipe, field: str) -> str:
+    if field != "model.path":
+        return "The rewards or targets of training would change."
+    if recipe.lora.rank:
+        return "A checkpoint has the adapters alone, which belong to the earlier weights."
+    return "The reference model has these weights."
+
+
+def _frozen_models(recipe: Recipe) -> dict[str, str]:
+    """Return the folders of weights that the run reads but does not train, by recipe field."""
+    folders = {field: folder for field, folder in recipe.further_models.items() if field != "critic.path"}
+    if recipe.lora.rank or recipe.has_reference:
+        folders["model.path"] = recipe.model.folder
+    return folders
+
+
+def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if recipe and checkpoint have adapters of another rank, or at other layers.
+
+    The checkpoint's adapters of a layer that is no longer named would be lost.
+    """
+    now, before = recipe.lora, _adapters(earlier["recipe"])
+    remedy = "or begin a new run with model.path set to an export of this one"
+    if now.rank != before.rank:
+        contents = f"adapters of rank {before.rank}" if before.rank else "all weights and no adapters"
+        raise ConfigError(
+            f"lora.rank = {now.rank}: the checkpoint has {contents}; set lora.rank={before.rank}, {remedy}"
+        )
+    if now.rank and set(now.targets) != set(before.targets):
+        raise ConfigError(
+            f"lora.targets = [{', '.join(now.targets)}]: the checkpoint has adapters of {', '.join(before.targets)}; "
+            f"set lora.targets=[{','.join(before.targets)}], {remedy}"
+        )
+
+
+def _adapters(recipe: Mapping[str, Any]) -> LoraConfig:
+    """Return a plain recipe's section `lora`. Raises ValueError for impossible values."""
+    return LoraConfig.model_validate(recipe.get("lora") or {})
 
 
 def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
