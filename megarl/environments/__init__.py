@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -233,4 +234,5 @@ def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], En
             f"rollout.environment_kwargs = {dict(settings)}: the environment {name} does not take these settings: "
             f"{error}; it takes: {parameters or 'none'}"
         ) from error
-    return partial(factory, **settings)
+    # A copy for each attempt: an object may change its settings, such as a list of words that are left.
+    return lambda: factory(**deepcopy(dict(settings)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -13,7 +15,7 @@ from megarl.environments import Start, Step
 
 
 def checked_start(start: object) -> Start:
-    """Return the value of `reset` if it is a valid `Start`. Raises TypeError otherwise."""
+    """Return a copy of the value of `reset` if it is a valid `Start`. Raises TypeError otherwise."""
     if not isinstance(start, Start):
         raise TypeError(f"the environment's reset returned {start!r:.80}; return a megarl.environments.Start")
     _check_messages(start.messages, "reset")
@@ -25,11 +27,11 @@ def checked_start(start: object) -> Start:
             f"the environment's reset returned a role that is not a name of letters, digits, dots and dashes: "
             f"{start.role!r:.80}"
         )
-    return start
+    return replace(start, messages=_copied(start.messages), tools=_copied(start.tools))
 
 
 def checked_step(step: object) -> Step:
-    """Return the value of `step` if it is a valid `Step`.
+    """Return a copy of the value of `step` if it is a valid `Step`. The environment may go on to use its own.
 
     Raises TypeError otherwise, and ValueError for numbers that are not finite.
     """
@@ -43,7 +45,11 @@ def checked_step(step: object) -> Step:
             f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"
         )
     _check_state(step.state, "step")
-    return step
+    return replace(step, messages=_copied(step.messages), metrics=dict(step.metrics))
+
+
+def _copied(mappings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    return tuple(deepcopy(dict(mapping)) for mapping in mappings)
 
 
 def _check_state(state: object, method: str) -> None:

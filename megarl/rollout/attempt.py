@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -322,7 +323,7 @@ async def _take_turns(
     """
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
-    start = await clock.time_call(environment.reset, task.problem, seed)
+    start = await clock.time_call(environment.reset, _copy_of(task.problem), seed)
     _call_with_data(conversation.start, start, task.problem)
     num_sampled = num_calls = num_invalid = 0
     for number in range(budget.max_turns):
@@ -375,6 +376,12 @@ def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
         return method(*data)
     except (TypeError, ValueError) as error:
         raise _AttemptError(_failure_text(error)) from error
+
+
+def _copy_of(problem: Problem) -> Problem:
+    """Return a copy of a problem for an environment: other attempts at the problem do not see what it changes."""
+    names = ("messages", "answer", "record", "tools")
+    return replace(problem, **{name: deepcopy(getattr(problem, name)) for name in names})
 
 
 def empty_call(problem: Problem) -> ModelCall:

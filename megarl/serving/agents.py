@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -484,7 +485,7 @@ async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[floa
 def _task_input(task: Task) -> dict[str, Any]:
     """Return the JSON object for the agent program to read from its standard input."""
     problem = task.problem
-    return {
+    values = {
         "messages": [dict(message) for message in problem.messages],
         "answer": problem.answer,
         # The folder of a task is of no use in its container.
@@ -493,6 +494,8 @@ def _task_input(task: Task) -> dict[str, Any]:
         "number": task.number,
         "seed": task.key,
     }
+    # Other attempts at the problem do not see what an agent changes.
+    return deepcopy(values)
 
 
 def _check_reward(reward: object) -> float:

@@ -44,6 +44,31 @@ def reward_fn(messages, answer):
 """
 
 
+WRITING = """
+def first(record, messages, prompt_messages, answer, *, words):
+    record["level"] += 1
+    messages[0]["content"] = prompt_messages[0]["content"] = "changed"
+    answer.append("changed")
+    words.append("more")
+    return float(len(words))
+
+def second(record, messages, prompt_messages, answer):
+    return record["level"] + len(answer) / 10 + (messages[0]["content"] == prompt_messages[0]["content"] == "2 + 3?")
+"""
+
+
+async def test_a_function_that_writes_into_its_arguments_changes_no_other_score(tmp_path, monkeypatch):
+    (tmp_path / "writing.py").write_text(WRITING)
+    monkeypatch.chdir(tmp_path)
+    functions = ({"name": "writing.py:first", "kwargs": {"words": ["one"]}}, {"name": "writing.py:second"})
+    sample = Sample("5", ["5"], ({"role": "user", "content": "2 + 3?"},), {"level": 3})
+    with pool_of(*functions) as pool:
+        for _ in range(2):
+            scored = await pool.score(sample)
+            assert scored.reward is not None
+            assert scored.reward.scores == {"first": 2.0, "second": pytest.approx(4.1)}
+
+
 async def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatch):
     (tmp_path / "opinions.py").write_text(OPINIONS)
     monkeypatch.chdir(tmp_path)

@@ -167,6 +167,24 @@ class TooLong(LongestWord):
         return Start(({"role": "user", "content": "word " * 1000},))
 
 
+class Writing(LongestWord):
+    """Changes all that it was given, and all that it returned."""
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        seen = len(problem.record["words"]), len(problem.answer), problem.messages[0]["content"]
+        self.message = {"role": "user", "content": f"Seen: {seen}"}
+        problem.record["words"].append("more")  # type: ignore[attr-defined]
+        problem.answer.append("more")
+        problem.messages[0]["content"] = "changed"  # type: ignore[index]
+        self.metrics = {"turns": 0.0}
+        return Start((self.message,))
+
+    async def step(self, turn: Turn) -> Step:
+        self.message["content"] = f"Turn {turn.number}"
+        self.metrics["turns"] += 1
+        return Step((self.message,), reward=0.0, done=turn.number == 1, metrics=self.metrics)
+
+
 @pytest.fixture(scope="module")
 def problems(tokenizer: Any) -> list[Problem]:
     found = []
@@ -386,6 +404,21 @@ def test_a_completion_that_is_left_out_has_no_reward(
 
     [trajectory] = runner.run(sampler(SingleTurn, score=fail).sample(problems[:1], SAMPLING, seed="s"))
     assert trajectory.reward is None and trajectory.failure == "parse_error" and trajectory.num_sampled
+
+
+def test_what_an_environment_writes_reaches_no_other_attempt_or_turn(
+    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any, tokenizer: Any
+) -> None:
+    problem = replace(problems[0], messages=({"role": "user", "content": "Problem."},), answer=["7"])
+    problem = replace(problem, record={"words": ["one"]})
+    game = sampler(Writing, max_turns=2, truncated_turn="close", history="render")
+    found = runner.run(game.sample([problem], SAMPLING, samples_per_prompt=2, seed="s"))
+    assert (problem.record, problem.answer, problem.messages[0]["content"]) == ({"words": ["one"]}, ["7"], "Problem.")
+    for trajectory in found:
+        # Of two turns the environment counted one, then two.
+        assert trajectory.metrics["turns"] == 3.0
+        prompts = tokenizer.decode(trajectory.segments[-1].token_ids)
+        assert "Seen: (1, 1, 'Problem.')" in prompts and "Turn 0" in prompts and "Turn 1" not in prompts
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,10 +120,16 @@ class BoundFunction:
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Call the function with a sample's values and return its result. Values that match no parameter are
         ignored.
+
+        The function gets copies: what it writes into them reaches no other function and no later call.
         """
-        keywords = {name: values[name] for name in self.needs} | dict(self.kwargs)
+        keywords = {name: value if name == _SANDBOX else deepcopy(value) for name, value in self._keywords(values)}
         arguments = [keywords.pop(name, default) for name, default in self.positional.items()]
         return self.function(*arguments, **keywords)
+
+    def _keywords(self, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        yield from ((name, values[name]) for name in self.needs)
+        yield from self.kwargs.items()
 
 
 def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
