@@ -180,7 +180,8 @@ class OptimizerConfig(Section):
     """Learning-rate schedule after the warm-up. constant: the peak rate. linear, cosine: decay to min_learning_rate.
     wsd (warmup-stable-decay): constant, then a linear decay over the last decay steps."""
     decay_steps: Annotated[PositiveInt | None, OnlyIf(wsd)] = None
-    """Number of optimizer steps of the final decay (schedule wsd). Default: a tenth of the run's steps."""
+    """Number of optimizer steps of the final decay (schedule wsd), at most those after the warm-up. Default: a tenth of
+    the run's steps."""
     warmup_steps: Annotated[NonNegativeInt, OnlyIf(no_warmup_ratio)] = 0
     """Number of optimizer steps of the linear warm-up from zero to the peak learning rate."""
     warmup_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -329,7 +330,8 @@ class AlgorithmConfig(Section):
     """Advantage of a sample that is alone in its group (grpo, rloo, maxrl, opo, reinforce_plus_plus_baseline). zero
     (default): 0. reward: its reward, as in verl."""
     pass_k: Annotated[PositiveInt, KeywordOf("algorithm.advantage", "k")] = 4
-    """k of the objective pass@k: a draw of k samples passes if at least one of them does (advantage pass_at_k)."""
+    """k of the objective pass@k: a draw of k samples passes if at least one of them does (advantage pass_at_k). It is
+    below train.samples_per_prompt."""
     advantage_kwargs: Annotated[Kwargs, OnlyIf(REWARDS_TRAINED)] = Field(default_factory=dict)
     """Further keyword arguments of the advantage estimator, for example {epsilon: 1e-4} for grpo."""
     whiten_advantages: Annotated[bool, OnlyIf(REWARDS_TRAINED)] = False
