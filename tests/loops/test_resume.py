@@ -300,6 +300,64 @@ def test_adapters_that_a_checkpoint_lacks_or_would_lose_are_refused(
         assert find_origin(same, folder, "if-any").checkpoint == home / "step_000008"
 
 
+DECAYING = {"optimizer": {"schedule": "linear"}}
+ADAPTED = {"kl_coefficient": 0.1, "kl_target": 0.05}
+OTHER_COUNTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "updates": (
+        DECAYING | {"train": {"updates_per_step": 4}},
+        DECAYING,
+        "train.updates_per_step = 1: optimizer.schedule = linear ",
+    ),
+    "passes": (
+        DECAYING,
+        DECAYING | {"train": {"epochs_per_step": 2}},
+        "train.epochs_per_step = 2: optimizer.schedule = linear ",
+    ),
+    "critic's": (
+        {"algorithm": {"preset": "ppo"}, "critic": DECAYING},
+        {"algorithm": {"preset": "ppo"}, "critic": DECAYING | {"updates_per_step": 2}},
+        "critic.updates_per_step = 2: critic.optimizer.schedule = linear ",
+    ),
+    "coefficient": (
+        {"algorithm": ADAPTED},
+        {"algorithm": ADAPTED | {"kl_coefficient": 0.5}},
+        "algorithm.kl_coefficient = 0.5: ",
+    ),
+}
+"""Sections of the recipe when a run began, and when it is resumed, with the beginning of the error."""
+SAME_COUNTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a constant rate": ({"train": {"updates_per_step": 4}}, {}),
+    "as many updates": (
+        DECAYING | {"train": {"updates_per_step": 2}},
+        DECAYING | {"train": {"epochs_per_step": 2}},
+    ),
+    "no target": ({"algorithm": {"kl_coefficient": 0.1}}, {"algorithm": {"kl_coefficient": 0.5}}),
+}
+
+
+def _change(recipe: Recipe, sections: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(plain_recipe(recipe) | sections)
+
+
+@pytest.mark.parametrize("kind", OTHER_COUNTS)
+def test_what_the_checkpoint_s_counts_would_contradict_is_refused(recipe: Recipe, home: Path, kind: str) -> None:
+    before, now, error = OTHER_COUNTS[kind]
+    _write_checkpoint(home / "step_000008", _change(recipe, before), 8)
+    changed = _change(recipe, now)
+    with RunFolder(changed, resume=True) as folder, pytest.raises(ConfigError) as caught:
+        find_origin(changed, folder, "if-any")
+    assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize("kind", SAME_COUNTS)
+def test_what_the_checkpoint_s_counts_allow_may_change(recipe: Recipe, home: Path, kind: str) -> None:
+    before, now = SAME_COUNTS[kind]
+    _write_checkpoint(home / "step_000008", _change(recipe, before), 8)
+    changed = _change(recipe, now)
+    with RunFolder(changed, resume=True) as folder:
+        assert find_origin(changed, folder, "if-any").checkpoint == home / "step_000008"
+
+
 @pytest.fixture
 def drafter(tmp_path: Path) -> Path:
     """Files of a drafter, of 20 of the policy's 60 tokens."""

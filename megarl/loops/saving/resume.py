@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,6 +19,7 @@ from megarl.checkpoint.weight_samples import weights_identity
 from megarl.config import Recipe, RolloutConfig
 from megarl.config.override import overridden
 from megarl.config.recipe import error_page, recipe_changes
+from megarl.config.schema import value_at
 from megarl.config.sections.learning import LoraConfig
 from megarl.data.chat import template_text
 from megarl.data.kinds.problems import num_made
@@ -149,6 +151,8 @@ def find_origin(
         _refuse_other_adapters(earlier, recipe)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
+        _refuse_other_updates(earlier, recipe)
+        _refuse_other_kl(earlier, recipe)
         _refuse_other_drafter(earlier, recipe)
         _refuse_changed_drafter(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
@@ -349,6 +353,41 @@ def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None
                 f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or begin a new run "
                 "with model.path set to an export of this one"
             )
+
+
+def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if a step now has another number of updates, and a learning rate decays over all updates.
+
+    The checkpoint counts updates. Among another total they would mean another part of the run, maybe its end.
+    """
+    fields: dict[str, tuple[str, ...]] = {}
+    if recipe.is_on_policy:
+        fields["optimizer"] = ("train.updates_per_step", "train.epochs_per_step")
+    if recipe.has_critic:
+        fields["critic.optimizer"] = ("critic.updates_per_step",)
+    for section, names in fields.items():
+        schedule = value_at(recipe, f"{section}.schedule")
+        now = {name: value_at(recipe, name) for name in names}
+        # Idle fields are not written; 1 is the default of all.
+        before = {name: _value_at(earlier["recipe"], name) or 1 for name in names}
+        if schedule == "constant" or prod(now.values()) == prod(before.values()):
+            continue
+        name = next(name for name in names if now[name] != before[name])
+        raise ConfigError(
+            f"{name} = {now[name]}: {section}.schedule = {schedule} decays over all updates of the run, and a step had "
+            f"{prod(before.values())} until now; set {name}={before[name]} or {section}.schedule=constant, or begin a "
+            "new run with model.path set to an export of this one"
+        )
+
+
+def _refuse_other_kl(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError for another algorithm.kl_coefficient under a target: the checkpoint's adapted one continues."""
+    now, before = recipe.algorithm.kl_coefficient, _value_at(earlier["recipe"], "algorithm.kl_coefficient")
+    if recipe.has_kl_penalty and recipe.algorithm.kl_target is not None and before not in (None, now):
+        raise ConfigError(
+            f"algorithm.kl_coefficient = {now:g}: with algorithm.kl_target the run continues with the coefficient that "
+            f"it has adapted until now; set algorithm.kl_coefficient={before:g}, or leave out algorithm.kl_target"
+        )
 
 
 def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
