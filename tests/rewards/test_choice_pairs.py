@@ -35,6 +35,12 @@ def test_other_statements_are_not_paid(text: str) -> None:
         ("Answer: -5", ["5", "-5"], "B"),
         ("\\boxed{(B)green}", ["red", "green"], "B"),
         ("\\boxed{(B!}", ["red", "green"], None),
+        ("The answer is (A) A and B.", ["A and B", "B and C"], "A"),
+        ("\\boxed{A. A and B}", ["A and B", "B and C"], "A"),
+        ("A. B and C", ["A and B", "B and C"], None),
+        ("The answer is 3.", ["1", "3"], "B"),
+        ("The answer is not 3.", ["1", "3"], None),
+        ("The answer is 3 or 1.", ["1", "3"], None),
     ],
 )
 def test_letters_and_texts_that_are_words_or_numbers(text: str, choices: list[str], letter: str | None) -> None:
@@ -45,7 +51,24 @@ def test_letters_and_texts_that_are_words_or_numbers(text: str, choices: list[st
 
 
 @pytest.mark.parametrize(
-    "part", [")", " ", "(", "*", "answer ", "answer is (", "The answer is C ", "[{(", "\\text{", "- "]
+    "part",
+    [
+        ")",
+        " ",
+        "(",
+        "*",
+        "answer ",
+        "answer is (",
+        "The answer is C ",
+        "[{(",
+        "\\text{",
+        "- ",
+        "if not answer is C ",
+        "no, ",
+        "wait A is ",
+        "answer: C not A if ",
+        "actually A and B and ",
+    ],
 )
 def test_long_texts_take_no_long_time(part: str) -> None:
     started = time.process_time()

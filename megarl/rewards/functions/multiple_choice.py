@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megarl.rewards.functions.final_answers import answering_text, last_box, last_tags
 from megarl.rewards.maths.choice_letters import ALSO_RIGHT, NamedChoice, read_choice
+from megarl.rewards.maths.spelling import with_ascii_signs
 from megarl.thoughts import without_thoughts
 from megarl.types import Reward
 
@@ -28,18 +29,19 @@ _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
 """Regular expressions of signs after a letter: dollar signs, bold marks, quotes, brackets."""
 _GOES_ON = (
     r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b))"
-    r"|(?=[ \t]*+(?:[.,:;!]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
+    r"|(?=[ \t]*+(?:[.,:;!。]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
     rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
 )
 """Regular expression of the text after a stated letter: the end of a statement, its reason, or a second choice.
 
 All further words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
 """
-_LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))){_CLOSED}{_GOES_ON}"
+_LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))|([a-z])(?=[*_$]*[.!]*\s*$)){_CLOSED}{_GOES_ON}"
 _IS = r"(?i:\s+(?:is|(?:should|must|would|has\s+to)\s+be)\b(?:\s+(?:clearly|therefore|thus|then|either|both)\b)?)"
 _STATED = re.compile(
     rf"\b(?i:answer|choice|option)\b(?:{_IS}(?:[\s*_]*+[:=])?|[\s*_]*+[:=]|\s+[-\u2013\u2014]+(?=\s))[\s*_]*+"
     rf"(?i:(?:option|choice)\s+)?{_LETTER}"
+    rf"|答案(?:应该|应)?[是为选:]+\s*{_LETTER}"
     r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
 )
@@ -47,22 +49,54 @@ _STATED = re.compile(
 match."""
 _CALLED_RIGHT = re.compile(
     rf"(?:(?i:so|thus|therefore|hence),?\s+)?(?i:(?:option|choice|answer)\s+)?{_OPENED}([A-Z]){_CLOSED}"
-    r"\s+is\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)[\s*_$]*[.!]*"
+    r"\s+is\s+(?i:(?:(?:the|my)\s+)?(?:(?:(?:final\s+)?answer|(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)))"
+    r"[\s*_$]*[.!]*"
 )
 """Regular expression of a whole line that calls a choice right: `So option (B) is the correct answer.`"""
 _LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
+_STATED_TEXT = re.compile(rf"\b(?i:answer|choice|option)\b(?:{_IS}(?:[\s*_]*+[:=])?|[\s*_]*+[:=])(.*)")
+"""Regular expression of a text stating the answer in other words than a letter: `the answer is blue`."""
+_NOT_STATED = re.compile(
+    r"(?i:\b(?:not|never|if|whether|no\s+(?:reason|need|way)|unless|why|doubt|wrong|suppose|assume|assuming)\b|n't\b)[^,.;:!?\n]*$"
+)
+"""Regular expression of a clause's beginning that makes its statement a negation, a condition or a question."""
+_MAX_CLAUSE = 200
+"""Maximum characters of a clause before a statement."""
+_WITH_OWN_TEXT = re.compile(r"\(?([A-Z])\b\)?(?:[.:)]|\s+[-\u2013\u2014]+(?=\s))?\s+(.*)")
+"""Regular expression of a letter with a text after it, possibly the choice's text: `C - blue`, `(A) A and B`."""
 _BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
 """Regular expression of signs between a stated letter and the choice's text."""
+_WRONG = (
+    r"[\s)*_]+(?:(?:,|and|or|[A-Z])\b[\s,]*)*+(?i:(?:is|are|was|seems|looks)\s+(?:\w+\s+)?"
+    r"(?:wrong|incorrect|false|not)\b|(?:is|are|does|do)n't\b|does\s+not\b)"
+)
+"""Regular expression of words after a letter that call its choice wrong."""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
+_JOINED = (
+    r"(?i:or|and|/|&|as\s+well\s+as|plus|alternatively|then|maybe|perhaps|possibly|also|else"
+    r"|(?:al)?though|but|while|however|yet)"
+)
+"""Regular expression of a word joining a second choice to the first."""
 _SECOND = re.compile(
-    rf"[\s*_.):,;\]]*+(?:(?i:or|and|/|&|as\s+well\s+as){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
-    rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_]*(?=[ \t]*(?:[,;.!\n]|(?i:and|or)\b|{_REASON}|$))"
+    rf"[\s*_.():,;\]]*+(?:(?:{_JOINED}[\s,]*)+{_NAMED}(?!I\s+[a-z])[A-Z]\b(?!{_WRONG})"
+    rf"|(?<=[\s*_.():,;\]]){_NAMED}{ALSO_RIGHT})"
+    rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_}}\]]*(?=[ \t]*(?:[,;.!\n]|(?i:and|or)\b|{_REASON}|$))"
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
 """Regular expression of a text naming a second choice after the first.
 
 It does not match choices called wrong (`B; A, C are wrong`) and the word I (`B, and I think`)."""
+_WITHDRAWAL = re.compile(
+    r"(?:^|[.,;:!?\u2026\u2013\u2014(-])[\s*_]*(?i:(?:no|nope|sorry|oops|hm+|correction)(?=[\s*_]*[.,:;!\u2026-]|\s+wait\b)"
+    r"|(?:wait|actually|on\s+(?:second\s+thoughts?|reflection)|scratch\s+that|i\s+(?:made\s+a\s+mistake|was\s+wrong))\b)"
+    r"([^\n]*)"
+)
+"""Regular expression of words that withdraw a statement, with the rest of their line: `No, it is A`, `Actually, A`."""
+_MENTIONED = re.compile(
+    rf"(?<![\w'])(?<!\bnot )(?<!than )(?<!instead of )(?!A\s+(?!is\b)[a-z])([A-Z])(?![\w'])(?!{_WRONG})"
+)
+"""Regular expression of a letter that is not the word A, and is not called wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +120,11 @@ class Choices:
     def by_text(self, text: str) -> str | None:
         return _letter_of_name(text, self.texts)
 
+    def by_own_name(self, text: str) -> str | None:
+        """Return the letter of a choice if the text is its label, its text, or its letter and its text."""
+        plain = _strip_marks(_strip_marks(text).rstrip("!"))
+        return self.by_label(text) or self.by_text(text) or self.by_text(plain) or self.by_letter_and_text(plain)
+
     def by_letter(self, text: str) -> str | None:
         """Return the letter of a choice if the text is this letter or begins with it.
 
@@ -93,14 +132,27 @@ class Choices:
         """
         # "B!" is a letter, but "5!" is a choice's text.
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
+        if (letter := self.by_letter_and_text(plain)) is not None:
+            return letter
         reason = _WITH_REASON.match(plain)
         if reason:
             choice = NamedChoice(reason[1])
         else:
             choice = read_choice(plain.upper() if _SMALL_LETTER.fullmatch(plain) else plain)
-        if choice is None or choice.letter not in self.letters:
+        if choice is None or choice.letter not in self.letters or self.is_withdrawn(choice.letter, choice.text):
             return None
         return choice.letter if self.by_text(choice.text) in (None, choice.letter) else None
+
+    def by_letter_and_text(self, text: str) -> str | None:
+        """Return the letter of a choice if the text is this letter and the choice's own text: `C - blue`."""
+        match = _WITH_OWN_TEXT.fullmatch(text.strip())
+        return match[1] if match and self.by_text(match[2]) == match[1] else None
+
+    def is_withdrawn(self, letter: str, text: str) -> bool:
+        """Return whether the text after a choice's letter withdraws it and names another choice."""
+        withdrawals = (match[1] for match in _WITHDRAWAL.finditer(text))
+        others = (match[1] for rest in withdrawals for match in _MENTIONED.finditer(rest))
+        return any(other != letter and other in self.letters for other in others)
 
     def by_index(self, name: str) -> str | None:
         """Return the letter of the choice with an index from 0. None: no such choice, or the labels are numbers."""
@@ -128,8 +180,9 @@ def multiple_choice(
 
     Only the completion after its last </think> is read. A completion ending inside its thoughts has no answer. The
     choice is read from the last box or <answer> tags, else from the last `the answer is (B)`, else from a last line
-    that is a choice. The format is valid if this place names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...:
-    the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is ambiguous.
+    that is a choice. A statement may also give the choice's text. A choice withdrawn in its line, or joined to a second
+    one, counts as none. The format is valid if this place names exactly one choice. Metrics: `chosen_A`, `chosen_B`,
+    ...: the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is ambiguous.
     """
     choices = choices_of(record, field, num_choices)
     right = gold_choice(answer, choices, gold)
@@ -215,7 +268,7 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     The answer is read from the first of these in the completion: a box or tags, a last line that calls a choice right,
     a stated answer, a last line with only an answer.
     """
-    text = without_thoughts(text)
+    text = with_ascii_signs(without_thoughts(text))
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
     if marks:
         return choices.letter(max(marks).text)
@@ -223,14 +276,31 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     last_line = lines[-1].strip() if lines else ""
     if (called_right := _CALLED_RIGHT.fullmatch(last_line)) and called_right[1] in choices.letters:
         return called_right[1]
-    # Letters that are not choices, as in "the answer is I think", are skipped.
-    last_statement = deque(
-        (match for match in _STATED.finditer(text) if _letter_of(match) in choices.letters), maxlen=1
-    )
-    if last_statement:
-        return _read_agreeing_letter(text, last_statement[0], choices)
+    statement = _last_statement(text, choices)
+    if statement is not None:
+        return _read_agreeing_letter(text, statement, choices)
+    stated_text = deque((match for match in _STATED_TEXT.finditer(text) if _is_asserted(match)), maxlen=1)
+    if stated_text and (letter := choices.by_own_name(stated_text[0][1])) is not None:
+        return letter
     label = _LABELLED.fullmatch(last_line)
     return choices.letter(label[1] if label else last_line)
+
+
+def _last_statement(text: str, choices: Choices) -> re.Match[str] | None:
+    """Return the last statement of a letter. Letters that are not choices, as in `the answer is I think`, are
+    skipped.
+    """
+    statements = (
+        match for match in _STATED.finditer(text) if _letter_of(match) in choices.letters and _is_asserted(match)
+    )
+    return next(iter(deque(statements, maxlen=1)), None)
+
+
+def _is_asserted(statement: re.Match[str]) -> bool:
+    """Return whether a statement is meant: not in a clause such as `I doubt that` or `if`."""
+    # A longer clause is rather a missing full stop.
+    before = statement.string[max(0, statement.start() - _MAX_CLAUSE) : statement.start()]
+    return _NOT_STATED.search(before) is None
 
 
 def _read_agreeing_letter(text: str, statement: re.Match[str], choices: Choices) -> str | None:
@@ -242,6 +312,8 @@ def _read_agreeing_letter(text: str, statement: re.Match[str], choices: Choices)
     if _SECOND.match(text, statement.end()):
         return None
     letter = _letter_of(statement)
+    if choices.is_withdrawn(letter, text[statement.end() :]):
+        return None
     rest_of_line = text[statement.end() :].partition("\n")[0]
     letter_of_text = choices.by_text(_BEFORE_TEXT.sub("", rest_of_line, count=1).rstrip(" \t).!*"))
     return letter if letter_of_text in (None, letter) else None
