@@ -26,10 +26,12 @@ MATH_COMPETITION_FORMS: tuple[Literal["boxed"], ...] = ("boxed",)
 """Answer forms accepted by the reward `math_competition` unless its keyword argument `forms` is set."""
 NUMBER = r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 """Regular expression of a number as written in solutions of grade-school problems."""
-MARKED_NUMBER = re.compile(rf"####[ \t]*[*_$]*\\?({NUMBER})")
+MARKED_NUMBER = re.compile(rf"####[ \t]*[*_$]*\+?\\?({NUMBER})")
 """Regular expression of #### followed by a number, possibly in bold or between dollar signs (GSM8K)."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
+"""Regular expression of a box's beginning, an escaped sign, or a brace."""
 _OPENING_BRACE = re.compile(r"\s*\{")
 _BARE = re.compile(
     r"[ \t]*(?!\\(?:boxed|fbox))(?=[-+.(\[\\0-9]|[A-Za-z](?![A-Za-z]))"
@@ -55,8 +57,15 @@ def last_box(text: str) -> Marked | None:
     r"""Return the start index and the contents of the last \boxed. None: there is none, or it is not closed.
 
     Accepted are \boxed{4}, \boxed {4}, \fbox{4} and \boxed 4. Without braces the contents are a formula up to the next
-    space, or up to a dollar sign in the same line.
+    space, or up to a dollar sign in the same line. A box inside another one is a part of it: the outer one is returned.
     """
+    box = _last_command_box(text)
+    if box is None:
+        return None
+    return _outermost_box(text, box)
+
+
+def _last_command_box(text: str) -> Marked | None:
     # Search backwards: scanning a long text from its start for each box would be quadratic.
     for command in _commands_from_the_end(text):
         opening = _OPENING_BRACE.match(text, command.end())
@@ -68,6 +77,28 @@ def last_box(text: str) -> Marked | None:
             contents = (bare["dollars"] or bare["formula"]).rstrip(".,;: ")
             return Marked(command.start(), contents) if contents else None
     return None
+
+
+def _outermost_box(text: str, box: Marked) -> Marked:
+    """Return the outermost closed box around a box, or the box itself."""
+    if text.find("\\boxed", 0, box.start) < 0 and text.find("\\fbox", 0, box.start) < 0:
+        return box
+    # One entry for each open brace: the start of its box and of its contents, or None. One pass keeps this linear.
+    open_groups: list[tuple[int, int] | None] = []
+    num_open_boxes = 0
+    for sign in _BOX_OR_BRACE.finditer(text):
+        if sign.start() >= box.start and num_open_boxes == 0:
+            break
+        if sign[0].endswith("{") and sign[0] != "\\{":
+            is_box = len(sign[0]) > 1
+            num_open_boxes += is_box
+            open_groups.append((sign.start(), sign.end()) if is_box else None)
+        elif sign[0] == "}" and open_groups and (group := open_groups.pop()) is not None:
+            num_open_boxes -= 1
+            start, contents = group
+            if start <= box.start < sign.start():
+                box = Marked(start, text[contents : sign.start()])
+    return box
 
 
 def _commands_from_the_end(text: str) -> Iterator[re.Match[str]]:

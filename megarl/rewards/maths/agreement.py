@@ -123,6 +123,8 @@ def _same_with_units(gold: Node, predicted_tree: Node) -> bool:
     is_equal: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted_tree)  # noqa: E731
     # Both with units: convert between units of equal dimensions.
     if gold_unit and unit:
+        if gold_unit.power_of_any or unit.power_of_any:
+            return gold_unit.may_be(unit) and is_equal(Fraction(1))
         return gold_unit.dimensions == unit.dimensions and is_equal(unit.factor / gold_unit.factor)
     # A percentage may also be written as its value: 50% and 0.5.
     if unit and unit.is_percentage:

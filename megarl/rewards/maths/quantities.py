@@ -35,7 +35,7 @@ _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|
 """Regular expression of text after a number, in a formula."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
-_CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"))
+_CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"), ("¥", "yen"), ("₹", "rupee"))
 _CURRENCY_NAMES = frozenset(name for _, name in _CURRENCIES)
 
 
@@ -46,7 +46,7 @@ _UNIT_STEP = re.compile(
     re.ASCII,
 )
 """Regular expression of one part of a quantity in several units: `and 30 min`."""
-_AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
+_AMOUNT = re.compile(r"\s*([A-Za-z¢€£¥₹]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
 """Regular expression of a currency, optionally followed by `each`, `per` or `/` and the bought thing."""
 
 
@@ -100,9 +100,10 @@ def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quant
     if word and word[1] in FRACTION_WORDS:
         # 2 fifths is 2/5, but half of a fraction is not written so.
         return Quantity(number * FRACTION_WORDS[word[1]]) if number.denominator == 1 else None
-    if multiple := _MULTIPLE.match(unit_text):
+    words = plain_text(unit_text)
+    if multiple := _MULTIPLE.match(words):
         number *= MULTIPLES[multiple[1]]
-        unit_text = unit_text[multiple.end() :]
+        unit_text = words[multiple.end() :]
     if not unit_text.strip():
         return Quantity(number, currency)
     # Without a space, as in "5x", a word is a unit only if it has a meaning.
@@ -179,6 +180,8 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
     if prediction.smallest and not gold.unit:
         return gold.number in (prediction.number, prediction.value / prediction.smallest.factor)
     if gold.unit and prediction.unit:
+        if gold.unit.power_of_any or prediction.unit.power_of_any:
+            return gold.unit.may_be(prediction.unit) and prediction.number == gold.number
         # A price for something also equals the amount alone: $5 per hour and $5.
         for rate, amount in ((prediction, gold), (gold, prediction)):
             if rate.money and amount.unit and amount.unit.dimensions == rate.money.dimensions:

@@ -36,6 +36,7 @@ _WRITTEN_OTHERWISE = {
     r"\left": "", r"\right": "", r"\bigl": "", r"\bigr": "", r"\Bigl": "", r"\Bigr": "", r"\big": "", r"\Big": "",
     r"\bigg": "", r"\Bigg": "", r"\middle": "", r"\displaystyle": "", r"\textstyle": "", r"\limits": "",
     r"\tiny": "", r"\;": " ", r"\:": " ", r"\>": " ", r"\quad": " ", r"\qquad": " ", r"\enspace": " ",
+    r"\pounds": "£", r"\euro": "€", r"\yen": "¥",
     r"\thinspace": " ", r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\lbrace": r"\{", r"\rbrace": r"\}",
     r"\lbrack": "[", r"\rbrack": "]", r"\prime": "'", r"\varepsilon": r"\epsilon ", r"\varphi": r"\phi ",
     r"\vartheta": r"\theta ", r"\div": "/", r"\degree": r"^\circ ", r"\degrees": r"^\circ ",
@@ -108,6 +109,7 @@ _NAMED_SET = re.compile(
     re.IGNORECASE,
 )
 """Regular expression of words for the set of all real numbers, or for the empty set."""
+_DOES_NOT_EXIST = re.compile(r"(?:the\s+limit\s+)?(?:does\s+not|doesn't)\s+exist|D\.?N\.?E", re.IGNORECASE)
 _BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
 _DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
 _LETTER_OF_MERIDIEM = re.compile("[mMn]")
@@ -131,6 +133,7 @@ def normalize(text: str) -> str:
     text = _STYLE.sub(_plain_style, text).strip() or text
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
+    text = _BOX.sub("{", text)  # A box around a part of the answer only frames it.
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
     text = _SCRIPTS.sub(_script, text) if not text.isascii() else text
     text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
@@ -149,6 +152,8 @@ def normalize(text: str) -> str:
     without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
     if named_set := _NAMED_SET.fullmatch(without_stop):
         return r"\mathbb{R}" if named_set["all"] else r"\emptyset"
+    if without_stop[-1:] in ("E", "e", "t", "}") and _DOES_NOT_EXIST.fullmatch(plain_text(without_stop)):
+        return "DNE"
     # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
 

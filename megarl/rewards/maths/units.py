@@ -27,6 +27,18 @@ class Unit:
     def names(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.dimensions)
 
+    @property
+    def power_of_any(self) -> int:
+        """Return the power of a unit that is not named: 2 for square units. 0: the unit is named."""
+        return self.dimensions[0][1] if len(self.dimensions) == 1 and self.names == {_ANY_UNIT} else 0
+
+    def may_be(self, other: Unit) -> bool:
+        """Return whether two units, of which one or both are not named, can be the same."""
+        powers = {self.power_of_any, other.power_of_any} - {0}
+        lengths = {power for unit in (self, other) for base, power in unit.dimensions if unit.names == {"metre"}}
+        # "12 units" is often written for an area, but "12 cubic units" is not one.
+        return len(powers) == 1 and (not lengths or powers == {1} or powers == lengths)
+
     def over(self, divisor: Unit) -> Unit:
         dimensions = Counter(dict(self.dimensions))
         dimensions.subtract(dict(divisor.dimensions))
@@ -37,18 +49,21 @@ class Unit:
 def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[bool, Unit | None]:
     """Return whether a text is a unit, and the unit.
 
-    The unit is None for words that do not change the number ("units", "th" of "5th"). Words in `unit_words` (singular)
+    The unit is None for words that do not change the number ("th" of "5th"). Words in `unit_words` (singular)
     count as units of their own. With None every word does, except words that change a number, like "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
-    words = 0
+    words = power_of_any = 0
     for name, exponent in _unit_words(text):
         words += 1
         # More words are a sentence, not a unit.
         if words > MAX_UNIT_WORDS or name is None:
             return False, None
-        if name in _NO_UNIT:
+        if name in _ORDINAL_ENDINGS:
+            continue
+        if name in _ANY_UNITS:
+            power_of_any += exponent
             continue
         meaning = _meaning(name, unit_words, is_text=text.lstrip().startswith("\\"))
         if meaning is None:
@@ -58,6 +73,8 @@ def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[boo
             dimensions[base] += power * exponent
     if not words:
         return False, None
+    if power_of_any and not dimensions and factor == 1:
+        return True, Unit(factor, ((_ANY_UNIT, power_of_any),))
     base_units = tuple(sorted((base, power) for base, power in dimensions.items() if power))
     return True, Unit(factor, base_units) if base_units or factor != 1 else None
 
@@ -65,6 +82,8 @@ def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[boo
 def _meaning(name: str, unit_words: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
     """Return a unit's factor and its base units with exponents. None: the word is not a unit."""
     singular = _singular(name.lower())
+    if singular == "pound" and unit_words is not None and "sterling" in unit_words:
+        singular = name = "sterling"
     meaning = _UNITS.get(name) or _UNITS.get(singular)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
     if meaning is None and is_text and len(name) == 1:
@@ -88,7 +107,7 @@ _WRAPPED = re.compile(r"\\(?:text|mathrm|textrm|mbox|textit|textbf|operatorname)
 _NAME = r"(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]+)(?:\s*\^\s*\d)?"
 _FRACTION = re.compile(rf"\\frac\s*\{{\s*({_NAME})\s*\}}\s*\{{\s*({_NAME})\s*\}}")
 _UNIT_PART = re.compile(
-    r"\s*(?:(?P<over>/|\bper\b)|(?P<power>(?:square|cubic|sq|cu)\b)\.?|(?P<word>[A-Za-zµ°¢%€£]+)\.?)"
+    r"\s*(?:(?P<over>/|\bper\b)|(?P<power>(?:square|cubic|sq|cu)\b)\.?|(?P<word>[A-Za-zµ°¢%€£¥₹]+)\.?)"
     r"(?P<exponent>\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|[²³])?(?:\s|\\,|\\cdot|~)*"
 )
 
@@ -132,7 +151,9 @@ _PLURALS = (
     ("matches", "match"), ("lunches", "lunch"), ("knives", "knife"), ("vertices", "vertex"),
     ("hertz", "hertz"), ("ies", "y"),
 )  # fmt: skip
-_NO_UNIT = {"unit", "units", "st", "nd", "rd", "th"}
+_ORDINAL_ENDINGS = {"st", "nd", "rd", "th"}
+_ANY_UNIT = "unit"
+_ANY_UNITS = {"unit", "units"}
 FRACTION_WORDS = {
     word + ending: Fraction(1, under)
     for under, word in {
@@ -223,7 +244,9 @@ _UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
         ("dollar usd USD", 1, {"dollar": 1}),
         ("cent ¢", "0.01", {"dollar": 1}),
         ("euro € EUR", 1, {"euro": 1}),
-        ("sterling £", 1, {"sterling": 1}),
+        ("sterling £ GBP", 1, {"sterling": 1}),
+        ("yen ¥ JPY", 1, {"yen": 1}),
+        ("rupee ₹ INR", 1, {"rupee": 1}),
         ("degree deg", 1, {"degree": 1}),
         ("radian rad", 1, {"radian": 1}),
         ("celsius", 1, {"celsius": 1}),

@@ -18,6 +18,7 @@ from megarl.rewards.maths.equality.kinds import (
     is_number_set,
 )
 from megarl.rewards.maths.equality.labels import (
+    are_numbered,
     assignments,
     is_label,
     may_be_asked_for,
@@ -108,6 +109,8 @@ class Comparison:
 
         None: `answer` is not a tuple of this length.
         """
+        if answer.kind == "list" and answer.value != "or" and are_numbered(values) and len(answer.parts) == len(values):
+            return all(is_same(values[name], part) for name, part in zip(sorted(values), answer.parts, strict=True))
         if answer.kind in ("list", "set"):
             return False
         if answer.kind != "tuple" or answer.value != "()" or len(answer.parts) != len(values):
@@ -194,6 +197,11 @@ class Comparison:
             return self._same_sets(gold, prediction)
         if gold.kind in ("list", "set") and prediction.kind in ("list", "set"):
             return self._same_items(gold, prediction)
+        # A set of one point equals the point.
+        if {gold.kind, prediction.kind} == {"set", "tuple"}:
+            (elements,) = (node.parts for node in (gold, prediction) if node.kind == "set")
+            if len(elements) == 1 and elements[0].kind == "tuple":
+                return self.same(*(elements[0] if node.kind == "set" else node for node in (gold, prediction)))
         if gold.kind == "tuple" or prediction.kind == "tuple":
             return self._same_tuples(gold, prediction)
         # A set of one element equals the element.

@@ -2,6 +2,8 @@ r"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megarl.rewards.maths.equality.kinds import is_equation
 from megarl.rewards.maths.formulas.nodes import Node, symbol
 
@@ -84,6 +86,12 @@ def assignments(node: Node) -> dict[str, Node] | None:
     pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
     values = dict(pairs or ())
     return values if pairs and len(values) == len(pairs) > 1 else None
+
+
+def are_numbered(names: Collection[str]) -> bool:
+    """Return whether names are one letter with the numbers 1, 2, ..., as roots have: x_1, x_2."""
+    letters = {name.partition("_")[0] for name in names}
+    return len(letters) == 1 and {name.partition("_")[2] for name in names} == set(map(str, range(1, len(names) + 1)))
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:

@@ -219,7 +219,12 @@ class _Parser(DigitGroups):
                     self.token.has_space and self.following().text == "^"
                 ):
                     raise NotMathematicsError("two numbers follow each other without an operator")
-                node = join_operands("product", [node, self.power()])
+                is_braced = self.token.text == "{"
+                factor = self.power()
+                # Braces are not shown: {7}{1} looks like 71.
+                if is_braced and factor.kind == "number":
+                    raise NotMathematicsError("a number in braces follows an operand without an operator")
+                node = join_operands("product", [node, factor])
             else:
                 return node
 
