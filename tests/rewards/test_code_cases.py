@@ -120,6 +120,16 @@ def test_a_bomb_is_not_unpacked(monkeypatch):
         ("x = 1", None),
         ("``` python  \nx\n```  ", "x\n"),
         ("```python\n```", ""),
+        ("```python\nx\n```\nOutput:\n```\n4\n```", "x\n"),
+        ("```python3\nx\n```\n```text\n4\n```\n```bash\nls\n```", "x\n"),
+        ("```\nx\n```\n```text\n4\n```", "4\n"),
+        ("```Python\nx\n```\n```python\ny\n```", "y\n"),
+        ("```{.python}\nx\n```\n```\n4\n```", "x\n"),
+        ("```pycon\n>>> 4\n```\n```cpp\nx\n```", "x\n"),
+        ("1. Run:\n   ```python\n   if x:\n       y\n\n   z\n   ```", "if x:\n    y\n\nz\n"),
+        ("```python\n  x\n```", "  x\n"),
+        ("   ```python\n x\n   ```", "x\n"),
+        ("```python\nx\n```\nOutput:\n```\n4", None),
     ],
 )
 def test_the_last_block(text, found):

@@ -18,7 +18,8 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 _MAX_DIGITS = 200_000
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 """Regular expression of a printed decimal number. Python's float() would also accept 1_0, nan and inf."""
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
+_FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
+_PYTHON = re.compile(r"\s*\{?\.?(?:py|python)[\d.]*\b", re.IGNORECASE)
 _PRELUDE = """
 import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
 import random, re, statistics, string, sys, time
@@ -73,18 +74,28 @@ def long_integers() -> Iterator[None]:
 
 
 def last_block(text: str) -> str | None:
-    """Return the source code in the last fenced block of a text. None: no block exists, or the last one is not
-    closed.
+    """Return the source code in the last fenced block of Python, or without one in the last fenced block.
+
+    A block after the program often shows its output. In an indented block, the indentation of the fence is removed.
+    Returns None if no block exists, or if the last one is not closed.
     """
-    opening: tuple[str, int] | None = None
-    block = None
+    opening: re.Match[str] | None = None
+    block = python_block = None
     for fence in _FENCE.finditer(text):
         if opening is None:
-            opening, block = (fence[1], fence.end() + 1), None
+            opening = fence
         # A fence closes only with the same character, at least the same length, and no language name (CommonMark).
-        elif fence[1][0] == opening[0][0] and len(fence[1]) >= len(opening[0]) and not fence[2].strip():
-            block, opening = text[opening[1] : fence.start()], None
-    return block if opening is None else None
+        elif fence[2][0] == opening[2][0] and len(fence[2]) >= len(opening[2]) and not fence[3].strip():
+            block = _without_indentation(text[opening.end() + 1 : fence.start()], len(opening[1]))
+            python_block = block if _PYTHON.match(opening[3]) else python_block
+            opening = None
+    if opening is not None:
+        return None
+    return block if python_block is None else python_block
+
+
+def _without_indentation(block: str, width: int) -> str:
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block
 
 
 class Trial:
