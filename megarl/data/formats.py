@@ -184,7 +184,8 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
     else:
         why = f"the names of {format.name}, recognised from the first record's fields"
     named = {role: name for role, name in user_names.items() if role not in missing}
-    named |= _guess_fields({name: value for name, value in record.items() if name not in named.values()}, missing)
+    read_names = set(named.values()) | (set() if "prompt" in missing else set(format.prompt))
+    named |= _guess_fields({name: value for name, value in record.items() if name not in read_names}, missing)
     remedy = names.remedy.replace("{}", "{" + ", ".join(f"{role}: {name}" for role, name in named.items()) + "}")
     return (
         f"no field for {' and '.join(missing)}; the record has {_first_names(record)}. Looked for {tried}, {why}. "

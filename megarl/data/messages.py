@@ -126,6 +126,11 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
         if "value" in message:
+            if not is_empty(message.get("content")) and message["content"] != message["value"]:
+                raise ValueError(
+                    f"{place} has content {shown(message['content'])} and another value {shown(message['value'])}; "
+                    "remove one of them"
+                )
             message["content"] = message.pop("value")
     if is_empty(message.get("value")):
         message.pop("value", None)

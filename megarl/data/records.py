@@ -13,6 +13,7 @@ from typing import Any
 from megarl.data.chat_text import chat_in_text
 from megarl.data.formats import (
     FORMATS,
+    RESPONSES,
     FieldNames,
     RecordFormat,
     first_name_with_value,
@@ -201,6 +202,20 @@ class Record:
             raise self.error(
                 f"'{name}' is {shown(self.fields[name])}, but the prompt is read from '{field}'; remove one of the two "
                 f"fields, or name the prompt's: {self.names.remedy.replace('{}', '{prompt: ' + field + '}')}"
+            )
+
+    def refuse_other_responses(self, field: str) -> None:
+        """Raise DataError if another usual field of responses has another answer than `field`, which is read.
+
+        Who names the field in the recipe has chosen between several.
+        """
+        if "response" in self.names.fields:
+            return
+        for name in RESPONSES:
+            if name == field or is_blank(self.fields.get(name)) or self.fields[name] == self.at(field):
+                continue
+            raise self.error(
+                f"'{name}' is {shown(self.fields[name])}, but the answer is read from '{field}'; remove one of the two"
             )
 
     def _is_repeated(self, name: str, messages: Sequence[Mapping[str, Any]], answers: bool) -> bool:

@@ -113,6 +113,7 @@ def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapp
             return ()
     record.require("response")
     field = record.field(record.format.response)
+    record.refuse_other_responses(field)
     response = record.messages(field, role="assistant")
     if prompt[-1]["role"] != "assistant":
         return response

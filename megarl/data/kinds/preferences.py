@@ -95,7 +95,19 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     record.refuse_reasoning_field((*chosen, *rejected))
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
+    _refuse_different_prompts(record, chosen, rejected)
     return chosen, rejected
+
+
+def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages) -> None:
+    """Raise DataError if two conversations differ before an answer, or do not end with one."""
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if messages[-1]["role"] != "assistant":
+            raise record.error(f"'{name}' ends with the role {messages[-1]['role']}; end with the assistant's answer")
+    first = next((pair for pair in zip(chosen, rejected, strict=False) if pair[0] != pair[1]), ())
+    if any(message["role"] != "assistant" for message in first):
+        texts = " and ".join(shown(message.get("content")) for message in first)
+        raise record.error(f"'chosen' and 'rejected' answer different prompts, {texts}; give both the same prompt")
 
 
 def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
@@ -126,7 +138,9 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
     if not isinstance(label, bool):
         name = record.field(record.format.label)
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
-    messages = _conversation(record, record.field(record.format.response), system_prompt)
+    field = record.field(record.format.response)
+    record.refuse_other_responses(field)
+    messages = _conversation(record, field, system_prompt)
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
     return messages, label

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -342,7 +342,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     # Without these settings pyarrow reads whole columns of a row group ahead into memory.
     settings = {"buffer_size": _ARROW_BUFFER_BYTES, "pre_buffer": False}
     with _arrow_faults(path), parquet.ParquetFile(path, **settings) as file:
-        yield from _batch_rows(file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
+        yield from _batch_rows(path, file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
 
 
 def _arrow(path: Path) -> Iterator[Row]:
@@ -354,10 +354,11 @@ def _arrow(path: Path) -> Iterator[Row]:
         file.seek(0)
         if is_file:
             with ipc.open_file(file) as reader:
-                yield from _batch_rows(reader.get_batch(number) for number in range(reader.num_record_batches))
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+                yield from _batch_rows(path, batches)
         else:
             with ipc.open_stream(file) as reader:
-                yield from _batch_rows(reader)
+                yield from _batch_rows(path, reader)
 
 
 class _WholeReads(io.BufferedReader):
@@ -371,13 +372,17 @@ class _WholeReads(io.BufferedReader):
         return super().read(bytes_left if size is None or size < 0 else min(size, bytes_left))
 
 
-def _batch_rows(batches: Any) -> Iterator[Row]:
+def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
     number = 0
     columns: tuple[str, ...] | None = None
     for batch in batches:
         # pyarrow (25.0) trusts the offsets in a batch: a damaged file would crash this process.
         batch.validate(full=True)
-        columns = tuple(_columns(batch.schema)) if columns is None else columns
+        if columns is None:
+            columns = tuple(_columns(batch.schema))
+            if len(set(columns)) < len(columns):
+                repeated = next(name for place, name in enumerate(columns) if name in columns[:place])
+                raise DataError(f"{path}: the column {repeated!r} occurs twice; rename or remove one of them")
         for start in range(0, batch.num_rows, _ARROW_ROWS):
             for fields in batch.slice(start, _ARROW_ROWS).to_pylist():
                 number += 1
@@ -413,7 +418,10 @@ def _arrow_faults(path: Path) -> Iterator[None]:
 
 
 def _to_python(value: Any) -> Any:
-    """Return an Arrow value as JSON: null is a missing field, dates are ISO 8601 text, bytes are base64."""
+    """Return an Arrow value as JSON: null is a missing field, dates are ISO 8601 text.
+
+    Bytes are the text that they encode in UTF-8, as some programs write text, else base64.
+    """
     if isinstance(value, dict):
         plain = {name: _to_python(item) for name, item in value.items()}
         return {name: item for name, item in plain.items() if item is not None}
@@ -423,6 +431,8 @@ def _to_python(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()

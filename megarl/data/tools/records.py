@@ -24,12 +24,17 @@ _VALUE_KEYS = (*_NULL_KEYS, "enum", "examples")
 def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its tool calls in the form {"function": {"name", "arguments"}}, arguments as an object.
 
-    `tool_calls` of null or [] are removed: exports of `datasets` have them in every message. Raises ValueError, without
+    `tool_calls` of null or [] are removed: exports of `datasets` have them in every message. The list and each call may
+    be JSON text. Raises ValueError, without
     the message's place, for calls that cannot be read.
     """
     if "tool_calls" not in message:
         return message
-    calls = message["tool_calls"]
+    try:
+        calls = _value_of_text(message["tool_calls"])
+        calls = [_value_of_text(call) for call in calls] if isinstance(calls, list) else calls
+    except ValueError as error:
+        raise ValueError(f"has tool_calls {shown(message['tool_calls'])}: {error}; give {_CALLS_FORM}") from error
     if calls is None or calls == []:
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if message.get("role") != "assistant":
@@ -107,6 +112,10 @@ def _standard_tool(tool: Any) -> Any:
     if foreign := next((key for key in _SCHEMA_KEYS_ELSEWHERE if key in tool), None):
         raise ValueError(f"the tool {tool['name']!r:.80} has {foreign!r}; rename this key to 'parameters'")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _value_of_text(value: Any) -> Any:
+    return _parse_json(value) if isinstance(value, str) else value
 
 
 def _parse_json(text: str) -> Any:

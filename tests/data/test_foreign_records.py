@@ -1,0 +1,203 @@
+"""Records as other programs write them: each is trained as it is meant, or refused by the name of its field."""
+
+import datetime
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.formats import FieldNames
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.problems import Problems
+from megarl.data.reader import read_examples
+from megarl.types import DataError
+from tests.data.templates import tokenizer_of
+from tests.data.test_record_keys import TOOL, texts_of
+
+Q = {"role": "user", "content": "q"}
+R = {"role": "user", "content": "r"}
+X = {"role": "assistant", "content": "x"}
+GOOD = {"role": "assistant", "content": "good"}
+BAD = {"role": "assistant", "content": "bad"}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+
+
+def calling(calls):
+    return {"messages": [Q, {"role": "assistant", "content": "", "tool_calls": calls}], "tools": [TOOL]}
+
+
+def turns(*pairs, **fields):
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs], **fields}
+
+
+TRAINED = {
+    "calls as text": (calling(json.dumps([CALL])), CALLED),
+    "each call as text": (calling([json.dumps(CALL)]), CALLED),
+    "a flat call as text": (calling([json.dumps(CALL["function"])]), CALLED),
+    "arguments as text": (calling([{"function": {"name": "add", "arguments": '{"a": 2}'}}]), CALLED),
+    "sharegpt": (turns(("human", "q"), ("gpt", "x")), "x<|im_end|>"),
+    "messages as text": ({"messages": json.dumps([Q, X])}, "x<|im_end|>"),
+    "the same in value and content": (
+        {"conversations": [{"from": "human", "value": "q", "content": "q"}, {"from": "gpt", "value": "x"}]},
+        "x<|im_end|>",
+    ),
+    "sharegpt pair": (
+        turns(("human", "q"), chosen={"from": "gpt", "value": "good"}, rejected={"from": "gpt", "value": "bad"}),
+        "good<|im_end|>bad<|im_end|>",
+    ),
+    "pair of several turns": (
+        {"chosen": [Q, X, R, GOOD], "rejected": [Q, X, R, BAD]},
+        "good<|im_end|>bad<|im_end|>",
+    ),
+    "pair that differs from the first answer on": (
+        {"chosen": [Q, GOOD, R, X], "rejected": [Q, BAD, Q, X]},
+        "good<|im_end|>x<|im_end|>bad<|im_end|>x<|im_end|>",
+    ),
+    "pair with its prompt in messages too": (
+        {"prompt": "q", "chosen": [Q, GOOD], "rejected": [Q, BAD]},
+        "good<|im_end|>bad<|im_end|>",
+    ),
+    "response and completion alike": ({"prompt": "q", "response": "x", "completion": "x"}, "x<|im_end|>"),
+    "prompt and completion as messages": ({"prompt": [Q], "completion": [X]}, "x<|im_end|>"),
+    "kto": ({"prompt": "q", "completion": "x", "label": True}, "x<|im_end|>"),
+    "alpaca": ({"instruction": "q", "input": "", "output": "x", "history": [["a", "b"]]}, "b<|im_end|>x<|im_end|>"),
+    "openai's empty keys": ({"messages": [Q, {**X, "refusal": None, "annotations": []}]}, "x<|im_end|>"),
+    "empty masks": ({"messages": [Q, X], "loss_weights": None, "loss_scale": []}, "x<|im_end|>"),
+}  # fmt: skip
+
+REFUSED = {
+    "calls that are not JSON": (calling("add(2)"), "tool_calls"),
+    "a call that is not JSON": (calling(["add(2)"]), "tool_calls"),
+    "one call": (calling(CALL), "tool_calls"),
+    "a call of a repeated key": (calling(['{"name": "add", "name": "sub", "arguments": {}}']), "'name'|\"name"),
+    "arguments that are a list": (calling([{"function": {"name": "add", "arguments": "[1]"}}]), "arguments"),
+    "two texts of a message": (
+        {"conversations": [{"from": "human", "value": "q", "content": "z"}, {"from": "gpt", "value": "x"}]},
+        r"conversations\[0\].*content",
+    ),
+    "function_call": (turns(("human", "q"), ("function_call", "{}"), ("observation", "4")), "function_call"),
+    "chatgpt": (turns(("user", "q"), ("chatgpt", "x")), "chatgpt"),
+    "two prompts of a pair": ({"chosen": [Q, GOOD], "rejected": [R, BAD]}, '"q" and "r"'),
+    "two system messages of a pair": (
+        {"chosen": [{"role": "system", "content": "s"}, Q, GOOD], "rejected": [Q, BAD]},
+        "different prompts|system",
+    ),
+    "a pair that ends with the user": ({"chosen": [Q, GOOD, R], "rejected": [Q, BAD, R]}, "'chosen'.*user"),
+    "a rejected answer that ends with the user": ({"chosen": [Q, GOOD], "rejected": [Q, BAD, R]}, "'rejected'.*user"),
+    "answers as lists of texts": ({"prompt": "q", "chosen": ["good"], "rejected": ["bad"]}, "chosen"),
+    "margin": ({"prompt": "q", "chosen": "good", "rejected": "bad", "margin": 0.5}, "margin"),
+    "two responses": ({"prompt": "q", "response": "x", "completion": "y"}, "'response'.*'completion'"),
+    "two judged responses": ({"prompt": "q", "response": "x", "completion": "y", "label": True}, "'response'"),
+    "loss_weights": ({"messages": [Q, X], "loss_weights": [0, 1]}, "loss_weights"),
+    "loss_scale": ({"messages": [Q, X], "loss_scale": [0, 1]}, "loss_scale"),
+    "train_mask": ({"messages": [Q, X], "train_mask": [0, 1]}, "train_mask"),
+    "token_weights": ({"messages": [Q, X], "token_weights": [0.5]}, "token_weights"),
+    "train_detail": ({"messages": [Q, {**X, "train_detail": [{"begin_offset": 0, "train": False}]}]}, "train_detail"),
+    "prefix": ({"messages": [Q, {**X, "prefix": True}]}, "prefix"),
+    "thinking_blocks": ({"messages": [Q, {**X, "thinking_blocks": [{"thinking": "t"}]}]}, "thinking_blocks"),
+    "a weight between": ({"messages": [Q, {**X, "weight": 0.5}]}, "weight"),
+    "a weight as text": ({"messages": [Q, {**X, "weight": "0"}]}, "weight"),
+    "capital roles": ({"messages": [{"role": "User", "content": "q"}, X]}, "User"),
+    "content as a number": ({"messages": [{"role": "user", "content": 5}, X]}, "content"),
+    "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "response"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "trained"), TRAINED.values(), ids=TRAINED)
+def test_records_that_are_trained(tmp_path, record, trained) -> None:
+    assert texts_of(tmp_path, record)[1] == trained
+
+
+@pytest.mark.parametrize(("record", "message"), REFUSED.values(), ids=REFUSED)
+def test_records_that_are_refused(tmp_path, record, message) -> None:
+    with pytest.raises(DataError, match=message):
+        texts_of(tmp_path, record)
+
+
+@pytest.mark.parametrize(
+    "record", [{"prompt": "q", "completions": ["a"]}, {"prompt": "q", "answer": None, "labels": [1]}]
+)
+def test_a_remedy_names_no_field_that_is_read_already(tmp_path, record) -> None:
+    with pytest.raises(DataError) as caught:
+        texts_of(tmp_path, record)
+    assert ": prompt}" not in str(caught.value)
+
+
+def test_a_response_named_in_the_recipe_is_read(tmp_path) -> None:
+    record = {"prompt": "q", "response": "x", "completion": "y"}
+    assert texts_of(tmp_path, record, names=FieldNames(fields={"response": "response"}))[1] == "x<|im_end|>"
+
+
+def problems_of(path):
+    problems = read_examples(path, Problems(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=100))
+    return [(problem.messages[-1]["content"], problem.answer) for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        pytest.param({"prompt": [b"q"], "answer": [b"4"]}, ("q", "4"), id="text as bytes"),
+        pytest.param({"prompt": ["q"], "answer": [2**62]}, ("q", str(2**62)), id="integer"),
+        pytest.param({"prompt": ["q"], "answer": pa.array([2**63], pa.uint64())}, ("q", str(2**63)), id="uint64"),
+        pytest.param({"prompt": pa.array(["q"], pa.large_string()), "answer": ["4"]}, ("q", "4"), id="large_string"),
+        pytest.param({"prompt": pa.array(["q"]).dictionary_encode(), "answer": ["4"]}, ("q", "4"), id="dictionary"),
+        pytest.param(
+            {"prompt": ["q"], "answer": ["4"], "time": [datetime.datetime(2020, 1, 1)]}, ("q", "4"), id="timestamp"
+        ),
+        pytest.param({"prompt": ["q"], "answer": [["4", "5"]]}, ("q", ["4", "5"]), id="list"),
+        pytest.param({"prompt": [[Q]], "reward_model": [{"ground_truth": "4"}]}, ("q", "4"), id="structs"),
+    ],
+)  # fmt: skip
+def test_columns_of_a_table(tmp_path, columns, problem) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
+    assert problems_of(tmp_path / "data.parquet") == [problem]
+
+
+def test_bytes_that_are_no_text_stay_base64(tmp_path) -> None:
+    pq.write_table(pa.table({"prompt": ["q"], "answer": [b"\xff\xfe"]}), tmp_path / "data.parquet")
+    assert problems_of(tmp_path / "data.parquet") == [("q", "//4=")]
+
+
+@pytest.mark.parametrize("names", [["prompt", "prompt", "answer"], ["prompt", "answer", "answer"]])
+def test_a_column_that_occurs_twice_is_refused(tmp_path, names) -> None:
+    table = pa.Table.from_arrays([pa.array(["q"]), pa.array(["r"]), pa.array(["4"])], names=names)
+    pq.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=f"'{names[1]}'"):
+        problems_of(tmp_path / "data.parquet")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b'{"prompt":"q","prompt":"r","answer":"4"}', id="repeated key"),
+        pytest.param(b'{"prompt":"q\x00","answer":"4"}', id="null byte"),
+        pytest.param(b'{"prompt":"q\\ud800","answer":"4"}', id="half a surrogate pair"),
+        pytest.param(b'{"prompt":"q","answer":"4"}\r{"prompt":"r","answer":"5"}\r', id="carriage returns"),
+        pytest.param(b'{"prompt":"q","answer":"4"}{"prompt":"r","answer":"5"}', id="objects side by side"),
+        pytest.param(b'{"prompt":"q","answer":NaN}', id="NaN"),
+        pytest.param(b'{"prompt":"q","answer":1e400}', id="infinite number"),
+        pytest.param(b'{"prompt":"q","answer":true}', id="true"),
+        pytest.param(b'[{"prompt":"q","answer":"4"}]', id="list in a line"),
+        pytest.param('{"prompt":"qé","answer":"4"}'.encode("latin1"), id="latin1"),
+        pytest.param(b"PAR1\x00\x01", id="Parquet"),
+        pytest.param(b"\x1f\x8b\x08\x00", id="gzip"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_texts_that_are_not_json_lines_are_refused(tmp_path, content) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError):
+        problems_of(path)
+
+
+def test_a_conversation_kind_reads_mixed_formats(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    records = [{"messages": [Q, X]}, {"prompt": "q", "response": "y"}, turns(("human", "q"), ("gpt", "z"))]
+    path.write_text("\n".join(map(json.dumps, records)))
+    tokenizer = tokenizer_of("qwen")
+    examples = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=100))
+    trained = [tokenizer.decode(sequence.token_ids[sequence.loss_mask]) for [sequence] in examples]
+    assert trained == ["x<|im_end|>", "y<|im_end|>", "z<|im_end|>"]
