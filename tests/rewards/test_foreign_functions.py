@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,14 @@ import pytest
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample, bind
 from megarl.rewards.scoring.results import check_result
+from megarl.types import Reward
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 SAID = {"role": "assistant", "content": "It is 4"}
 OF_VERL = {"prompt": [QUESTION], "data_source": "gsm8k", "extra_info": {"index": 7}, "reward_model": {}}
 
 
-def result_of(function: Callable[..., Any], record: dict[str, Any], **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], record: dict[str, Any], **kwargs: Any) -> Any:
     """Bind and call a function as a reward process does."""
     bound = bind("my:function", function, kwargs)
     return bound(Sample("It is 4", "4", (QUESTION,), record).values(bound.needs, 1.0))
@@ -50,7 +53,7 @@ def verl_without_source(solution_str, ground_truth, data_source, method="strict"
     ],
 )  # fmt: skip
 def test_functions_of_verl(function, record, kwargs, score) -> None:
-    assert check_result(result_of(function, record, **kwargs)) == score
+    assert check_result(call(function, record, **kwargs)) == score
 
 
 def trl(prompts, completions, **kwargs):
@@ -78,7 +81,7 @@ def trl_of_columns(completions, solution, answer, weight):
     ],
 )
 def test_functions_of_trl(function, record, kwargs, score) -> None:
-    assert check_result(result_of(function, record, **kwargs)) == score
+    assert check_result(call(function, record, **kwargs)) == score
 
 
 @pytest.mark.parametrize(
@@ -92,4 +95,88 @@ def test_functions_of_trl(function, record, kwargs, score) -> None:
 )
 def test_what_cannot_be_scored_says_why(function, words) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        result_of(function, {"weight": 1})
+        call(function, {"weight": 1})
+
+
+async def plain_async(completion_text, answer):
+    await asyncio.sleep(0)
+    return float(answer in completion_text)
+
+
+async def verl_async(solution_str, ground_truth):
+    return {"score": 0.5, "acc": ground_truth in solution_str}
+
+
+async def trl_async(completions, **kwargs):
+    return [0.5 for _ in completions]
+
+
+class AsyncObject:
+    async def __call__(self, completion_text):
+        return Reward(0.5, True, True)
+
+
+async def async_without_opinion(completion_text):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("function", "score"),
+    [
+        (plain_async, FunctionScore(1.0)),
+        (verl_async, FunctionScore(0.5, answer_correct=True, metrics={"acc": 1.0})),
+        (trl_async, FunctionScore(0.5)),
+        (AsyncObject(), FunctionScore(0.5, True, True)),
+        (async_without_opinion, None),
+    ],
+)
+def test_asynchronous_functions_are_awaited(function, score) -> None:
+    assert check_result(call(function, {})) == score
+
+
+async def raises(completion_text):
+    raise ZeroDivisionError
+
+
+def test_an_error_of_an_asynchronous_function_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        call(raises, {})
+
+
+FORMS = {
+    "object": (type("Scorer", (), {"__call__": lambda self, completion_text: 1})(), 1.0),
+    "partial": (functools.partial(lambda scale, completion_text: scale, 2.0), 2.0),
+    "partial by name": (functools.partial(lambda scale, completion_text: scale, scale=2.0), 2.0),
+    "bool of numpy": (lambda completion_text: np.bool_(True), 1.0),
+    "integer of numpy": (lambda completion_text: np.int64(3), 3.0),
+    "half precision of numpy": (lambda completion_text: np.float16(0.5), 0.5),
+}
+NO_SCORES = {
+    "class": type("Scorer", (), {"__call__": lambda self, completion_text: 1}),
+    "generator": lambda completion_text: (score for score in (1.0,)),
+    "text": lambda completion_text: "1",
+    "object of a score": lambda completion_text: {"score": 1.0},
+    "pair": lambda completion_text: (1.0, {}),
+    "complex": lambda completion_text: 1 + 0j,
+    "array": lambda completion_text: np.array([1.0, 2.0]),
+    "not a number": lambda completion_text: np.float64("nan"),
+    "infinity": lambda completion_text: float("inf"),
+    "too large": lambda completion_text: 10**7,
+    "too many digits": lambda completion_text: 10**400,
+    "two for one": lambda completions: [1.0, 2.0],
+    "one for a batch": lambda completions: 1.0,
+    "objects in a batch": lambda completions: [{"score": 1.0}],
+    "verl without score": lambda solution_str: {"reward": 1.0},
+    "verl with a pair": lambda solution_str: (1.0, "x"),
+}
+
+
+@pytest.mark.parametrize(("function", "score"), FORMS.values(), ids=FORMS)
+def test_forms_of_functions_and_numbers(function, score) -> None:
+    assert check_result(call(function, {})) == FunctionScore(score)
+
+
+@pytest.mark.parametrize("function", NO_SCORES.values(), ids=NO_SCORES)
+def test_other_results_are_no_scores(function) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        check_result(call(function, {}))

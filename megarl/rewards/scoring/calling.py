@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.files.nearest import nearest
 from megarl.rewards import metric_name
-from megarl.rewards.scoring.foreign_functions import foreign_function
+from megarl.rewards.scoring.foreign_functions import foreign_function, result_of
 from megarl.thoughts import ends_in_thoughts
 from megarl.types import Completion, ConfigError, Problem
 
@@ -125,7 +125,7 @@ class BoundFunction:
         """
         keywords = {name: value if name == _SANDBOX else deepcopy(value) for name, value in self._keywords(values)}
         arguments = [keywords.pop(name, default) for name, default in self.positional.items()]
-        return self.function(*arguments, **keywords)
+        return result_of(self.function(*arguments, **keywords))
 
     def _keywords(self, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((name, values[name]) for name in self.needs)

@@ -15,6 +15,20 @@ from typing import Any, ClassVar, Protocol
 
 from megarl.rewards.functions.function_score import FunctionScore
 
+
+def result_of(value: Any) -> Any:
+    """Return the result of a call. An asynchronous function's call is awaited."""
+    if not inspect.isawaitable(value):
+        return value
+    # Imported here, because a reward process starts faster without it.
+    import asyncio
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
+
+
 Parameters = Mapping[str, inspect.Parameter]
 """Parameters of a function by name, without `*rest` and `**rest`."""
 _IS_REQUIRED = inspect.Parameter.empty
@@ -77,7 +91,7 @@ class VerlFunction:
             "extra_info": dict(record.get("extra_info") or {}),
         }
         arguments = {name: value for name, value in values.items() if name in self.parameters}
-        return _convert_verl_score(self.function(**{**arguments, **kwargs}))
+        return _convert_verl_score(result_of(self.function(**{**arguments, **kwargs})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +140,7 @@ class TrlFunction:
         columns_and_sample = (
             available if self.takes_any else {name: available[name] for name in self.parameters if name in available}
         )
-        return _convert_trl_score(self.function(**{**columns_and_sample, **kwargs}))
+        return _convert_trl_score(result_of(self.function(**{**columns_and_sample, **kwargs})))
 
 
 _TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})

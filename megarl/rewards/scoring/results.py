@@ -61,13 +61,13 @@ def check_result(result: Any) -> FunctionScore | None:
     if not isinstance(result, Reward):
         if not _is_number(result):
             raise TypeError(f"the function returned {result!r:.200}; return a number, None or a megarl.types.Reward")
-        return FunctionScore(_check_score(float(result), result))
+        return FunctionScore(_check_score(result, result))
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
         raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False):
             raise TypeError(f"the function returned a Reward whose {name} is not True or False: {result!r:.200}")
-    score = _check_score(float(result.score), result)
+    score = _check_score(result.score, result)
     return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _check_metrics(result.metrics))
 
 
@@ -80,7 +80,7 @@ def _check_function_score(result: FunctionScore) -> FunctionScore:
                 f"the function returned a FunctionScore whose {name} is not True, False or None: {result!r:.200}"
             )
     metrics = _check_metrics(result.metrics)
-    return FunctionScore(_check_score(float(result.score), result), result.format_valid, result.answer_correct, metrics)
+    return FunctionScore(_check_score(result.score, result), result.format_valid, result.answer_correct, metrics)
 
 
 def combine_scores(
@@ -246,7 +246,11 @@ def _check_metrics(metrics: Any) -> dict[str, float]:
     return numbers
 
 
-def _check_score(score: float, result: Any) -> float:
+def _check_score(value: Real | float, result: Any) -> float:
+    try:
+        score = float(value)
+    except OverflowError:  # An integer exceeds all floats.
+        score = math.inf
     if not math.isfinite(score) or abs(score) > MAX_ABSOLUTE_SCORE:
         raise ValueError(
             f"the function returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}"
