@@ -33,7 +33,7 @@ def begin_step(number: int) -> None:
 
 
 def text() -> str:
-    """Return the variable's value; empty if there are no faults."""
+    """Return the faults to inject: the value of the environment variable `VARIABLE`, empty if it is not set."""
     return os.environ.get(VARIABLE, "")
 
 

@@ -452,7 +452,7 @@ class Trajectory:
         """
         for place, segment in enumerate(self.segments):
             archive.put(segment, _SEGMENT_ARRAYS, f"{prefix}{place}.")
-        # An environment's metrics named `..._seconds` are times too.
+        # An environment's metrics with names that end in `seconds` are times too.
         times = {name for name in self.metrics if name.endswith("seconds")}
         archive.times[prefix] = {
             "engine_seconds": self.engine_seconds,

@@ -159,6 +159,7 @@ class Dialogue:
         None: the template does not write tool calls.
         """
         refusal: ValueError | None = None
+        # Some templates refuse several calls in a turn, so a turn with one call is tried next.
         for turn in _turns_with_calls(answers):
             try:
                 alone = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
@@ -173,12 +174,13 @@ class Dialogue:
                 return None
             if _TURN in following:
                 raise ValueError("the chat template writes the calls of an assistant's turn more than once")
-            return following[self._num_call_tokens(alone.partition(_TURN)[2], following) :]
+            # `_TURN` stands for the call's last argument, so `following` begins within the call: skip its rest.
+            return following[self._end_of_call(alone.partition(_TURN)[2], following) :]
         assert refusal is not None
         raise refusal
 
-    def _num_call_tokens(self, alone: str, following: str) -> int:
-        """Return the number of characters of `following` belonging to the tool call before it.
+    def _end_of_call(self, alone: str, following: str) -> int:
+        """Return the index in `following` at which the turn's tool call ends.
 
         The placeholder before `following` is the call's last argument. The turn ends with the end token of a turn
         without calls, else with the first special token after the call. Without special tokens it ends like `alone`,

@@ -463,8 +463,8 @@ def _sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
     """Return the sampling seed of a model call.
 
-    The seed is a hash of the attempt, the prompt `token_ids` [prompt], and the number of earlier calls with this
-    prompt. So each turn has another seed, and the order of parallel calls does not matter.
+    The first call's seed is a hash of the attempt. That of a later call also includes its prompt `token_ids` [prompt]
+    and the number of earlier calls with this prompt, so each turn has another seed.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

@@ -324,10 +324,10 @@ class EnginePool:
             self._start_pumps()
 
     def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
-        """Call `on_abort` with the number of tokens sampled for an aborted request.
+        """Call `on_abort` with the number of tokens sampled for an aborted request, as soon as it is known.
 
-        If the request runs in an engine, this happens once the engine has ended it or paused. Otherwise it happens at
-        once. `num_before` is the number of tokens in earlier parts.
+        If an engine still runs the request, that is when the engine has ended it or is paused. Otherwise it is at once.
+        `num_before` tokens were sampled before the request was last resumed (`PendingRequest.parts`).
         """
         is_running = any(request_id in replica.running for replica in self._replicas)
         if is_running and self._failure is None and request_id not in self._tokens_in_engines:

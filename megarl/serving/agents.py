@@ -156,9 +156,11 @@ class AgentProgram:
     make_agent: Callable[[], Agent] | None = None
 
     def expect(self, keys: Sequence[str], orphans: Sequence[tuple[str, str]] = ()) -> None:
-        """Let requests wait whose programs may have outlived the last driver, until their attempts go on.
+        """Accept requests.
 
-        `orphans` are node and name of containers whose programs cannot go on. They are ended.
+        A program may have outlived the last driver. If a request has one of the session `keys`, it waits until that
+        session opens. `orphans` are (node, name) of containers with programs that cannot go on. These containers are
+        ended.
         """
         self.sessions.expect(keys)
         self.containers.end_earlier(orphans)

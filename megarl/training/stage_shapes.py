@@ -67,5 +67,8 @@ def _message_shape(shape: Shape, num_carried: int) -> tuple[int, ...]:
 
 
 def stage_groups() -> ProcessGroupCollection:
-    """Return the process groups that Megatron's schedules need with a communicator."""
+    """Return the process groups for `pg_collection` of Megatron's pipeline schedules.
+
+    The schedules require them if they are given a `p2p_communicator`.
+    """
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])

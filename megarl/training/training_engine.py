@@ -241,9 +241,10 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def starting_weights(self) -> Iterator[None]:
-        """Context in which the model computes as at the start of training, by `EnginePart.start_context` of its parts.
+        """Context in which the model computes as at the start of training, for example with its LoRA adapters off.
 
-        Only for a model whose parts have all trained parameters: its other weights are frozen.
+        Only for a model whose trained parameters all belong to `engine_parts`. Other weights do not return to their
+        first values.
         """
         with ExitStack() as stack:
             for part in self.engine_parts:

@@ -38,9 +38,9 @@ class NodeReport:
     ) -> dict[str, Any] | None:
         """Inspect this rank's node, and return the report as plain data, or None from other ranks.
 
-        Ranks with LOCAL_RANK 0 inspect, and the run-wide `inspecting_ranks` on nodes without such a rank. `first_rank`
-        is the group's first rank in the run. The TCP port `port` stays open until `close`, for connection tests of
-        other nodes.
+        The rank with LOCAL_RANK 0 inspects its node. After a resize a node may have none; a rank of `inspecting_ranks`
+        (numbers in the run) then inspects it. `first_rank` is the number in the run of this group's first rank. The
+        report's `port` is a TCP port. It is open until `close`, for connection tests by other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None

@@ -182,7 +182,10 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the whole conversation ending with the answer in `field`."""
+    """Return the whole conversation ending with the answer in `field`.
+
+    The field has the whole conversation, or only the answer, or the answer after a repetition of the prompt.
+    """
     prompt_field = _prompt_field(record)
     answer = record.messages(field, role="assistant")
     if not prompt_field:
@@ -192,12 +195,13 @@ def _conversation(record: Record, field: str, system_prompt: str | None) -> tupl
         prompt = record.messages(prompt_field, role="user")
         before = record.with_opening((*systems, *prompt), system_prompt)
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
+        # The error for a record without any prompt field names the fields to add.
         record.require("prompt")
         raise record.error(f"'{field}' has no prompt; give it in 'messages', 'prompt' or 'context'")
     if not before or (answer and answer[0]["role"] == "assistant"):
         return (*before, *answer)
-    # The system message is left out: an answer that repeats its prompt may have none, and that of the prompt may come
-    # from the recipe.
+    # Compare without the system message: an answer that repeats the prompt may lack it, or the recipe may have added it
+    # to the prompt.
     asked = before[1:] if before[0]["role"] == "system" else before
     if have_same_texts(answer[: len(asked)], asked):
         return (*before, *answer[len(asked) :])

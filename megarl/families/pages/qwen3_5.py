@@ -126,7 +126,10 @@ def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Fa
 
 
 def _with_vision(text: Family) -> Family:
-    """Return the family for checkpoints with a vision tower. The tower is copied."""
+    """Return the family for checkpoints with a vision tower.
+
+    Trainer and engine use only the text model. An export copies the tower's tensors byte for byte.
+    """
     return replace(
         text,
         classifier="",

@@ -49,7 +49,7 @@ class StepRecorder(StepObserver):
         self._folder = run / RECORDS
 
     async def observe_batch(self, step: Step, samples: StepSamples, batch: RLBatch) -> None:
-        """Record a step after its updates, and add METRICS. Does nothing without train.record."""
+        """Record a step after its updates, and add the metrics in `METRICS`. Does nothing without train.record."""
         if self._recipe.train.record is None:
             return
         began = time.monotonic()

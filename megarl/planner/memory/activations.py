@@ -113,11 +113,11 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
     kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
     rows = rows_in_flight(parallel, stage)
     by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(kinds)}
-    layer = max(by_kind.values())
+    largest_layer = max(by_kind.values())
     is_last = stage == parallel.pp - 1
     head = _head(shape, parallel, settings) if is_last else 0
     if is_last and shape.num_draft_layers:
-        # It holds one row's tensors, like the head: those of the row whose loss is computed.
+        # The draft layer holds the tensors of one row, like the head: of the row with the loss in progress.
         head += _draft_layer(shape, parallel, settings)
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens remain.
@@ -125,13 +125,14 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
         layer_input = _layer_input(shape, parallel, settings)
         # In float32 the norm reads the layer's input in place. In other types it saves a copy.
         shared = layer_input if settings.itemsize == FLOAT32 else 0
-        return rows * len(kinds) * layer_input + angles + max(layer - shared, head)
-    # Only one part of one layer is recomputed at a time, after the head's tensors are freed. So take the maximum.
-    parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
+        return rows * len(kinds) * layer_input + angles + max(largest_layer - shared, head)
+    # The bytes of a part are those of a layer that saves it, minus those of a layer that recomputes it. Only one part
+    # of one layer is recomputed at a time, after the head's tensors are freed. So take the maximum.
+    saving_one_part = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     recomputed_bytes = max(
         (
             layer_bytes(shape, parallel, part_settings, kind) - by_kind[kind]
-            for part_settings in parts
+            for part_settings in saving_one_part
             for kind in by_kind
         ),
         default=0,

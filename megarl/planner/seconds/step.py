@@ -42,7 +42,7 @@ class StepSeconds:
     offload: float = 0.0
     """Moving trainer states to host memory and back."""
     other: float = 0.0
-    """Work for each sample outside the phases, `Constants.sample_seconds`."""
+    """Work outside the phases: `Constants.sample_seconds` times the number of samples."""
     is_concurrent: bool = False
     """Whether engines sample while the trainer works."""
 

@@ -61,7 +61,7 @@ _NOT_STATED = re.compile(
 )
 """Regular expression of a clause's beginning that makes its statement a negation, a condition or a question."""
 _MAX_CLAUSE = 200
-"""Maximum characters of a clause before a statement."""
+"""Characters before a stated answer in which `_NOT_STATED` looks for a negation, a condition or a question."""
 _WITH_OWN_TEXT = re.compile(r"\(?([A-Z])\b\)?(?:[.:)]|\s+[-\u2013\u2014]+(?=\s))?\s+(.*)")
 """Regular expression of a letter with a text after it, possibly the choice's text: `C - blue`, `(A) A and B`."""
 _BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")

@@ -118,17 +118,24 @@ def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
 
 
 def _same_with_units(gold: Node, predicted_tree: Node) -> bool:
+    """Return whether two formulas are equal, with the prediction converted to the gold answer's unit.
+
+    A unit in only one of them is ignored, except percent: a predicted 50% means 0.5, and a gold 50% may be written 0.5
+    or 50.
+    """
     gold, gold_unit = _without_unit(gold)
-    predicted_tree, unit = _without_unit(predicted_tree)
+    predicted_tree, predicted_unit = _without_unit(predicted_tree)
     is_equal: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted_tree)  # noqa: E731
     # Both with units: convert between units of equal dimensions.
-    if gold_unit and unit:
-        if gold_unit.power_of_any or unit.power_of_any:
-            return gold_unit.may_be(unit) and is_equal(Fraction(1))
-        return gold_unit.dimensions == unit.dimensions and is_equal(unit.factor / gold_unit.factor)
+    if gold_unit and predicted_unit:
+        # A unit without a name (`12 square units`) has nothing to convert.
+        if gold_unit.power_of_any or predicted_unit.power_of_any:
+            return gold_unit.may_be(predicted_unit) and is_equal(Fraction(1))
+        factor = predicted_unit.factor / gold_unit.factor
+        return gold_unit.dimensions == predicted_unit.dimensions and is_equal(factor)
     # A percentage may also be written as its value: 50% and 0.5.
-    if unit and unit.is_percentage:
-        return is_equal(unit.factor)
+    if predicted_unit and predicted_unit.is_percentage:
+        return is_equal(predicted_unit.factor)
     if gold_unit and gold_unit.is_percentage and is_equal(1 / gold_unit.factor):
         return True
     return is_equal(Fraction(1))

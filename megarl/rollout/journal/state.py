@@ -106,6 +106,7 @@ class JournaledTry:
             answer.call = None
 
     def add(self, number: int, answer: JournaledAnswer) -> None:
+        """Add an answer. The hash of its prompt and tokens lets `place` find it as the beginning of a later prompt."""
         self.answers[number] = answer
         self.num_begun = number + 1
         if (call := answer.call) is not None:
@@ -450,6 +451,10 @@ class JournalState:
             agent_try.is_replaced, agent_try.is_open, agent_try.ended = True, False, None
 
     def _apply_step(self, values: Mapping[str, Any]) -> None:
+        """Note the step that trained these tries, and how many of their tokens. Contradictions become faults.
+
+        Tokens of steps before `used_from` are not needed again, so they are removed.
+        """
         step = _count(values["step"])
         for name, num_trained in values["tries"]:
             agent_try = self.tries.get(name)

@@ -235,6 +235,7 @@ def _damage_named(folder: Path) -> Iterator[None]:
 
 
 def chain_of(records: Path, step: int) -> str:
+    """Return the sha256 over the results of all steps recorded up to `step`; empty if its file cannot be read."""
     try:
         return (record_folder(records, step) / CHAIN).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -155,8 +155,8 @@ class Container:
     ) -> Executed:
         """Run a program to its end, then kill all other programs of the container. Raises ContainerError.
 
-        `stdin` is its standard input, in base64. A later host can `join` the program by its `label`. Cancelling the
-        call kills all programs.
+        `stdin` is the program's standard input, in base64. If the container outlives this host process, the next one
+        can `join` the program by its `label`. Cancelling the call kills all programs.
         """
         return await self._await_end(
             "exec", command=command, environment=dict(environment), stdin=stdin, folder=folder, label=label

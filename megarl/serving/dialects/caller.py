@@ -35,7 +35,10 @@ def read_codex_caller(headers: Mapping[str, str]) -> Caller:
 
 
 def _caller(headers: Mapping[str, str], agent: str | None, parent: str | None, kind: str | None) -> Caller:
-    """Return a caller with names of bounded length. The headers of megarl replace the vendor's."""
+    """Return the agent that a request names, with names cut to `_MAX_CHARACTERS`.
+
+    megarl's headers take precedence over `agent`, `parent` and `kind`, the values of the vendor's headers.
+    """
     agent = _name(headers.get("x-megarl-agent")) or _name(agent)
     parent = _name(headers.get("x-megarl-parent")) or _name(parent)
     kind = _name(headers.get("x-megarl-kind")) or _name(kind)
