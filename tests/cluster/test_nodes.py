@@ -245,10 +245,10 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert NodeReport(1, 2).look([], str(tmp_path)) is None
     # Numbers in the run: this group begins with rank 4.
-    assert NodeReport(1, 2).look([], str(tmp_path), chosen=[3], first_rank=4) is None
-    chosen = NodeReport(1, 2)
-    assert chosen.look([], str(tmp_path), chosen=[5], first_rank=4) is not None
-    chosen.close()
+    assert NodeReport(1, 2).look([], str(tmp_path), inspecting_ranks=[3], first_rank=4) is None
+    report = NodeReport(1, 2)
+    assert report.look([], str(tmp_path), inspecting_ranks=[5], first_rank=4) is not None
+    report.close()
 
 
 def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

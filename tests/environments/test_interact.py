@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.environments import Start, Step, Turn, environment_maker
+from megarl.environments import Start, Step, Turn, environment_maker, find_environment
 from megarl.types import ConfigError, Problem, ToolCall
 
 FILE = """
@@ -54,8 +54,8 @@ async def test_the_function_answers_until_it_has_nothing_to_say(folder: Path) ->
     assert start.messages == PROBLEM.messages
     assert [tool["function"]["name"] for tool in start.tools] == ["double"]
     assert steps == [Step(({"role": "tool", "content": "6"},)), Step(done=True)]
-    maker = environment_maker(f"{folder}/env.py:interact", {})
-    seen = maker.args[0].__globals__["seen"]  # type: ignore[attr-defined]
+    factory = find_environment(f"{folder}/env.py:interact")
+    seen = factory.args[0].__globals__["seen"]  # type: ignore[attr-defined]
     assert seen[1] == [("user", "2 x 3?"), ("assistant", "Call |3| now"), ("tool", "6"), ("assistant", "6")]
 
 

@@ -127,9 +127,16 @@ def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
     ],
 )
 def test_a_container_that_cannot_work_is_refused(
-    recipe: Callable[..., Recipe], agent: dict[str, Any], cluster: dict[str, Any], place: str, facts: str
+    recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    agent: dict[str, Any],
+    cluster: dict[str, Any],
+    place: str,
+    facts: str,
 ) -> None:
     agent = {"command": ["true"], "sandbox": "sandbox"} | agent
+    if facts == "not installed":
+        monkeypatch.setenv("PATH", "/bin/absent")
     with pytest.raises(ConfigError) as error:
         check(recipe(rollout={"environment": "command", "agent": agent}, cluster=cluster))
     assert any(place in line and facts in line for line in str(error.value).splitlines()), error.value

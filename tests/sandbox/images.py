@@ -19,5 +19,5 @@ def make_image(folder: Path, programs: Sequence[str]) -> None:
         shutil.copy(source, folder / place)
     (folder / "bin/sh").symlink_to("bash")
     # podman and docker make missing folders; apptainer refuses an image without them.
-    for name in ("dev", "proc", "sys", "etc", "root", "tmp", "var/tmp"):
+    for name in ("dev", "proc", "sys", "etc", "tmp", "var/tmp"):
         (folder / name).mkdir(parents=True)
