@@ -68,6 +68,8 @@ def test_letters_and_texts_that_are_words_or_numbers(text: str, choices: list[st
         "wait A is ",
         "answer: C not A if ",
         "actually A and B and ",
+        "answer is C not sure that the ",
+        "answer is C, while A x ",
     ],
 )
 def test_long_texts_take_no_long_time(part: str) -> None:

@@ -56,11 +56,24 @@ _CALLED_RIGHT = re.compile(
 _LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
 _STATED_TEXT = re.compile(rf"\b(?i:answer|choice|option)\b(?:{_IS}(?:[\s*_]*+[:=])?|[\s*_]*+[:=])(.*)")
 """Regular expression of a text stating the answer in other words than a letter: `the answer is blue`."""
-_NOT_STATED = re.compile(
-    r"(?i:\b(?:not|never|if|whether|no\s+(?:reason|need|way)|unless|why|doubt|wrong|suppose|assume|assuming)\b|n't\b)[^,.;:!?\n]*$"
+_BEFORE_STATED = r"(?:(?:or +not|that|if|whether|why|the|my|our|this|correct|right|best|final) +)*$"
+_SAID = (
+    r"(?:accept|agree|believe|certain|claim|claiming|conclude|convinced|know|mean|say|saying|see|sure|think"
+    r"|(?:be|clear|follow|likely|the +case|true)(?= +(?:that|if|whether|why)\b))"
 )
-"""Regular expression of a clause's beginning that makes its statement a negation, a condition or a question."""
-_MAX_CLAUSE = 200
+_NOT_STATED = re.compile(
+    rf"(?i:\b(?:if|whether|unless|suppose|assume|assuming) +(?:(?:we|you|one|i) +(?:\w+ +){{0,2}})?{_BEFORE_STATED}"
+    rf"|(?:\b(?:not|never|cannot)|n't) +(?:(?:\w+ +){{0,3}}{_SAID} +{_BEFORE_STATED}|(?:to +)?$)"
+    rf"|\bno +(?:reason|need|way) +(?:to +(?:\w+ +)?)?{_BEFORE_STATED}"
+    rf"|\b(?:wrong|incorrect|false) +(?:that|to +\w+) +{_BEFORE_STATED}"
+    rf"|(?<!no )(?<!without )(?<!without a )\bdoubt +{_BEFORE_STATED}"
+    rf"|(?<!is )(?<!'s )(?<!see )(?<!shows )(?<!explains )(?<!reason )\bwhy +{_BEFORE_STATED})"
+)
+"""Regular expression of words before a statement that make it a negation, a condition or a question.
+
+A negation further before is of another statement: `since A is not blue the answer is`.
+"""
+_MAX_WORDS_BEFORE = 100
 """Characters before a stated answer in which `_NOT_STATED` looks for a negation, a condition or a question."""
 _WITH_OWN_TEXT = re.compile(r"\(?([A-Z])\b\)?(?:[.:)]|\s+[-\u2013\u2014]+(?=\s))?\s+(.*)")
 """Regular expression of a letter with a text after it, possibly the choice's text: `C - blue`, `(A) A and B`."""
@@ -72,13 +85,14 @@ _WRONG = (
 )
 """Regular expression of words after a letter that call its choice wrong."""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
-_JOINED = (
-    r"(?i:or|and|/|&|as\s+well\s+as|plus|alternatively|then|maybe|perhaps|possibly|also|else"
-    r"|(?:al)?though|but|while|however|yet)"
-)
+_JOINED = r"(?i:or|and|/|&|as\s+well\s+as|plus|alternatively|then|maybe|perhaps|possibly|also|else)"
 """Regular expression of a word joining a second choice to the first."""
+_CONTRASTED = r"(?i:(?:al)?though|but|while|however|yet)[\s,]*"
+"""Regular expression of a word before another choice, which is called right too, or wrong, or is described."""
+_TOO = r"[^.,;:\n]*\b(?i:also|too|equally|as\s+well)\b"
 _SECOND = re.compile(
     rf"[\s*_.():,;\]]*+(?:(?:{_JOINED}[\s,]*)+{_NAMED}(?!I\s+[a-z])[A-Z]\b(?!{_WRONG})"
+    rf"|{_CONTRASTED}{_NAMED}(?!I\s+[a-z])(?:{ALSO_RIGHT}|[A-Z]\b(?!{_WRONG}){_TOO})"
     rf"|(?<=[\s*_.():,;\]]){_NAMED}{ALSO_RIGHT})"
     rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_}}\]]*(?=[ \t]*(?:[,;.!\n]|(?i:and|or)\b|{_REASON}|$))"
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
@@ -97,6 +111,11 @@ _MENTIONED = re.compile(
     rf"(?<![\w'])(?<!\bnot )(?<!than )(?<!instead of )(?!A\s+(?!is\b)[a-z])([A-Z])(?![\w'])(?!{_WRONG})"
 )
 """Regular expression of a letter that is not the word A, and is not called wrong."""
+_EXAMINED = re.compile(
+    r"\b(?i:(?:check|verify|test|try|consider|compare|exclude)(?:ing)?|with|about|at)\s+(?i:with\s+)?"
+    r"(?i:(?:option|choice)\s+)?\(?[A-Z]\b\)?"
+)
+"""Regular expression of a choice that is looked at, and not named as the answer: `let me check B`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +170,7 @@ class Choices:
     def is_withdrawn(self, letter: str, text: str) -> bool:
         """Return whether the text after a choice's letter withdraws it and names another choice."""
         withdrawals = (match[1] for match in _WITHDRAWAL.finditer(text))
-        others = (match[1] for rest in withdrawals for match in _MENTIONED.finditer(rest))
+        others = (match[1] for rest in withdrawals for match in _MENTIONED.finditer(_EXAMINED.sub("", rest)))
         return any(other != letter and other in self.letters for other in others)
 
     def by_index(self, name: str) -> str | None:
@@ -297,9 +316,8 @@ def _last_statement(text: str, choices: Choices) -> re.Match[str] | None:
 
 
 def _is_asserted(statement: re.Match[str]) -> bool:
-    """Return whether a statement is meant: not in a clause such as `I doubt that` or `if`."""
-    # A longer clause is rather a missing full stop.
-    before = statement.string[max(0, statement.start() - _MAX_CLAUSE) : statement.start()]
+    """Return whether a statement is meant: not after words such as `I doubt that` or `if`."""
+    before = statement.string[max(0, statement.start() - _MAX_WORDS_BEFORE) : statement.start()]
     return _NOT_STATED.search(before) is None
 
 
