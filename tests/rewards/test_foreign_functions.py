@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample, bind
+from megarl.rewards.scoring.foreign_functions import result_of
 from megarl.rewards.scoring.results import check_result
 from megarl.types import Reward
 
@@ -132,6 +134,32 @@ async def async_without_opinion(completion_text):
 )
 def test_asynchronous_functions_are_awaited(function, score) -> None:
     assert check_result(call(function, {})) == score
+
+
+class Connected:
+    """A scorer that keeps a connection, like the client of a server with a judge."""
+
+    def __init__(self) -> None:
+        self._client, self.server = socket.socketpair()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def __call__(self, completion_text: str) -> float:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._client)
+        self.server.send(b"7")
+        return float(await self._streams[0].readexactly(1))
+
+    async def close(self) -> None:
+        assert self._streams is not None
+        self._streams[1].close()
+        await self._streams[1].wait_closed()
+
+
+def test_a_connection_of_an_asynchronous_function_lasts_for_all_calls() -> None:
+    scorer = Connected()
+    with scorer.server:
+        assert [call(scorer, {}) for _ in range(2)] == [7.0, 7.0]
+        result_of(scorer.close())
 
 
 async def raises(completion_text):

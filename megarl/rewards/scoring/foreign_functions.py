@@ -10,23 +10,34 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megarl.rewards.functions.function_score import FunctionScore
 
+if TYPE_CHECKING:
+    from asyncio import Runner
+
 
 def result_of(value: Any) -> Any:
-    """Return the result of a call. An asynchronous function's call is awaited."""
+    """Return the result of a call. An asynchronous function's call is awaited, in the event loop of the process."""
     if not inspect.isawaitable(value):
         return value
-    # Imported here, because a reward process starts faster without it.
-    import asyncio
 
     async def wait() -> Any:
         return await value
 
-    return asyncio.run(wait())
+    return _runner().run(wait())
+
+
+@cache
+def _runner() -> Runner:
+    """Return the event loop of all calls: a function may keep a client, whose connections belong to their loop."""
+    # Imported here, because a reward process starts faster without it.
+    from asyncio import Runner
+
+    return Runner()
 
 
 Parameters = Mapping[str, inspect.Parameter]
