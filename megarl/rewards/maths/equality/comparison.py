@@ -20,6 +20,7 @@ from megarl.rewards.maths.equality.kinds import (
 from megarl.rewards.maths.equality.labels import (
     are_numbered,
     assignments,
+    in_order,
     is_label,
     may_be_asked_for,
     same_label,
@@ -110,12 +111,12 @@ class Comparison:
         None: `answer` is not a tuple of this length.
         """
         if answer.kind == "list" and answer.value != "or" and are_numbered(values) and len(answer.parts) == len(values):
-            return all(is_same(values[name], part) for name, part in zip(sorted(values), answer.parts, strict=True))
+            return all(is_same(values[name], part) for name, part in zip(in_order(values), answer.parts, strict=True))
         if answer.kind in ("list", "set"):
             return False
         if answer.kind != "tuple" or answer.value != "()" or len(answer.parts) != len(values):
             return None
-        return all(is_same(values[name], part) for name, part in zip(sorted(values), answer.parts, strict=True))
+        return all(is_same(values[name], part) for name, part in zip(in_order(values), answer.parts, strict=True))
 
     def _compare_relations(self, gold: Node, prediction: Node) -> bool:
         verdict = same_set(gold, prediction)

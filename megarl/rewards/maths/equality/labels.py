@@ -94,6 +94,16 @@ def are_numbered(names: Collection[str]) -> bool:
     return len(letters) == 1 and {name.partition("_")[2] for name in names} == set(map(str, range(1, len(names) + 1)))
 
 
+def in_order(names: Collection[str]) -> list[str]:
+    """Return names by letter, then by index: x_2 before x_10, and both before y."""
+
+    def place(name: str) -> tuple[str, int, str]:
+        letter, _, index = name.partition("_")
+        return letter, len(index), index
+
+    return sorted(names, key=place)
+
+
 def solutions(node: Node) -> tuple[Node | None, Node]:
     """Return the name and the values of alternatives like `x=1 or x=2`. For another formula: None, and the formula."""
     if node.kind == "list":
