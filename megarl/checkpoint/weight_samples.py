@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,8 +12,9 @@ from safetensors import safe_open
 
 from megarl.files.model_folder import read_safetensors_header, weight_files
 
-_MAX_TENSORS = 64
-"""Tensors read, spread evenly over the sorted names: a model of any size takes a fraction of a second."""
+_NUMBER = re.compile(r"\d+")
+_SPACES = 4
+"""Spaces between the tensors read of a kind, so at most 8 tensors are read of each."""
 _MAX_INDEX = 16
 """Elements read in each dimension of a tensor."""
 
@@ -27,9 +30,8 @@ def weights_identity(folder: str | Path) -> str:
         for file, tensors in weight_files(folder).items()
         for name, (_, shape) in read_safetensors_header(folder / file, tensors).items()
     }
-    names = sorted(places)
     digest = hashlib.sha256()
-    for name in names[:: -(-len(names) // _MAX_TENSORS) or 1]:
+    for name in _sampled_names(places):
         file, shape = places[name]
         digest.update(f"{name} {shape}".encode())
         with safe_open(folder / file, "pt") as stored:
@@ -39,3 +41,15 @@ def weights_identity(folder: str | Path) -> str:
         # Copies of a model in float32 and bfloat16 are the same model.
         digest.update(values.to(torch.bfloat16).flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sampled_names(names: Collection[str]) -> list[str]:
+    """Return some tensors of each kind, such as the query matrices of all layers, spread over the sorted names.
+
+    Training may change a few kinds alone, such as adapters' targets. A model of any size has few kinds, so reading them
+    takes a fraction of a second.
+    """
+    names_of_kind: dict[str, list[str]] = {}
+    for name in sorted(names):
+        names_of_kind.setdefault(_NUMBER.sub("", name), []).append(name)
+    return [name for kind in names_of_kind.values() for name in kind[:: max(1, (len(kind) - 1) // _SPACES)]]
