@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -194,6 +195,28 @@ async def test_the_end_of_an_actor_is_told_with_its_last_line(
     nodes._served.append(served)
     loop.call_soon(*((served.set_result, None) if error is None else (served.set_exception, error)))
     assert await nodes.await_end() == text
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+async def test_an_actor_that_ends_before_it_is_watched_is_told(monkeypatch: pytest.MonkeyPatch, is_ended: bool) -> None:
+    """Actors of lost nodes, which ended before the start of the new ones, do not count."""
+    nodes = nodes_without_cluster(monkeypatch, list)
+    lost, started = (asyncio.get_running_loop().create_future() for _ in range(2))
+    lost.set_exception(OSError("an earlier loss"))
+    nodes._served.append(lost)
+    if is_ended:
+        started.set_exception(OSError("no module named megarl"))
+    monkeypatch.setattr(nodes, "_reserve", AsyncMock())
+    monkeypatch.setattr(nodes, "_start_actor", lambda *_: nodes._served.append(started))
+    assert await nodes._start_actors(1, ("nowhere", 1), b"", 1.0)
+    ending = asyncio.create_task(nodes.await_end())
+    if not is_ended:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not ending.done()
+        started.set_exception(OSError("no module named megarl"))
+    assert await ending == "an actor of Ray ended: no module named megarl"
+    assert lost.exception() is not None
 
 
 def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:

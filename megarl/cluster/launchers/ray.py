@@ -165,6 +165,8 @@ class RayNodes(ConnectedNodes):
         if reserved is None:
             return False
         self._placement_groups.append(reserved)
+        # Actors of earlier starts that have ended must not end the wait for this one.
+        self._served = [served for served in self._served if not served.done()]
         for index in range(num_nodes):
             self._start_actor(PlacementGroupSchedulingStrategy(reserved, index), address, key)
         return True
@@ -249,8 +251,7 @@ class RayNodes(ConnectedNodes):
             await asyncio.sleep(1.0)
 
     async def await_end(self) -> str:
-        running_actors = [served for served in self._served if not served.done()]
-        ended_actors, _ = await asyncio.wait(running_actors, return_when=asyncio.FIRST_COMPLETED)
+        ended_actors, _ = await asyncio.wait(self._served, return_when=asyncio.FIRST_COMPLETED)
         error = ended_actors.pop().exception()
         return "an actor of Ray ended" + ("" if error is None else f": {str(error).strip().splitlines()[-1]}")
 
