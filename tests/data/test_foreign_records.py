@@ -21,6 +21,8 @@ X = {"role": "assistant", "content": "x"}
 GOOD = {"role": "assistant", "content": "good"}
 BAD = {"role": "assistant", "content": "bad"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULTS = [("chosen", "4", GOOD), ("rejected", "timeout", BAD)]
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
 
 
@@ -55,6 +57,10 @@ TRAINED = {
         {"chosen": [Q, GOOD, R, X], "rejected": [Q, BAD, Q, X]},
         "good<|im_end|>x<|im_end|>bad<|im_end|>x<|im_end|>",
     ),
+    "pair of one call with two results": (
+        {name: [Q, CALLING, {"role": "tool", "content": result}, end] for name, result, end in RESULTS},
+        "good<|im_end|>bad<|im_end|>",
+    ),
     "pair with its prompt in messages too": (
         {"prompt": "q", "chosen": [Q, GOOD], "rejected": [Q, BAD]},
         "good<|im_end|>bad<|im_end|>",
@@ -68,6 +74,10 @@ TRAINED = {
 }  # fmt: skip
 
 REFUSED = {
+    "another turn of the user in a pair": (
+        {"chosen": [Q, X, Q, GOOD], "rejected": [Q, X, R, BAD]},
+        '"q" and "r"',
+    ),
     "calls that are not JSON": (calling("add(2)"), "tool_calls"),
     "a call that is not JSON": (calling(["add(2)"]), "tool_calls"),
     "one call": (calling(CALL), "tool_calls"),

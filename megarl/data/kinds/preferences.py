@@ -100,12 +100,15 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
 
 
 def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages) -> None:
-    """Raise DataError if two conversations differ before an answer, or do not end with one."""
+    """Raise DataError if two conversations differ before an answer, or do not end with one.
+
+    The results of equal calls may differ: an environment gave them, and no prompt.
+    """
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
             raise record.error(f"'{name}' ends with the role {messages[-1]['role']}; end with the assistant's answer")
     first = next((pair for pair in zip(chosen, rejected, strict=False) if pair[0] != pair[1]), ())
-    if any(message["role"] != "assistant" for message in first):
+    if any(message["role"] not in ("assistant", "tool") for message in first):
         texts = " and ".join(shown(message.get("content")) for message in first)
         raise record.error(f"'chosen' and 'rejected' answer different prompts, {texts}; give both the same prompt")
 
