@@ -198,8 +198,8 @@ def decays(recipe: Recipe) -> Iterator[str]:
         if recipe.train.steps and optimizer.schedule == "wsd" and (optimizer.decay_steps or 0) > rest:
             yield (
                 f"{field}.decay_steps = {optimizer.decay_steps}: the run makes {updates} updates, {rest} of them after "
-                "the warm-up, so the learning rate would fall before its peak is reached; lower it, or raise "
-                "train.steps"
+                "the warm-up, so the learning rate would fall before its peak is reached; lower it, shorten the "
+                "warm-up, or raise train.steps"
             )
 
 
