@@ -241,7 +241,7 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def starting_weights(self) -> Iterator[None]:
-        """Context in which the model computes as at the start of training, for example with its LoRA adapters off.
+        """Context in which the model computes as at the start of training, by the `start_context` of its parts.
 
         Only for a model whose trained parameters all belong to `engine_parts`. Other weights do not return to their
         first values.
