@@ -64,6 +64,11 @@ class AttemptEngine:
     def seconds_paused(self) -> float:
         return self._pool.seconds_paused
 
+    @property
+    def num_begun(self) -> int:
+        begun_calls = [] if self.log is None else [call for call in self._to_repeat if not call.is_done]
+        return sum(num_sampled(call.parts) for call in begun_calls)
+
     def close(self) -> None:
         """Make all further requests fail. An attempt may ignore its cancellation and request more."""
         self._is_closed = True

@@ -49,6 +49,11 @@ class Generates(Protocol):
     @property
     def seconds_paused(self) -> float: ...
 
+    @property
+    def num_begun(self) -> int:
+        """Number of tokens in the journal that belong to calls of a checkpoint, which may still go on."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:

@@ -222,6 +222,11 @@ class EnginePool:
     def seconds_paused(self) -> float:
         return self._meter.seconds_paused
 
+    @property
+    def num_begun(self) -> int:
+        # The pool has no journal.
+        return 0
+
     def load(self) -> PoolLoad:
         return PoolLoad(
             num_running=sum(len(replica.running) for replica in self._replicas),

@@ -105,7 +105,10 @@ class SessionSampler:
     def num_tokens_left(self) -> int | None:
         """Number of tokens left to sample; None: there is no limit."""
         limit = self._limits.sampled_tokens
-        return None if limit is None else max(0, limit - self.num_sampled)
+        if limit is None:
+            return None
+        # A call that goes on counts with its completion. Its maximum includes the tokens that it has.
+        return max(0, limit - self.num_sampled + self._pool.num_begun)
 
     def seed_of(self, token_ids: NDArray[np.int32]) -> int:
         """Return a 31-bit sampling seed for a prompt [prompt].

@@ -33,6 +33,7 @@ class ScriptedPool:
     """
 
     seconds_paused = 0.0
+    num_begun = 0
 
     def __init__(self, texts: Sequence[str] = TEXTS, seconds: float = 0.0) -> None:
         self.tokenizer: Any = make_tokenizer(tool_words=True)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from megarl.config.sections.rollout import AgentConfig
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.attempt_engine import AttemptEngine
-from megarl.rollout.engine_requests import num_sampled
+from megarl.rollout.engine_requests import join_parts, num_sampled
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
 from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
@@ -24,7 +26,7 @@ from megarl.rollout.stitch import stitch
 from megarl.serving.agents import AgentProgram
 from megarl.serving.containers import Containers
 from megarl.serving.session import Session
-from megarl.serving.session_sampler import Limits
+from megarl.serving.session_sampler import Limits, SessionSampler
 from megarl.terminal import FirstOfEachKind
 from megarl.types import Completion, Problem, Request, Reward, StorageError, Trajectory
 from tests.rollout.engines import CONTEXT_TOKENS
@@ -295,3 +297,44 @@ async def test_a_journal_that_cannot_be_written_ends_the_attempt(tmp_path: Path,
         with no_file_may_grow(), pytest.raises(StorageError, match=r"attempts\.journal"):
             await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), engine)
         assert s.sessions.num_open == 0
+
+
+class RemainderPool:
+    """Samples all tokens that a request may have, after those that it has from a checkpoint."""
+
+    seconds_paused = 0.0
+
+    async def generate(
+        self,
+        request: Request,
+        *,
+        parts: list[Completion],
+        on_begun: Callable[[int], None] | None = None,
+        **_: Any,
+    ) -> Completion:
+        if on_begun is not None and parts:
+            on_begun(num_sampled(parts))
+        return join_parts([*parts, completion_of(request.sampling.max_new_tokens - num_sampled(parts))])
+
+
+def completion_of(num_tokens: int) -> Completion:
+    tokens, versions = np.arange(num_tokens, dtype=np.int64), np.ones(num_tokens, np.int32)
+    return Completion("r", tokens, np.zeros(num_tokens, np.float32), "length", versions)
+
+
+async def test_a_call_that_goes_on_has_the_limit_of_its_beginning(tmp_path: Path) -> None:
+    """Of ten tokens it had six in a checkpoint. If the program asks for something else, these are lost."""
+    first, other = np.array([1, 2], np.int32), np.array([1, 3], np.int32)
+    limits = Limits(CONTEXT_TOKENS, 40, 60.0, sampled_tokens=10)
+    for prompt, num_in_all in ((first, 10), (other, 16)):
+        journal = AttemptJournal(tmp_path / f"{num_in_all}.journal", 1, lambda *_: PROBLEM)
+        log = journal.begin("a", "s")
+        log.merge_into(calls := [RecordedCall(first, [completion_of(6)])])
+        pool: Any = RemainderPool()
+        engine = AttemptEngine(pool, calls, log=log)
+        sampler = SessionSampler("s", limits, engine, Counter(), num_aborted=log.num_aborted)
+        assert sampler.num_sampled == 6 and sampler.num_tokens_left == 10
+        call = await sampler.sample("t", 1, prompt, SAMPLING)
+        assert len(call.completion.token_ids) == 10 and sampler.num_tokens_left == 0
+        assert sampler.num_sampled == log._try.num_sampled == num_in_all
+        journal.close()
