@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.environments import find_environment, is_agent
 from megarl.environments.harbor import Harbor
-from megarl.environments.libraries.library_process import ForeignError, check_installed
+from megarl.environments.libraries.harbor_adapter import LIVE, Library
+from megarl.environments.libraries.library_process import ChildError, ForeignError, LibraryProcess, check_installed
 from megarl.environments.shared import close_shared
 from megarl.types import ConfigError
 
@@ -205,6 +209,85 @@ async def test_the_container_of_a_killed_trial_is_stopped_by_the_next(
     is_stuck = outcome == "stuck"
     assert container.exists() == is_stuck and len([*tasks.parent.glob("trials/.live/*")]) == is_stuck
     assert ("no daemon" in caplog.text) == is_stuck
+
+
+class Trials:
+    """The adapter without the library, on a disk whose locks are those of NFS or missing."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, has_locks: bool = True) -> None:
+        self.library: Any = object.__new__(Library)
+        self.library.settings = {"trials_dir": str(folder), "environment": {}}
+        self.library.stop_session = self.stop_session
+        self.stopped: list[str] = []
+        flock = fcntl.flock
+
+        def flock_on_disk(file: Any, operation: int) -> None:
+            if not has_locks:
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            # An exclusive lock needs a file open for writing: flock(2).
+            if not file.writable():
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            flock(file, operation)
+
+        monkeypatch.setattr(fcntl, "flock", flock_on_disk)
+
+    async def stop_session(self, trial_name: str, facts: dict[str, Any], session: str) -> None:
+        self.stopped.append(session)
+
+
+async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = Trials(tmp_path, monkeypatch)
+    with trials.library.live_trial("lives", "task") as note_session:
+        note_session("living")
+        facts = (tmp_path / LIVE / "lives").read_bytes()
+        for name, content in {"empty": b"", "cut": facts[:-4], "killed": facts.replace(b"living", b"dead")}.items():
+            (tmp_path / LIVE / name).write_bytes(content)
+        errors = await trials.library.sweep()
+        assert trials.stopped == ["dead"] and os.listdir(tmp_path / LIVE) == ["lives"]
+    assert len(errors) == 2
+    for name in ("cut", "empty"):
+        assert any(f"trial {name} is damaged" in error and "Stop the environment" in error for error in errors)
+
+
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(tmp_path, monkeypatch, has_locks=False)
+    refused = pytest.raises(RuntimeError, match=rf"trials = {tmp_path}: its disk has no file locks \(.*\); choose")
+    with refused, trials.library.live_trial("name", "task"):
+        pass
+    assert not [*(tmp_path / LIVE).iterdir()]
+
+
+async def test_a_trial_that_is_cancelled_while_its_process_is_closed_is_cancelled(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[LibraryProcess] = []
+    start = LibraryProcess.start
+
+    async def start_noted(settings: Any) -> LibraryProcess:
+        processes.append(await start(settings))
+        return processes[-1]
+
+    monkeypatch.setattr(LibraryProcess, "start", start_noted)
+    late: list[asyncio.Task[Any]] = []
+    try:
+        running, _ = await begin_trial(tasks, "hangs")
+        [process] = processes
+        write_eof = process._writer.write_eof
+
+        def write_eof_and_cancel() -> None:
+            write_eof()
+            running.cancel()
+            late.append(asyncio.create_task(process.request({})))
+
+        monkeypatch.setattr(process._writer, "write_eof", write_eof_and_cancel)
+    finally:
+        await close_shared()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(ChildError, match="ended"):
+        await late[0]
 
 
 def test_what_cannot_be_tried_is_refused(tasks: Path) -> None:

@@ -113,7 +113,14 @@ class Library:
         folder.mkdir(parents=True, exist_ok=True)
         begun = folder / f".{trial_name}"
         with begun.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                begun.unlink()
+                raise RuntimeError(
+                    f"trials = {folder.parent}: its disk has no file locks ({error.strerror}); choose a folder on "
+                    "another disk"
+                ) from error
             facts = {"machine": os.uname().nodename, "environment": self.settings["environment"], "task": task}
             file.write(json.dumps(facts) + "\n")
             file.flush()
@@ -134,7 +141,8 @@ class Library:
         """Stop the environments of trials whose process was killed on this machine. Returns the errors."""
         errors = []
         for path in pathlib.Path(self.settings["trials_dir"], LIVE).glob("[!.]*"):
-            with contextlib.suppress(FileNotFoundError), path.open() as file:
+            # NFS locks only files that are open for writing.
+            with contextlib.suppress(FileNotFoundError), path.open("r+") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -142,8 +150,18 @@ class Library:
                 # Its trial may have ended between the two calls.
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
-                facts, *sessions = map(json.loads, file)
-                if facts["machine"] != os.uname().nodename:
+                try:
+                    facts, *sessions = map(json.loads, file)
+                    is_here = facts["machine"] == os.uname().nodename
+                # A crash of the machine may leave an empty file, which would stop all later trials.
+                except (ValueError, TypeError, KeyError) as error:
+                    errors.append(
+                        f"the file of the killed trial {path.name} is damaged: {error!r:.200}; it is deleted. Stop the "
+                        "environment of this trial if it still runs"
+                    )
+                    path.unlink()
+                    continue
+                if not is_here:
                     continue
                 try:
                     for session in sessions:

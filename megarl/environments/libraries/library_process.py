@@ -135,6 +135,7 @@ class LibraryProcess:
         """The adapter's description of the library."""
         self.has_ended = False
         """Whether the process has ended or was killed. It then takes no requests."""
+        self._is_closing = False
         self._server = server
         self._writer = writer
         self._max_answer_bytes = max_answer_bytes
@@ -195,6 +196,7 @@ class LibraryProcess:
         Forks of a library with `end_seconds` get so many to stop what they have started. Then all are killed.
         """
         if (seconds := float(self.introduction.get("end_seconds", 0.0))) and not self.has_ended:
+            self._is_closing = True
             self._writer.write_eof()
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -204,7 +206,7 @@ class LibraryProcess:
         await self._reading
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        if self._reading.done():
+        if self._reading.done() or self._is_closing:
             raise ChildError("the child process of the environment ended")
         try:
             self._writer.write(encode(dict(message)))
@@ -214,7 +216,8 @@ class LibraryProcess:
     def _cancel(self, number: int) -> None:
         if self.introduction.get("is_forked") is not True:
             self.kill()
-        elif not self.has_ended:
+        # A process that is closing ends all forks.
+        elif not self.has_ended and not self._is_closing:
             self._writer.write(encode({"cancel": number}))
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
