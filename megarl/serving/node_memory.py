@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from megarl.sandbox.containers.host import free_memory_bytes
+from megarl.platform.memory.host_memory import available_bytes
 
 
 @dataclass(slots=True, eq=False)
 class MachineMemory:
     """Memory of one machine, in bytes, with the limits of its living containers."""
 
-    free_bytes: int = field(default_factory=free_memory_bytes)
+    free_bytes: int = field(default_factory=available_bytes)
     capacity_bytes: int | None = None
     """Memory for containers: the most that was free at a renewal. None: not known yet."""
     reserved_bytes: dict[str, int] = field(default_factory=dict)
@@ -43,7 +43,9 @@ class MachineMemory:
 
 
 class RunMemory:
-    """Memory of all machines of a run. Nodes of one machine share an account: the driver and its agent, for example."""
+    """Memory of all machines of a run. Nodes of one machine with one limit share an account: the driver and its agent,
+    for example.
+    """
 
     def __init__(self) -> None:
         self._accounts: list[MachineMemory] = []
@@ -56,7 +58,7 @@ class RunMemory:
         return account
 
     def account_of(self, machine: str, account: MachineMemory) -> MachineMemory:
-        """Return the account of a machine. Containers in the node's own `account` move to it."""
+        """Return the account of a machine with its limit. Containers in the node's own `account` move to it."""
         shared = self._by_machine.setdefault(machine, account)
         if shared is not account:
             shared.reserved_bytes |= account.reserved_bytes

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from megarl.config.sections.rollout import AgentConfig
+from megarl.platform.memory.host_memory import machine_bytes
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
-from megarl.sandbox.containers.host import free_memory_bytes
+from megarl.sandbox.containers.host import ContainerHost
 from megarl.sandbox.containers.outliving import connect_to
 from megarl.serving.containers import AttemptContainer, Containers, Node, Request
 from megarl.serving.node_memory import RunMemory
@@ -90,7 +91,7 @@ async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.Monkey
     """The kernel would end programs that together need more memory than a node has."""
     config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.005, disk_gib=0.005)
     # Room for two limits of memory.
-    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(0.025 * 2**30))
+    monkeypatch.setattr("megarl.sandbox.containers.host.available_bytes", lambda: int(0.025 * 2**30))
     notices: list[str] = []
     containers = Containers(config, ("127.0.0.1", 9), notify=notices.append)
     await containers.start()
@@ -123,7 +124,7 @@ async def test_memory_is_reserved_once_a_container_for_all_sources_with_its_new_
     """New files of a sandbox are held in memory. Sources of a mixture have an endpoint each, and the same nodes."""
     config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.01, disk_gib=0.02)
     # Room for two containers with their files, or for seven without.
-    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(0.07 * 2**30))
+    monkeypatch.setattr("megarl.sandbox.containers.host.available_bytes", lambda: int(0.07 * 2**30))
     memory = RunMemory()
     sources = [Containers(config, ("127.0.0.1", port), memory=memory) for port in (9, 10)]
     async with AsyncExitStack() as stack:
@@ -141,8 +142,8 @@ async def test_memory_is_reserved_once_a_container_for_all_sources_with_its_new_
 
 
 async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_there_again(tmp_path: Path) -> None:
-    # Of any size, a second container with this limit does not fit on the node of the first.
-    config = AgentConfig(command=("true",), nodes="all", memory_gib=0.6 * free_memory_bytes() / 2**30)
+    # A second container with this limit never fits on the node of the first, however much memory becomes free.
+    config = AgentConfig(command=("true",), nodes="all", memory_gib=0.6 * machine_bytes() / 2**30)
     reported = asyncio.Event()
     async with spawned_nodes(2, 1, tmp_path) as nodes, AsyncExitStack() as stack:
         containers = Containers(
@@ -180,8 +181,8 @@ async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_the
 
 async def test_a_driver_and_the_agent_of_its_machine_share_one_account(tmp_path: Path) -> None:
     """One source of a mixture runs its programs on the driver's machine, another one on all nodes."""
-    # Of any size, a second container with this limit does not fit on the machine of the first.
-    limit_gib = 0.6 * free_memory_bytes() / 2**30
+    # A second container with this limit never fits on the machine of the first, however much memory becomes free.
+    limit_gib = 0.6 * machine_bytes() / 2**30
     reported, memory = asyncio.Event(), RunMemory()
     async with spawned_nodes(1, 1, tmp_path) as nodes, AsyncExitStack() as stack:
         on_driver, on_nodes = (
@@ -205,10 +206,19 @@ async def test_a_driver_and_the_agent_of_its_machine_share_one_account(tmp_path:
         assert (await asyncio.wait_for(second, 60)).node.name == "node0" and memory.num_containers == 1
 
 
+async def test_a_job_with_a_limit_has_an_account_of_its_own_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = ContainerHost()
+    whole = await host.request("renew", {})
+    monkeypatch.setattr("megarl.platform.memory.host_memory.cgroup_limits", lambda: [1 << 20])
+    limited = await host.request("renew", {})
+    assert limited["free_bytes"] == 1 << 20 < whole["free_bytes"]
+    assert limited["machine"] != whole["machine"]
+
+
 async def test_files_of_a_container_are_reserved_without_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files may grow to 4 GiB in memory."""
     config = AgentConfig(command=("true",), sandbox="sandbox")
-    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: 7 * 2**30)
+    monkeypatch.setattr("megarl.sandbox.containers.host.available_bytes", lambda: 7 * 2**30)
     reported = asyncio.Event()
     containers = Containers(config, ("127.0.0.1", 9), notify=lambda text: reported.set())
     await containers.start()
@@ -229,7 +239,7 @@ async def test_memory_of_an_earlier_driver_s_containers_is_used_after_their_end(
 ) -> None:
     config = AgentConfig(command=("true",), sandbox="sandbox", memory_gib=0.005, disk_gib=0.005)
     free_gib = 0.015
-    monkeypatch.setattr("megarl.sandbox.containers.host.free_memory_bytes", lambda: int(free_gib * 2**30))
+    monkeypatch.setattr("megarl.sandbox.containers.host.available_bytes", lambda: int(free_gib * 2**30))
     containers = Containers(config, ("127.0.0.1", 9))
     await containers.start()
     try:

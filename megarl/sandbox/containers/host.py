@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megarl.files.pid_space import boot_id
+from megarl.platform.memory.host_memory import available_bytes, machine_bytes
 from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.requests import Limits
 
@@ -122,10 +122,12 @@ class ContainerHost:
         return {}
 
     async def _renew(self) -> dict[str, Any]:
-        """Renew all leases. Returns the names of the living containers, the machine's identity, and its free memory."""
+        """Renew all leases. Returns the names of the living containers, the machine with its limit, and free memory."""
         for container in self._containers.values():
             container.renew()
-        return {"names": [*self._containers], "machine": boot_id(), "free_bytes": free_memory_bytes()}
+        # Jobs and containers of one machine have limits of their own.
+        machine = f"{boot_id()} {machine_bytes()}"
+        return {"names": [*self._containers], "machine": machine, "free_bytes": available_bytes()}
 
     def _find(self, name: str) -> Container:
         if name not in self._containers:
@@ -138,12 +140,3 @@ def _read_settings(settings: Mapping[str, Any]) -> ContainerSettings:
     address = settings["address"][0], settings["address"][1]
     arguments = {**settings, "limits": limits, "folders": tuple(settings["folders"]), "address": address}
     return ContainerSettings(**arguments)
-
-
-def free_memory_bytes() -> int:
-    """Return the bytes of memory available to new programs of this node (proc(5), meminfo)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            # The kernel counts in KiB.
-            return int(line.split()[1]) << 10
-    return 0
