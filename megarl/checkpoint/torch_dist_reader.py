@@ -267,7 +267,10 @@ def check_intact(folder: Path) -> None:
     """
     expected = check_sizes(folder)
     if not expected:
-        raise DataError(f"{folder / MANIFEST}: not found.")
+        raise DataError(
+            f"{folder / MANIFEST}: not found: it was removed, or an earlier version of megarl saved the checkpoint. "
+            "Use another checkpoint."
+        )
     check_hashes(folder, expected)
     check_harmless(folder)
 

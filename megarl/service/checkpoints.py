@@ -19,6 +19,7 @@ from megarl.files.atomic import end_replacements, replace_folder, replace_text
 from megarl.service.deletion import Report, delete_file, delete_tree
 from megarl.service.refusals import NotFoundError, UserError
 from megarl.service.requests import NAME
+from megarl.terminal import FirstOfEachKind
 from megarl.types import DataError, StorageError
 
 _RUN = re.compile(r"^[a-z0-9]+:train:[0-9]+\Z")
@@ -49,7 +50,7 @@ class Stored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a folder, each with an owner, at most `most_bytes` of one owner.
 
-    `report` is called with a sentence about each file that cannot be deleted.
+    `report` is called once with a sentence about each file that cannot be deleted.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Checkpoints:
         *,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        self._report = report
+        reports = FirstOfEachKind(report)
+        # Once for each file: `delete_expired` tries again every half a minute.
+        self._report: Report = lambda text: reports.tell(text, text)
         # The clock is wall-clock time by default: expiry continues across restarts of the service.
         self._folder, self._clock, self._most_bytes = folder, clock, most_bytes
         self._readers: Counter[Path] = Counter()
@@ -168,7 +171,10 @@ class Checkpoints:
             yield
         # The texts of these errors name folders of the service, so they are for the operator.
         except DataError as error:
-            raise UserError(f"path = {path}: its files are damaged. Load another checkpoint") from error
+            raise UserError(
+                f"path = {path}: its files are damaged, or an earlier version of the service saved it. Load another "
+                "checkpoint"
+            ) from error
         except (OSError, StorageError) as error:
             raise UserError(
                 f"path = {path}: the disk of the service fails. Load it again later, or another checkpoint"

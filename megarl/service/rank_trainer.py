@@ -283,7 +283,8 @@ class RankTrainer:
     def _check_model(self, model_id: str) -> None:
         if model_id not in self._models:
             raise UserError(
-                f"model {model_id}: its session ended before the request ran, or a checkpoint could not be read into it"
+                f"model {model_id}: its session ended before the request ran, or a checkpoint could not be read into "
+                "it. Load another checkpoint, or begin a session"
             )
 
     def _check_version(self, version: str | None) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
 from megarl.service import wire
+from megarl.serving.body import read_head
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
 from tests.service.test_access import ACCOUNTS, Client, make_model
@@ -19,7 +21,7 @@ from tests.service.test_access import ACCOUNTS, Client, make_model
 KEY = "X-API-Key"
 
 
-async def read(http: ClientSession, url: str, request_id: str, key: str = "tml-a") -> bytes:
+async def read_result(http: ClientSession, url: str, request_id: str, key: str = "tml-a") -> bytes:
     """Poll for a result until it is there, as the SDK does."""
     while True:
         poll, headers = {"request_id": request_id}, {KEY: key}
@@ -35,7 +37,7 @@ async def step(http: ClientSession, url: str, model_id: str, key: str = "tml-a")
     body = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
     status, promise = await Client(http, url, key).post("optim_step", body)
     assert status == 200, promise
-    return json.loads(await read(http, url, promise["request_id"], key))
+    return json.loads(await read_result(http, url, promise["request_id"], key))
 
 
 def varint(number: int) -> bytes:
@@ -141,7 +143,7 @@ def test_a_number_out_of_range_fails_its_promise(tmp_path: Path, number: int) ->
             message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cispo")
             status, promise = await client.post("forward_backward", raw=message.SerializeToString())
             assert status == 200
-            reply = json.loads(await read(http, url, promise["request_id"]))
+            reply = json.loads(await read_result(http, url, promise["request_id"]))
             assert reply["category"] == "user"
 
     asyncio.run(run())
@@ -187,7 +189,7 @@ def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, Any]) ->
                 for tensor in datum.loss_fn_inputs.values():
                     tensor.dtype = tensor.dtype or wire.messages().DTYPE_FLOAT32
             _, promise = await client.post("forward_backward", raw=message.SerializeToString())
-            reply = json.loads(await read(http, url, promise["request_id"]))
+            reply = json.loads(await read_result(http, url, promise["request_id"]))
             assert reply["category"] == "user" and "xxx" in reply["error"] and len(reply["error"]) < 500, reply
 
     asyncio.run(run())
@@ -208,29 +210,45 @@ def test_a_too_large_body_of_unknown_length_uses_its_number(tmp_path: Path, monk
 
             async with http.post(f"{url}/api/v1/save_weights", data=send(), headers={KEY: "tml-a"}) as reply:
                 promise = await reply.json()
-            result = json.loads(await read(http, url, promise["request_id"]))
+            result = json.loads(await read_result(http, url, promise["request_id"]))
             assert result == {"error": "the body has more than 65536 bytes", "category": "user"}
 
     asyncio.run(run())
 
 
 def test_a_body_that_stops_after_its_number_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.serving.body._BODY_SECONDS", 0.2)
+    limits: list[asyncio.Timeout] = []
+    heads: list[bytearray] = []
+
+    def limit(seconds: float) -> asyncio.Timeout:
+        limits.append(asyncio.timeout(None))
+        return limits[-1]
+
+    async def read(request: Any, head: bytearray, num_bytes: int) -> None:
+        heads.append(head)
+        await read_head(request, head, num_bytes)
 
     async def run() -> None:
         async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
             _, model_id = await make_model(Client(http, url, "tml-a"))
             is_answered = asyncio.Event()
+            timing = SimpleNamespace(timeout=limit, to_thread=asyncio.to_thread)
+            monkeypatch.setattr("megarl.serving.body.asyncio", timing)
+            monkeypatch.setattr("megarl.service.routes.read_head", read)
 
             async def send() -> AsyncIterator[bytes]:
                 yield f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
+                while not (heads and heads[0]):
+                    await asyncio.sleep(0)
+                # The minute of the body is over.
+                limits[0].reschedule(0.0)
                 await is_answered.wait()
 
             async with http.post(f"{url}/api/v1/optim_step", data=send(), headers={KEY: "tml-a"}) as reply:
                 promise = await reply.json()
                 is_answered.set()
-            result = json.loads(await read(http, url, promise["request_id"]))
-            assert "not complete after 0.2 seconds" in result["error"] and result["category"] == "user"
+            result = json.loads(await read_result(http, url, promise["request_id"]))
+            assert "not complete after 60 seconds" in result["error"] and result["category"] == "user"
 
     asyncio.run(run())
 
@@ -259,7 +277,7 @@ def test_clients_that_die_in_mid_request_leave_nothing(tmp_path: Path) -> None:
             _, promise = await client.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
             poll = json.dumps({"request_id": promise["request_id"]}).encode()
             await asyncio.gather(*(send_part(url, "retrieve_future", poll, len(poll)) for _ in range(100)))
-            reply = await read(http, url, promise["request_id"])
+            reply = await read_result(http, url, promise["request_id"])
             assert b"metrics" in reply and trainer.calls.count(("optim_step", model_id)) == 1
 
     asyncio.run(run())
@@ -299,7 +317,7 @@ def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> None:
             _, model_id = await make_model(client)
             assert "metrics" in await step(http, url, model_id)
             trainer.goes_on.set()
-            replies = await asyncio.gather(*(read(http, url, request_id) for request_id in ids))
+            replies = await asyncio.gather(*(read_result(http, url, request_id) for request_id in ids))
             parsed = [wire.messages().SampleResponse.FromString(reply) for reply in replies]
             assert all(len(response.sequences) == 1 for response in parsed)
 
