@@ -147,7 +147,6 @@ def find_origin(
         refuse_other_schema(surveyed.good)
         earlier = read_driver(surveyed.good)
         _refuse_other_models(earlier, recipe, inputs)
-        _refuse_other_weights(earlier, recipe, inputs)
         _refuse_other_adapters(earlier, recipe)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
@@ -190,7 +189,6 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
     inputs = Inputs.read(recipe, dict(origin.inputs.record_digests))
     _refuse_other_models(earlier, recipe, inputs)
-    _refuse_other_weights(earlier, recipe, inputs)
     _refuse_other_template(earlier, recipe, inputs)
     _refuse_changed_drafter(earlier, recipe, inputs)
     _warn(Console(highlight=False, soft_wrap=True, markup=False), _data_changes(earlier, recipe, inputs))
@@ -260,34 +258,37 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if a model differs from the run's first one."""
+    """Raise ConfigError if a model, or weights that the run does not train, differ from the run's first ones."""
+
+    def describe_model(field: str) -> str:
+        return (
+            "is another model than the run began with (its config.json, or model.override_config, differs; then: "
+            f"{_value_at(earlier['recipe'], field)}). Give that one, choose another name=NAME, or start over with "
+            "--restart"
+        )
+
+    def describe_weights(field: str) -> str:
+        return (
+            f"has other weights than the run began with (then: {_value_at(earlier['recipe'], field)}). "
+            f"{_use_of_frozen(recipe, field)} Give the earlier ones, choose another name=NAME, or start over with "
+            "--restart"
+        )
+
     folders = {"model.path": recipe.model.folder, **recipe.further_models}
-    before = earlier.get("models", {})
-    wrong = [
-        f"{field} = {folders[field]}: is another model than the run began with (its config.json, or "
-        f"model.override_config, differs; then: {_value_at(earlier['recipe'], field)}). Give that one, choose another "
-        "name=NAME, or start over with --restart"
-        for field, identity in inputs.models.items()
-        if before.get(field, identity) != identity
-    ]
-    if wrong:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-
-
-def _refuse_other_weights(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if weights that the run does not train differ from the run's first ones."""
-    folders = _frozen_models(recipe)
-    # Checkpoints of earlier versions name no weights.
-    before = earlier.get("frozen", {})
-    wrong = [
-        f"{field} = {folders[field]}: has other weights than the run began with (then: "
-        f"{_value_at(earlier['recipe'], field)}). {_use_of_frozen(recipe, field)} Give the earlier ones, choose "
-        "another name=NAME, or start over with --restart"
-        for field, identity in inputs.frozen.items()
-        if before.get(field, identity) != identity
-    ]
-    if wrong:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+    # Weights of another model differ too, so models come first.
+    for part, identities, describe in (
+        ("models", inputs.models, describe_model),
+        ("frozen", inputs.frozen, describe_weights),
+    ):
+        # Checkpoints of earlier versions lack some parts.
+        before = earlier.get(part, {})
+        errors = [
+            f"{field} = {folders[field]}: {describe(field)}"
+            for field, identity in identities.items()
+            if before.get(field, identity) != identity
+        ]
+        if errors:
+            raise ConfigError(error_page(f"recipe {recipe.name}", errors))
 
 
 def _use_of_frozen(recipe: Recipe, field: str) -> str:
