@@ -27,7 +27,7 @@ def checked_start(start: object) -> Start:
             f"the environment's reset returned a role that is not a name of letters, digits, dots and dashes: "
             f"{start.role!r:.80}"
         )
-    return replace(start, messages=_copied(start.messages), tools=_copied(start.tools))
+    return replace(start, messages=_copy_mappings(start.messages), tools=_copy_mappings(start.tools))
 
 
 def checked_step(step: object) -> Step:
@@ -45,10 +45,10 @@ def checked_step(step: object) -> Step:
             f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"
         )
     _check_state(step.state, "step")
-    return replace(step, messages=_copied(step.messages), metrics=dict(step.metrics))
+    return replace(step, messages=_copy_mappings(step.messages), metrics=dict(step.metrics))
 
 
-def _copied(mappings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _copy_mappings(mappings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(deepcopy(dict(mapping)) for mapping in mappings)
 
 

@@ -238,7 +238,7 @@ class GroupBuffer:
             await self._wait_until_drained()
             raise
         finally:
-            # Await this after an error too: whoever handles the error must know whether the engines sleep.
+            # Await this after an error too: the handler of the error must know whether the engines sleep.
             if self._sleep is not None:
                 sleep, self._sleep = self._sleep, None
                 await sleep

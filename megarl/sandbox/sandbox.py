@@ -446,7 +446,7 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
                 places.append(str(file.parent))
             continue
         folder = Path(spec.submodule_search_locations[0])
-        # Wheels put shared libraries into a folder NAME.libs beside the package.
+        # Wheels put shared libraries into a folder NAME.libs next to the package.
         folders += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))
     return folders, sorted(set(places))

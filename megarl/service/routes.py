@@ -87,26 +87,26 @@ class _Routes:
             "weights_info": self._weights_info,
         }
         numbered: dict[str, Handler] = {
-            "load_weights": self._numbered(self._load_weights),
+            "load_weights": self._make_numbered_handler(self._load_weights),
             "forward_backward": self._forward_backward,
-            "optim_step": self._numbered(self._desk.training.optim_step, is_training=True),
-            "save_weights": self._numbered(self._desk.saves.save_weights),
-            "save_weights_for_sampler": self._numbered(self._desk.saves.save_for_sampler),
-            "save_weights_external": self._numbered(self._desk.training.refuse_numbered),
+            "optim_step": self._make_numbered_handler(self._desk.training.optim_step, is_training=True),
+            "save_weights": self._make_numbered_handler(self._desk.saves.save_weights),
+            "save_weights_for_sampler": self._make_numbered_handler(self._desk.saves.save_for_sampler),
+            "save_weights_external": self._make_numbered_handler(self._desk.training.refuse_numbered),
         }
         gets: dict[str, Handler] = {
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._describe_sampler,
         }
         return [
-            *(web.post(f"/api/v1/{path}", self._checked(handler)) for path, handler in posts.items()),
+            *(web.post(f"/api/v1/{path}", self._add_checks(handler)) for path, handler in posts.items()),
             *(
-                web.post(f"/api/v1/{path}", self._checked(handler, is_numbered=True))
+                web.post(f"/api/v1/{path}", self._add_checks(handler, is_numbered=True))
                 for path, handler in numbered.items()
             ),
-            *(web.get(f"/api/v1/{path}", self._checked(handler)) for path, handler in gets.items()),
+            *(web.get(f"/api/v1/{path}", self._add_checks(handler)) for path, handler in gets.items()),
             *(
-                web.route(method, f"/api/v1/{path}", self._checked(handler))
+                web.route(method, f"/api/v1/{path}", self._add_checks(handler))
                 for (method, path), handler in RestRoutes(self._desk).handlers().items()
             ),
             # Health probes have no key, so this route is the only one without a check.
@@ -132,7 +132,7 @@ class _Routes:
             await task
         await self._desk.close()
 
-    def _checked(
+    def _add_checks(
         self, handler: Handler, *, is_numbered: bool = False
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return a handler with a check of the key before, and answers for its errors.
@@ -184,7 +184,9 @@ class _Routes:
         with self._desk.ledger.admission.reading(owner, BODY_BYTES.get()):
             yield
 
-    def _numbered(self, accept: Callable[[dict[str, Any], str], Promise], *, is_training: bool = False) -> Handler:
+    def _make_numbered_handler(
+        self, accept: Callable[[dict[str, Any], str], Promise], *, is_training: bool = False
+    ) -> Handler:
         """Return the handler of a model's numbered requests in JSON. `is_training`: a step lacks a refused one."""
 
         async def handle(request: web.Request, owner: str) -> web.StreamResponse:
@@ -222,7 +224,7 @@ class _Routes:
             return _promise(self._desk.training.refuse(*address, error, owner, is_training=is_training))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
-        # `_checked` refuses compressed bodies, so clients must not compress them.
+        # `_add_checks` refuses compressed bodies, so clients must not compress them.
         # The SDK's defaults hold for everything else.
         return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
 

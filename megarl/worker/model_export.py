@@ -19,7 +19,7 @@ from megarl.worker.model_builder import ModelBuilder
 def export_model(
     builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, texts_by_file: Mapping[str, str]
 ) -> None:
-    """Export a trained model to a Hugging Face folder, and its LoRA adapters or drafter to a folder beside it.
+    """Export a trained model to a Hugging Face folder, and its LoRA adapters or drafter to a folder next to it.
 
     `source` is the model's original folder. `texts_by_file` has the texts of further files. Rank 0 writes them. Raises
     DiskFullError.

@@ -1,4 +1,4 @@
-"""What the driver waits for, and what it ends, on groups whose ranks are played: no process starts."""
+"""The driver's waits and ends of groups. A test plays the ranks, so no process starts."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ async def test_stacks_that_an_operator_asks_for_may_fail() -> None:
 
 
 class PlayedAgent:
-    """An agent whose ranks end some turns of the event loop after it is told so, unless it is stopped."""
+    """An agent with ranks that end some turns of the event loop after the request to end them, unless it is stopped."""
 
     def __init__(self, *, is_stopped: bool = False) -> None:
         self._is_stopped = is_stopped

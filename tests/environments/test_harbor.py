@@ -194,7 +194,7 @@ async def test_a_trial_that_is_ended_stops_its_container(tasks: Path, ends: str)
 async def test_the_container_of_a_killed_trial_is_stopped_by_the_next(
     tasks: Path, outcome: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be stopped is reported, and tried again."""
+    """An environment that does not stop is reported, and the next trial tries again."""
     try:
         killed, pid = await begin_trial(tasks, outcome)
         os.kill(pid, signal.SIGKILL)

@@ -73,7 +73,7 @@ _NOT_STATED = re.compile(
 
 A negation further before is of another statement: `since A is not blue the answer is`.
 """
-_MAX_WORDS_BEFORE = 100
+_MAX_CHARACTERS_BEFORE = 100
 """Characters before a stated answer in which `_NOT_STATED` looks for a negation, a condition or a question."""
 _WITH_OWN_TEXT = re.compile(r"\(?([A-Z])\b\)?(?:[.:)]|\s+[-\u2013\u2014]+(?=\s))?\s+(.*)")
 """Regular expression of a letter with a text after it, possibly the choice's text: `C - blue`, `(A) A and B`."""
@@ -317,7 +317,7 @@ def _last_statement(text: str, choices: Choices) -> re.Match[str] | None:
 
 def _is_asserted(statement: re.Match[str]) -> bool:
     """Return whether a statement is meant: not after words such as `I doubt that` or `if`."""
-    before = statement.string[max(0, statement.start() - _MAX_WORDS_BEFORE) : statement.start()]
+    before = statement.string[max(0, statement.start() - _MAX_CHARACTERS_BEFORE) : statement.start()]
     return _NOT_STATED.search(before) is None
 
 
