@@ -265,25 +265,27 @@ class EnginePool:
     async def _abort_running(self, replica: Replica) -> None:
         """Abort a replica's running requests. Queue each one's remaining tokens at the front."""
         running = tuple(replica.running)
-        replica.running.clear()
-        replica.aborts.clear()
         try:
             aborted = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
         except PeerLostError as error:
-            # If the call fails, `_drop_replica` requeues the ids in `running`, so restore them.
-            replica.running = dict.fromkeys(running)
             self._drop_replica(replica, error)
             if self._failure is not None:
                 raise
             return
+        # Only now: the tokens of a request that is cancelled during the call are reported below.
+        replica.running.clear()
+        replica.aborts.clear()
         replica.pace.num_tokens += self._count_parts(aborted.values())
         for name in reversed(running):
             self._report_withdrawn(name, len(aborted[name].token_ids) if name in aborted else 0)
             pending = self._pending.get(name)
-            if pending is not None and not pending.future.done():
-                # A request aborted in the engine's queue has no tokens: it adds no part.
-                if len(aborted[name].token_ids):
-                    pending.parts.append(aborted[name])
+            if pending is None:
+                continue
+            # A request aborted in the engine's queue has no tokens: it adds no part. One that was cancelled in this
+            # cycle of the event loop reports its parts as soon as `generate` runs.
+            if name in aborted and len(aborted[name].token_ids):
+                pending.parts.append(aborted[name])
+            if not pending.future.done():
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
@@ -406,6 +408,9 @@ class EnginePool:
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
+            elif pending is not None and pending.future.cancelled():
+                # Cancelled in this cycle of the event loop: `generate` reports the tokens as soon as it runs.
+                pending.parts.append(completion)
         self._notify_advance()
 
     async def _ask(
