@@ -17,21 +17,21 @@ _SYNC = "lora.sync"
 
 
 class Objection(NamedTuple):
-    """A reason why engines cannot receive adapters. `remedy` is a change that removes the reason; "": there is none."""
+    """A reason why engines cannot receive adapters. `remedy` removes the reason; "": there is no remedy."""
 
     reason: str
     remedy: str = ""
 
 
 def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
-    """Yield each reason why the engines of a recipe cannot receive LoRA adapters. `shape` is the policy's."""
+    """Yield each reason why a recipe's engines cannot receive LoRA adapters. `shape` is the policy's."""
     lora, rollout = recipe.lora, recipe.rollout
     if not FAMILIES[shape.family].has_adapter_slots:
         families = sorted(name for name, family in FAMILIES.items() if family.has_adapter_slots)
         yield Objection(
             f"megarl cannot write adapters of a {shape.family} model into vLLM, only of {', '.join(families)}"
         )
-    # A dense model's MLP has projections of the same names, and these can be sent.
+    # Only adapters of experts cannot be sent. A dense MLP has projections of the same names.
     experts = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if shape.num_experts else []
     if experts:
         yield Objection(
@@ -61,11 +61,10 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
 
 
 def with_chosen_sync(recipe: Recipe, *, is_trained: bool = True) -> Recipe:
-    """Return the recipe with a value in place of `lora.sync: auto`: `adapter` if engines can receive one, else
-    `merged`.
+    """Return the recipe with `lora.sync: auto` replaced: by `adapter` if engines can receive one, else by `merged`.
 
-    Returns a recipe without adapters unchanged, and also one whose model cannot be read: checks report this.
-    `is_trained` False: only engines start. They load an exported model, so `merged` is chosen.
+    Unchanged: a recipe without adapters, or with an unreadable model (other checks report it). `is_trained` False: only
+    engines start. They load an exported model, so `merged` is chosen.
     """
     if recipe.lora.sync != "auto" or not recipe.lora.rank or not recipe.has_engine:
         return recipe

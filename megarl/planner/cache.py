@@ -1,4 +1,4 @@
-"""Size of an engine's KV cache in GiB: the smallest for the longest possible sequence, and the default."""
+"""Sizes of an engine's KV cache in GiB: the smallest possible, and the default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the size in GiB of a rank's smallest KV cache: it holds one sequence of the longest possible length."""
+    """Return the GiB of a rank's smallest KV cache: it holds one sequence of the longest possible length."""
     block = block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(gib_text(needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
 
@@ -29,9 +29,8 @@ def sets_cache_size(recipe: Recipe) -> bool:
 
 
 def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
-    """Return a rank's default KV cache in GiB: the GPU memory free during sampling, minus a margin.
-
-    It is never smaller than `least_cache_gib`.
+    """Return a rank's default KV cache in GiB: the GPU memory free during sampling minus a margin, at least
+    `least_cache_gib`.
     """
     least = least_cache_gib(recipe, judge.models.policy.shape)
     # Plan with the smallest cache. Then add the memory left free in the fullest sampling phase.
@@ -40,9 +39,9 @@ def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """Return the largest KV cache in GiB, rounded down to tenths, with which engine ranks need at most `limit_gib`.
+    """Return the GiB of the largest KV cache with which engine ranks need at most `limit_gib`, rounded down to tenths.
 
-    A negative result means that no cache fits.
+    `table` is a prediction with any other cache. Negative: no cache fits.
     """
     sampling = [phase for phase in table.phases if phase.use("KV cache").device_bytes]
     without_cache = max((phase.device_bytes - phase.use("KV cache").device_bytes for phase in sampling), default=0)
@@ -50,7 +49,7 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
 
 
 def block_tokens(recipe: Recipe) -> int | None:
-    """Return the tokens of one block of the KV cache. None: `rollout.vllm.block_size` is not a positive integer."""
+    """Return the tokens of one block of the KV cache; None: `rollout.vllm.block_size` is not a positive integer."""
     block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
     return block if isinstance(block, int) and block >= 1 else None
 
@@ -68,7 +67,7 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
 
 
 def gib_text(size: int) -> str:
-    """Format bytes as GiB, rounded up to three decimals (below 0.1: to three significant digits).
+    """Format bytes as GiB, rounded up: to three decimals, below 0.1 to three significant digits.
 
     A KV cache of the printed size holds at least these bytes.
     """

@@ -40,12 +40,10 @@ KEEP_LOGITS = "trainer.keep_logits"
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
     """Return the recipe with values for missing fields whose defaults depend on memory.
 
-    The fields: offloaded states, recomputed activations, size of the KV cache, row length of passes without gradients,
-    kept logits, recovery from copies in host memory, and `lora.sync: auto`. A later check tests whether the whole run
-    fits.
-
-    Only `lora.sync` is set if the memory cannot be predicted, or if the recipe starts (`is_start`) on a CPU.
-    `is_trained` False: only engines start, on all ranks.
+    The fields: offloaded states, recomputation, KV cache, row length of passes without gradients, kept logits, recovery
+    from copies in host memory, and `lora.sync: auto`. A later check tests whether the run fits. Only `lora.sync` is set
+    if memory cannot be predicted, or if the recipe starts (`is_start`) on a CPU. `is_trained` False: only engines
+    start, on all ranks.
     """
     recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
@@ -68,15 +66,15 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
         recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, judge)})
     if wants_logits and can_keep_logits(with_logits := with_field_values(recipe, {KEEP_LOGITS: True}), judge):
         recipe = with_logits
-    # After the other fields: these rows may take as much memory as an update.
+    # Chosen last, because these rows may take as much memory as an update.
     if wants_rows and (row_tokens := forward_row_tokens(recipe, judge)) is not None:
         recipe = with_field_values(recipe, {_ROWS: row_tokens})
-    # After offloading is decided, because offloaded states take host memory too.
+    # Chosen after offloading, because offloaded states take host memory too.
     return with_recovery(recipe, judge) if wants_recovery else recipe
 
 
 def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
-    """Return whether an update with `trainer.keep_logits` leaves at least `MARGIN_GIB` of each GPU."""
+    """Return whether an update with `trainer.keep_logits` leaves at least `MARGIN_GIB` free on each GPU."""
     if unmet(recipe, KEEP_LOGITS) is not None:
         return False
     return not any(
@@ -91,8 +89,8 @@ def _make_judge(recipe: Recipe) -> MemoryJudge | None:
 
 
 def _sets_field(recipe: Recipe, field: str) -> bool:
-    """Return whether the recipe sets a field: `trainer.offload` or `trainer.recompute`, the latter also for
-    Megatron-Core.
+    """Return whether the recipe sets `trainer.offload` or `trainer.recompute`. Megatron-Core's settings of
+    recomputation count too.
     """
     trainer = recipe.trainer
     if field == _RECOMPUTE and not reserved_settings("recompute").keys().isdisjoint(trainer.megatron):
@@ -101,10 +99,10 @@ def _sets_field(recipe: Recipe, field: str) -> bool:
 
 
 def with_chunk_tokens(recipe: Recipe) -> Recipe:
-    """Return the recipe with the number of tokens whose logits are computed at once, for printing.
+    """Return the recipe with the tokens per chunk of logits, for printing: the smallest number of policy and teachers.
 
-    It is the smallest number of the policy and its teachers. In a run each model chooses its own. The recipe is
-    returned unchanged if it sets the field, computes no log-probs, or has a model that cannot be read.
+    In a run each model chooses its own number. Unchanged: a recipe that sets the field, computes no log-probs, or has
+    an unreadable model.
     """
     if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
         return recipe
@@ -119,7 +117,7 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
 
 
 def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line with the reason for each field that this module added to the recipe `written`."""
+    """Yield a line with the reason for each field that this module added to `written`."""
     yield from explain_sync(written, completed)
     fields = [
         field for field in (_OFFLOAD, _RECOMPUTE) if _sets_field(completed, field) and not _sets_field(written, field)
@@ -163,15 +161,12 @@ class _Prediction:
 
     @property
     def gib_within_margin(self) -> float:
-        """Return `free_gib` up to the margin. More free memory than the margin makes no choice better."""
+        """Return `free_gib`, at most the margin: more free memory makes no choice better."""
         return min(self.free_gib, MARGIN_GIB)
 
 
 def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
-    """Return the sort key of a choice: sufficient choices first, by cost.
-
-    Insufficient choices follow by free memory, then by size of the KV cache.
-    """
+    """Return the sort key of a choice: sufficient choices by cost, then the others by free memory and by KV cache."""
     prediction = change.outcome
     if prediction.is_enough:
         return False, change.choice.cost
@@ -189,7 +184,7 @@ class _Savings:
     judge: MemoryJudge
 
     def choose(self) -> Recipe:
-        """Return the recipe with values for `trainer.offload` and `trainer.recompute`, if they are missing."""
+        """Return the recipe with values for `trainer.offload` and `trainer.recompute`, where they are missing."""
         # Recomputation is tried last: it costs a share of the training time, offloading only seconds per step.
         costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
         moves = [
@@ -208,8 +203,8 @@ class _Savings:
     def explain(self, field: str, completed: Recipe) -> str:
         """Return in words why a field of the completed recipe has its value.
 
-        For the cheapest value, the reason is the GPU memory left free. For a dearer value, the reason is what the next
-        cheaper one lacks: GPU memory or KV cache.
+        The reason for the cheapest value is the GPU memory left free. The reason for a dearer value is what the next
+        cheaper value lacks: GPU memory or KV cache.
         """
         choices = self._list_values(field)
         place = next(
@@ -232,7 +227,7 @@ class _Savings:
         )
 
     def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
-        """Return the fullest phase affected by a field: updates for recomputation, all other phases for offload."""
+        """Return the fullest phase that a field affects: updates for recomputation, all other phases for offload."""
         table = self.judge.predict(recipe)
         phases = [phase for phase in table.phases if (phase.metric == "train") == (field == _RECOMPUTE)]
         return min(phases, key=self.judge.free_gib)
@@ -244,7 +239,7 @@ class _Savings:
         return [values for values in choices if self._can_recompute(values)]
 
     def _can_recompute(self, values: Mapping[str, Any]) -> bool:
-        # The check yields errors. A later check of the whole recipe would reject these values too.
+        # Without this filter, a later check of the recipe would reject the default. The check yields errors.
         refusals = model_sizes.recomputed_modules_fit(
             with_field_values(self.recipe, values), self.judge.models.policy.shape
         )
@@ -266,7 +261,7 @@ class _Savings:
 
     @cached_property
     def _request_tokens(self) -> float:
-        """Return the expected length in tokens of a request during decoding, with the lengths assumed by `--search`."""
+        """Return the expected tokens of a request during decoding, with the lengths assumed by `--search`."""
         lengths = [
             assumed_lengths(
                 limit=source.recipe.rollout.sampling.max_new_tokens,
@@ -278,7 +273,7 @@ class _Savings:
 
 
 def _format_left(free_gib: float, leaves: str, takes: str) -> str:
-    """Return in words how much GPU memory a phase leaves free or lacks. `leaves` and `takes` are the verbs."""
+    """Return in words the GPU memory that a phase leaves free or lacks. `leaves` and `takes` are the verbs."""
     if free_gib < 0:
         return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
     return f"{leaves} {free_gib:.1f} GiB of a GPU"

@@ -1,4 +1,4 @@
-"""Memory and kind of a run's GPUs, as named in the recipe or installed in this machine."""
+"""Memory and kind of a run's GPUs, named in the recipe or installed in this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
 
 
 def gpu_gib(recipe: Recipe) -> float | None:
-    """Return the memory of the run's GPUs in GiB, or None if it is unknown."""
+    """Return the memory of the run's GPUs in GiB; None: unknown."""
     memory = recipe.cluster.gpu_memory_gib
     if memory is None:
         return installed_gpu_gib() if uses_this_machine(recipe) else None
@@ -22,7 +22,7 @@ def gpu_gib(recipe: Recipe) -> float | None:
 
 
 def gpu_kind(recipe: Recipe) -> str | None:
-    """Return the kind of the trainer's GPUs (`h200`), named by the recipe or found in this machine. None: unknown."""
+    """Return the kind of the trainer's GPUs (`h200`); None: unknown."""
     if isinstance(named_kind := recipe.cluster.gpu_memory_gib, str):
         return named_kind
     names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
@@ -30,7 +30,7 @@ def gpu_kind(recipe: Recipe) -> str | None:
 
 
 def gpu_memory(recipe: Recipe) -> GpuMemory | None:
-    """Return the memory of the trainer's and of the engines' GPUs. None: the trainer's is unknown."""
+    """Return the memory of the trainer's and the engines' GPUs. None: the trainer's is unknown."""
     if (gib := gpu_gib(recipe)) is None:
         return None
     engines = recipe.cluster.groups.engines
@@ -45,7 +45,7 @@ def ranks_on_cpu(recipe: Recipe) -> bool:
 
 
 def uses_this_machine(recipe: Recipe) -> bool:
-    """Return whether the run uses this machine's GPUs. False on a login node of a cluster."""
+    """Return whether the run uses this machine's GPUs: not on a cluster's login node."""
     # Slurm sets SLURMD_NODENAME only on the nodes of a job.
     return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 

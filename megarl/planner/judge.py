@@ -16,7 +16,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBytes:
-    """Bytes on the GPU in the fullest phase with gradients, and in the fullest phase without (0: no such phase)."""
+    """Bytes on the GPU in the fullest phase with gradients, and in the fullest without (0: no such phase)."""
 
     training: int
     scoring: int
@@ -42,7 +42,7 @@ class MemoryJudge:
         return memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine, stages=self.stages)
 
     def free_gib(self, phase: Phase) -> float:
-        """Return the GiB left free by a phase on its GPU. Negative: the phase does not fit."""
+        """Return the GiB that a phase leaves free on its GPU. Negative: the phase does not fit."""
         return self.gpus.gib_for(phase) - phase.device_bytes / _GIB
 
     def overfull_phases(self, table: MemoryTable, *, margin_gib: float = 0.0) -> list[Phase]:

@@ -21,14 +21,13 @@ _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM 0.30 pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Values of trainer.recompute_modules needing Transformer Engine. Megatron-Core frees the outputs of these modules, and
-its own layers cannot do that."""
+"""Values of trainer.recompute_modules for Transformer Engine only. Megatron-Core frees the outputs of these modules,
+but its own layers cannot do that.
+"""
 
 
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
-    """Yield errors of parallel sizes that do not divide the model. `is_sampled`: the recipe's engines are
-    checked too.
-    """
+    """Yield errors of parallel sizes that do not divide the model. `is_sampled`: check the engines too."""
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
@@ -45,7 +44,8 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
             f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}exceeds the "
             f"model's {shape.num_layers} layers; lower it"
         )
-    # If pp is not last, dense and expert grids must place the stages alike. A dense model's second grid has tp only.
+    # If pp is not last, the dense and the expert grid must put the same ranks on a stage. A dense model's second grid
+    # has tp only.
     dense, expert = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp
     if not trainer.rank_order.endswith("pp") and trainer.pp > 1 and dense != expert:
         yield (
@@ -61,14 +61,14 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         elif number % size:
             yield f"{field} = {size}: does not divide the model's {number} {name}; use {either(divisors(number))}"
     if trainer.etp > 1 and FAMILIES[shape.family].settings(shape).get("add_bias_linear"):
-        # Every rank of an expert would add the whole bias before their sum (Megatron-Core 0.16.1).
+        # Each rank of a split expert would add the whole bias before their sum (Megatron-Core 0.16.1).
         yield f"trainer.etp = {trainer.etp}: Megatron-Core cannot split experts with biases; set it to 1"
     if is_sampled and 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
 def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if a trained model's hidden channels are not a multiple of the FP8 block size of `trainer.fp8`."""
+    """Yield an error if a trained model's hidden channels are not a multiple of the block size of `trainer.fp8`."""
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return
@@ -109,7 +109,7 @@ def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of trainer.recompute_modules that the model or this machine's libraries do not have."""
+    """Yield errors of trainer.recompute_modules that this model or this machine's libraries do not support."""
     trainer = recipe.trainer
     if trainer.recompute != "selective":
         return
@@ -132,7 +132,7 @@ def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, *, vocabulary: int) -> list[str]:
-    """Return in words the model's sizes (heads, channels, ...) that the tensor-parallel size `tp` does not divide.
+    """Return in words the model's sizes (heads, channels, ...) not divisible by the tensor-parallel size `tp`.
 
     `whole_experts`: experts are not split, so their channels are not checked. `vocabulary`: padded rows of the
     vocabulary; 0 if the padding depends on `tp`.
@@ -146,7 +146,7 @@ def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, *, vocabulary: 
     if shape.linear_attention:
         sizes.append((shape.linear_attention.num_split_heads, shape.linear_attention.split_heads))
     misfits = [f"{size} {name}" for size, name in sizes if size % tp]
-    # With more ranks than key-value heads, each head is copied to an equal number of ranks.
+    # If ranks outnumber the key-value heads, each head is copied to an equal number of ranks.
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
         misfits.append(f"{shape.num_kv_heads} key-value heads (nor the other way round)")
     return misfits

@@ -26,7 +26,7 @@ def models_of(recipe: Recipe, parallel: ParallelConfig) -> Models:
 
 
 def planned_models(recipe: Recipe) -> Models | None:
-    """Return the models of a recipe. None: memory cannot be predicted. Checks report the reason."""
+    """Return the models of a recipe. None: memory cannot be predicted; other checks report the reason."""
     if any(sizes.ranks(recipe)):
         return None
     try:
@@ -37,7 +37,7 @@ def planned_models(recipe: Recipe) -> Models | None:
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each model that is not on this machine and whose sizes come from a built-in table."""
+    """Yield a notice for each model that is not on this machine: a built-in table has its sizes."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield (
@@ -47,10 +47,7 @@ def not_downloaded(recipe: Recipe) -> Iterator[str]:
 
 
 def table_of(recipe: Recipe, parallel: ParallelConfig) -> MemoryTable:
-    """Return a recipe's predicted memory by phase.
-
-    It is for GPUs if the recipe or this environment has any, else for CPUs.
-    """
+    """Return a recipe's predicted memory: for GPUs if the recipe or this environment has any, else for CPUs."""
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not ranks_on_cpu(recipe)
     return memory_table(recipe, models_of(recipe, parallel), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
@@ -64,7 +61,7 @@ def predicted_memory(recipe: Recipe) -> dict[str, int]:
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
     """Return the predicted host memory of a rank on GPUs, by kind of rank.
 
-    None: memory cannot be predicted, or ranks run on CPUs. `resource_warnings` covers CPUs.
+    None: memory cannot be predicted, or ranks run on CPUs (`resource_warnings` covers these).
     """
     if ranks_on_cpu(recipe) or (models := planned_models(recipe)) is None:
         return None

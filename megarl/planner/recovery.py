@@ -1,4 +1,4 @@
-"""Recovery from lost ranks: its default by the host memory of a node, and the steps that a loss costs."""
+"""Recovery from lost ranks: its default, by a node's host memory, and the steps that a loss costs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ RECOVER, REPLICATE = "cluster.recover", "checkpoint.replicate"
 _HOST_SHARE = 0.75
 """Share of a node's host memory that ranks with copies may take. Data, rewards and sandboxes need the rest."""
 _STEPS_WITHOUT_SAMPLING = 10
-"""Default of checkpoint.replicate in loops without sampling. Their steps are short, and each copy takes bandwidth of
-the host. Steps with sampling take tens of seconds, so every step is copied."""
+"""Default of checkpoint.replicate in loops without sampling: their steps are short, and each copy takes host bandwidth.
+Steps with sampling take tens of seconds, so each step is copied.
+"""
 
 
 def leaves_recovery_open(recipe: Recipe) -> bool:
-    """Return whether a run could recover from a lost rank, but its recipe sets cluster.recover or checkpoint.replicate
-    not.
+    """Return whether a recovery is possible, and the recipe leaves out cluster.recover or checkpoint.replicate.
 
-    Always False unless the run uses this machine's GPUs, because the host memory of other nodes is unknown.
+    False unless the run uses this machine's GPUs: the host memory of other nodes is unknown.
     """
     return bool(_open_fields(recipe)) and recipe.train.steps != 0 and uses_this_machine(recipe)
 
 
 def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
-    """Return the recipe with a recovery from copies in host memory, if a node has memory for the copies.
+    """Return the recipe with recovery from copies in host memory, if a node has memory for the copies.
 
-    Fields that the recipe sets are unchanged.
+    Fields set in the recipe are unchanged.
     """
-    # The prediction includes the copies only for a recipe that asks for them.
+    # The prediction includes copies only for a recipe that asks for them.
     changed = with_field_values(recipe, _open_fields(recipe))
     return changed if fullest_node_bytes(changed, judge.predict(changed)) <= _HOST_SHARE * machine_bytes() else recipe
 
@@ -42,15 +42,15 @@ def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
 def _open_fields(recipe: Recipe) -> dict[str, Any]:
     """Return values for the fields of a recovery that the recipe leaves out.
 
-    Empty: another field rules such a recovery out.
+    Empty: another field rules a recovery out.
     """
-    # A written value may equal the default. It is still the user's choice.
+    # A field written with its default value is still the user's choice.
     sets_recover = "recover" in recipe.cluster.model_fields_set
     sets_copies = "replicate" in recipe.checkpoint.model_fields_set
     is_refused = (sets_recover and recipe.cluster.recover == "stop") or (
         sets_copies and not recipe.checkpoint.replicate
     )
-    # The copies do not hold the experts recorded for each token.
+    # The copies lack the experts that router replay records for each token.
     if is_refused or recipe.trainer.router_replay:
         return {}
     every = 1 if recipe.is_on_policy else _STEPS_WITHOUT_SAMPLING
@@ -66,7 +66,7 @@ def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 
 def describe_loss(recipe: Recipe) -> str:
-    """Return in words the effect of losing a trainer's rank or node, and the lost steps."""
+    """Return in words the effect of losing a trainer's rank or node, and how many steps are lost."""
     checkpoint, recover = recipe.checkpoint, recipe.cluster.recover
     outcomes = {
         "stop": "the run ends",
@@ -77,8 +77,8 @@ def describe_loss(recipe: Recipe) -> str:
     if checkpoint.every_steps:
         cost = f"the steps since the newest checkpoint (checkpoint.every_steps = {checkpoint.every_steps})"
     if recover != "stop" and checkpoint.replicate:
-        # A step's copy may still be on its way while the steps up to the next copied one are trained.
+        # A step's copy may still be in transfer while the steps up to the next copied step are trained.
         copied = f"at most {2 * checkpoint.replicate} steps (checkpoint.replicate = {checkpoint.replicate})"
-        # A single node takes its copies with it.
+        # The loss of a single node loses its copies too.
         cost = copied if recipe.cluster.nodes > 1 else f"{copied}; the loss of the node costs {cost}"
     return f"{outcomes[recover]}; it costs {cost}"

@@ -1,4 +1,4 @@
-"""Changes of a recipe that fit its run into GPU memory, cheapest first."""
+"""Changes of a recipe with which its run fits into GPU memory, cheapest first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CACHE, _SHARE = "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"
 def moves_to_fit(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
     """Return the changes that save GPU memory on the same ranks.
 
-    Offloading costs seconds of each step. A smaller KV cache, shorter rows and recomputation (a third of the training
+    Offloading costs seconds per step. A smaller KV cache, shorter rows, and recomputation (a third of the training
     time) cost more.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
@@ -112,7 +112,7 @@ def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
 
 
 def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
-    """Return the largest KV cache fitting while engines sample, in GiB or as a share of the GPU. None: none fits."""
+    """Return the largest KV cache that fits during sampling, in GiB or as a share of the GPU. None: none fits."""
     table = judge.predict(recipe)
     sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     engine_gib = judge.gpus.engine
@@ -125,7 +125,7 @@ def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
         field, value = _CACHE, cache_within(table, engine_gib)
     if value <= 0:
         return None
-    # A cache too small for one longest request is useless.
+    # A cache too small for one request of maximum length is useless.
     capacity = judge.predict(with_field_values(recipe, {field: value})).cache
     return value if capacity is not None and capacity.longest_requests >= 1 else None
 
@@ -135,7 +135,7 @@ def remedies(
 ) -> list[dict[str, Any]]:
     """Return the cheapest changes with which the recipe fits, as values by field.
 
-    `before` are changes made in any case. Each change is enough by itself, and needs all of its fields. If none is
+    `before` are changes made in any case. Each returned change is enough alone, and needs all of its fields. If none is
     enough, the search is repeated with the optimizer on the host.
     """
     first = dict(before or {})
@@ -161,7 +161,7 @@ def remedies(
 
 
 def _changes_more_than_needed(choice: Choice, accepted: Sequence[Choice]) -> bool:
-    # Choices come with few fields first, so an accepted one never has more fields than a later one.
+    # Choices with few fields come first: an accepted choice never has more fields than a later one.
     return any(smaller.key <= choice.key for smaller in accepted)
 
 
@@ -178,7 +178,7 @@ def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
-    """Return a doubled parallel size or number of nodes with which the recipe fits, with one more change if needed."""
+    """Return a doubled parallel size or number of nodes with which the recipe fits, plus one more change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
     # Ordered by cost: engines first, then trainer sizes on the same nodes, then more nodes.
@@ -192,7 +192,7 @@ def wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
     )
 
     def accept(wider: Recipe, choice: Choice) -> dict[str, Any] | None:
-        # The data-parallel size follows from the others.
+        # The data-parallel size follows from the other sizes.
         wider = wider if wider.trainer.dp is None else with_field_values(wider, {"trainer.dp": None})
         models = models_of(wider, sizes.parallel_of(wider))
         if next(_size_faults(wider, models), None) is not None:
@@ -216,7 +216,7 @@ def _size_faults(recipe: Recipe, models: Models) -> Iterator[str]:
 def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
     """Return changes with which the KV cache holds the longest possible request.
 
-    A value of None for the cache's size: leave the field out, its default is enough.
+    None as the cache's size: leave the field out, the default is enough.
     """
     share = recipe.rollout.gpu_memory_utilization
     if share is not None:
@@ -225,13 +225,13 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
         return _first_that_holds(recipe, judge, [{_SHARE: larger} for larger in shares])
     if _first_that_holds(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
         return [{_CACHE: None}]
-    # The least cache does not fit next to the other memory, so it needs a further change.
+    # The smallest cache does not fit together with the other memory, so it needs a further change.
     least = least_cache_gib(recipe, judge.models.policy.shape)
     return remedies(recipe, judge, before={_CACHE: least})
 
 
 def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first of these changes with which the recipe fits and the cache holds a longest request."""
+    """Return the first change with which the recipe fits and the cache holds a request of maximum length."""
 
     def accept(changed: Recipe, _: Choice) -> MemoryTable | None:
         table = judge.accept(changed)
@@ -246,7 +246,7 @@ def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str,
 def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> list[dict[str, Any]]:
     """Return the change to the smallest sufficient KV cache of engines on CPUs, as field values.
 
-    Empty: that cache exceeds `limit_bytes` of a node's memory, or cannot hold the longest request.
+    Empty: this cache exceeds `limit_bytes` of a node's memory, or cannot hold the longest request.
     """
     values = {_CACHE: least_cache_gib(recipe, models.policy.shape)}
     changed = with_field_values(recipe, values)

@@ -1,4 +1,4 @@
-"""Longest rows (packed microbatches) fitting into a GPU: of updates, and of passes without gradients."""
+"""Longest rows (packed micro-batches) that fit into a GPU: of updates, and of passes without gradients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from megarl.planner.search import greatest, with_field_values
 
 _GIB = 2**30
 _LONGEST_FORWARD = 8
-"""Greatest row length of a pass without gradients, divided by that of an update. Longer rows save no more time, and
-fewer rows are harder to balance over ranks."""
+"""Maximum row length of a pass without gradients, divided by that of an update. Longer rows save no time, and fewer
+rows are harder to balance over ranks.
+"""
 
 
 def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
-    """Return the greatest length of a packed row in tokens, below the present one, at which training fits in memory.
+    """Return the greatest row length in tokens, below the present one, at which training fits in memory.
 
     None: even a row with one sample does not fit.
     """
@@ -35,8 +36,8 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
 def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
     """Return the greatest row length in tokens at which a pass without gradients needs no more memory than an update.
 
-    None: rows stay as long as those of an update. This is so if no longer row fits, without such passes, and with
-    pipeline stages: longer rows are fewer, and leave stages idle.
+    None: keep the row length of an update. No longer row fits, or there is no such pass, or there are pipeline stages:
+    with fewer rows, stages would be idle.
     """
     if judge.models.policy.parallel.pp > 1:
         return None
@@ -55,7 +56,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
 
 def _row_step(recipe: Recipe, models: Models) -> int:
-    """Return the number of tokens of which each row length is a multiple."""
+    """Return the tokens of which each row length is a multiple."""
     parallel = models.policy.parallel
     multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `planner.sizes.row_multiple`.

@@ -12,7 +12,8 @@ _STATES = ("optimizer", "gradients", "parameters")
 """Trainer states that may be offloaded, in the order of recipes."""
 _CHEAPEST_FIRST = ("gradients", "optimizer", "parameters")
 """The same states, cheapest first. Gradients are dropped and come back as zeros. The others are copied to the host and
-back. Parameters come back twice in a step, because a reshard needs them too."""
+back; parameters come back twice per step, because a reshard needs them too.
+"""
 
 
 class Recomputation(NamedTuple):
@@ -33,13 +34,13 @@ class Recomputation(NamedTuple):
 
     @property
     def feed_forward_share(self) -> float:
-        # An activation function alone costs no matrix product.
+        # Recomputing an activation function needs no matrix product.
         has_products = self.recompute == "selective" and any(module in ("mlp", "moe") for module in self.modules)
         return float(self.recompute == "full" or has_products)
 
 
 def recomputations(recipe: Recipe, shape: ModelShape) -> list[Recomputation]:
-    """Return the settings of recomputation to try, the least recomputed work first. Router replay excludes some."""
+    """Return the settings of recomputation to try, the least work first. Router replay excludes some."""
     replays = recipe.trainer.router_replay
     choices = [Recomputation("none")]
     if shape.has_dense_layers:

@@ -1,7 +1,7 @@
-"""The one search over changed recipes, used for remedies, defaults, cache sizes and layouts.
+"""The search over changed recipes, used for remedies, defaults, cache sizes and layouts.
 
-A `Move` is a row of a table: a recipe field, its alternatives, their cost, and a condition. `list_choices` combines
-moves. `search` judges the choices and returns the best ones by their score.
+A `Move` changes a recipe field: it has alternatives, their cost, and a condition. `list_choices` combines moves.
+`search` judges the choices and returns the best ones by score.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.config.reading.override_text import short_override
 from megarl.config.schema import value_at
 
 _SHRINK_COST = 4.0
-"""Cost of a number that shrinks to 0: a smaller KV cache or row length costs more, the more it loses."""
+"""Cost of shrinking a number (KV cache, row length) to 0. A smaller reduction costs less, in proportion."""
 
 
 class Fitted(NamedTuple):
@@ -28,39 +28,39 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A change of a recipe field, with the fields that must change together with it."""
+    """A change of a recipe field, with the fields that must change with it."""
 
     field: str
     values: Sequence[Mapping[str, Any]]
-    """Alternatives, cheapest first. Each has the new values by field, or `Fitted` in place of a value."""
+    """Alternatives, cheapest first: each has new values by field, or `Fitted` in place of a value."""
     cost: float = 0.0
-    """Cost of the first alternative. Costs have no unit; they order the choices of one search."""
+    """Cost of the first alternative, without unit: costs order the choices of one search."""
     step: float = 0.0
-    """Additional cost of each later alternative."""
+    """Additional cost per later alternative."""
     shrinks: bool = False
-    """Whether the new value is a smaller number. It costs more, the more the number loses."""
+    """Whether the new value is a smaller number. The cost grows with the reduction."""
     condition: bool = True
-    """Whether the move is possible in this recipe and has an effect."""
+    """Whether the move is possible and has an effect in this recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One alternative of each of some moves."""
+    """One alternative each of some moves."""
 
     values: Mapping[str, Any]
     cost: float = 0.0
-    """Cost, without that of numbers that shrink."""
+    """Cost, without that of shrinking numbers."""
     shrinking: tuple[str, ...] = ()
     """Fields whose value becomes a smaller number."""
 
     @property
     def key(self) -> frozenset[str]:
-        """Return the changed fields. A search returns the best of all choices with equal keys."""
+        """Return the changed fields. Of choices with equal keys, a search returns the best."""
         return frozenset(self.values)
 
 
 class _Choice(Protocol):
-    """Interface of a choice: its changed fields, and a key. Of equal keys the best choice counts."""
+    """Interface of a choice: the changed fields, and a key. Of choices with equal keys, the best counts."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...
@@ -74,11 +74,11 @@ OutcomeT = TypeVar("OutcomeT")
 
 @dataclass(frozen=True, slots=True)
 class Change(Generic[ChoiceT, OutcomeT]):
-    """A choice that was accepted, with the changed recipe and what `judge` returned for it."""
+    """An accepted choice, with the changed recipe and the result of `judge` for it."""
 
     choice: ChoiceT
     values: Mapping[str, Any]
-    """New values by field. Values found by `Fitted` replace it."""
+    """New values by field, with the values found by `Fitted`."""
     recipe: Recipe
     outcome: OutcomeT
 
@@ -99,10 +99,9 @@ class Ranking(Generic[ChoiceT, OutcomeT]):
 
 
 def list_choices(moves: Sequence[Move], *, is_partial: bool) -> list[Choice]:
-    """Return all combinations of the moves whose condition holds.
+    """Return all combinations of the moves whose condition holds, fewest fields first.
 
-    `is_partial`: moves may be left out, but not all. Combinations of few fields come first. Otherwise each move takes
-    one of its alternatives.
+    `is_partial`: moves may be left out, but not all. Otherwise each move takes one of its alternatives.
     """
     possible = [move for move in moves if move.condition and move.values]
     ranks = [[*([-1] if is_partial else []), *range(len(move.values))] for move in possible]
@@ -139,7 +138,7 @@ def search(
     """Return the `count` accepted choices with the smallest scores. `judge` returns None to refuse a choice.
 
     `bound` returns a lower bound of the scores of a choice and of all later ones: with it the search ends early.
-    `skips` decides from the accepted choices whether a choice is skipped. At most `max_judged` choices are judged.
+    `skips` decides from the accepted choices whether to skip a choice. At most `max_judged` choices are judged.
     """
     best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
     num_judged, is_complete = 0, True
@@ -185,14 +184,14 @@ def _judge(
 
 
 def total_cost(recipe: Recipe, change: Change[Choice, Any]) -> float:
-    """Return the cost of a change, including that of the numbers that shrink."""
+    """Return the cost of a change, including that of shrinking numbers."""
     losses = (1 - change.values[field] / value_at(recipe, field) for field in change.choice.shrinking)
     return change.choice.cost + sum(_SHRINK_COST * loss for loss in losses)
 
 
 def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return a copy of the recipe with new values of some fields, keyed by dotted name."""
-    # One copy for each section: a search of layouts makes thousands of recipes.
+    """Return a copy of the recipe with new values, keyed by dotted field name."""
+    # One copy per section: a search of layouts makes thousands of recipes.
     sections: dict[str, dict[str, Any]] = {}
     for field, value in values.items():
         section, _, name = field.partition(".")
@@ -207,7 +206,7 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
     """Return the greatest number from `low` to `high` that `fits`. None: no number fits.
 
-    A number must fit if a greater one does.
+    Every number below a fitting one must fit too.
     """
     if low > high or not fits(low):
         return None
@@ -218,6 +217,6 @@ def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
 
 
 def iterate_in_order(choices: Iterable[Mapping[str, Any]]) -> Iterator[Choice]:
-    """Yield these field values as choices whose cost is their position: the first accepted one is the best."""
+    """Yield these field values as choices. Their cost is their position, so the first accepted choice is the best."""
     for position, values in enumerate(choices):
         yield Choice(values=values, cost=float(position))

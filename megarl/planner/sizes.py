@@ -15,13 +15,13 @@ from megarl.config.sections.cluster import NodeGroup
 from megarl.families.shape import ModelShape
 
 WHOLE_EXPERTS = "enable_expert_parallel"
-"""Name of vLLM's setting with which each engine rank has whole experts."""
+"""vLLM's setting that gives each engine rank whole experts."""
 _LOWEST_TEMPERATURE = 0.01
 """Lowest sampling temperature above 0. vLLM 0.30 raises lower ones to it, with a warning."""
 
 
 def parallel_of(recipe: Recipe) -> ParallelConfig:
-    """Return the sizes of parallelism of a recipe's trainers and engines."""
+    """Return the parallel sizes of a recipe's trainers and engines."""
     trainer = recipe.trainer
     return ParallelConfig(
         tp=trainer.tp,
@@ -43,7 +43,7 @@ def has_whole_experts(recipe: Recipe) -> bool:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """Return the number of tokens of which the length of each row (packed microbatch) is a multiple.
+    """Return the tokens of which the length of each row (packed micro-batch) is a multiple.
 
     Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
     """
@@ -69,7 +69,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
     """Yield errors if the trainer's parallel sizes do not fit the number of its ranks."""
     cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
     if misplaced := [*placement(recipe)]:
-        # Without a valid placement the number of ranks that train is unknown, so further faults would mislead.
+        # Without a valid placement the number of training ranks is unknown, so further errors would mislead.
         yield from misplaced
         return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
@@ -109,7 +109,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def placement(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if separate engines cannot use their ranks, or if no rank is left for the trainer."""
+    """Yield errors if separate engines cannot use their ranks, or if they leave no rank to the trainer."""
     cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
     engines = cluster.groups.engines
     if not recipe.has_engine or rollout.placement != "separate":
@@ -141,7 +141,7 @@ def placement(recipe: Recipe) -> Iterator[str]:
 
 
 def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
-    """Yield errors if engines do not use all ranks of cluster.groups.engines."""
+    """Yield an error if engines do not use all ranks of cluster.groups.engines."""
     rollout = recipe.rollout
     setting = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
     if rollout.ranks not in (None, engines.num_ranks):
@@ -163,7 +163,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"use {_nearest_multiples(train.prompts_per_step, multiple=parts // math.gcd(parts, samples))}"
         )
     critic = recipe.critic.updates_per_step if recipe.has_critic else 1
-    # Checked only if the policy's batch divides: otherwise the fault above changes these numbers anyway.
+    # Checked only if the policy's batch divides. Otherwise the error above changes these numbers anyway.
     if not sequences % dp and sequences % (critic * dp):
         yield (
             f"critic.updates_per_step = {critic}: times the data-parallel size {dp} does not divide the {sequences} "

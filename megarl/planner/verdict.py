@@ -1,4 +1,4 @@
-"""Whether a recipe's predicted memory fits, and changes that make it fit."""
+"""Whether a recipe's predicted memory fits, and changes with which it fits."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_toke
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of comparing a recipe's predicted memory with the available memory. `text` says it in one line."""
+    """A recipe's predicted memory compared with the available memory. `text` says the result in one line."""
 
     fits: bool | None
-    """Whether the recipe fits. None: the available memory is unknown."""
+    """None: the available memory is unknown."""
     text: str
     limits: dict[str, int]
     """Available bytes by phase: of one GPU, or on CPUs of the whole host."""
     excess: dict[str, int]
-    """Bytes above the limit of each phase that does not fit."""
+    """Bytes above the limit, by phase that does not fit."""
     remedies: tuple[str, ...] = ()
     """Command-line overrides with which the recipe fits, cheapest first."""
 
@@ -79,7 +79,7 @@ def _as_overrides(values: Mapping[str, Any]) -> str:
 
 
 def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> Verdict:
-    """Return whether a prediction for GPUs fits. Each phase is compared with the GPU running it."""
+    """Return whether a prediction for GPUs fits. Each phase is compared with the GPU of its rank."""
     limits = {phase.name: int(judge.gpus.gib_for(phase) * _GIB) for phase in table.phases}
     over = judge.overfull_phases(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
@@ -105,7 +105,7 @@ def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> V
 
 
 def _too_long_request(table: MemoryTable) -> str | None:
-    """Return an error text if the KV cache cannot hold the longest possible request, else None."""
+    """Return an error if the KV cache cannot hold the longest possible request, else None."""
     if table.cache is None or holds_longest_request(table):
         return None
     return (
@@ -132,7 +132,7 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
 
 
 def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
-    """Return the available GPU memory for a message, with its source: recipe fields, or this machine."""
+    """Return the available GPU memory in words, with its source: recipe fields, or this machine."""
     named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
     text = f"cluster.gpu_memory_gib = {named if named is not None else f'{judge.gpus.trainer:.1f} (of this machine)'}"
     if engines is not None and engines.gpu_memory_gib is not None:

@@ -1,4 +1,4 @@
-"""Lists the layouts of trainer and engines accepted by the checks of a recipe, and counts the refused ones."""
+"""Lists the layouts of trainer and engines that a recipe's checks accept, and counts the refused layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VPP = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSizes:
-    """Parallel sizes of a trainer, by the names of the recipe's section `trainer`."""
+    """Parallel sizes of a trainer, named like the fields of `trainer`."""
 
     tp: int
     pp: int
@@ -39,12 +39,12 @@ class TrainerSizes:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the recipe fields for these sizes. The data-parallel size is left to follow from them."""
+        """Return these sizes as recipe fields, without the data-parallel size: it follows from the others."""
         return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
 
 
 class EngineSizes(NamedTuple):
-    """Tensor-parallel size of each engine. `ep`: each engine rank has whole experts, not parts of all experts."""
+    """Tensor-parallel size of each engine. `ep`: an engine rank has some whole experts, not a part of every expert."""
 
     tp: int
     ep: bool
@@ -72,9 +72,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Lists the possible placements, engines and trainers of a recipe.
-
-    `refused` counts, by reason, the choices that a check refuses.
+    """Lists the possible placements, engines and trainers of a recipe. `refused` counts the refused choices by
+    reason.
     """
 
     recipe: Recipe
@@ -86,7 +85,7 @@ class Candidates:
     def placements(self, staleness: int) -> Iterator[Placement]:
         """Yield the placements: colocated, and separate engines on some of the nodes (on a single node: of its ranks).
 
-        `staleness` is the number of steps for separate engines to sample ahead.
+        `staleness`: steps that separate engines sample ahead.
         """
         cluster = self.recipe.cluster
         if cluster.groups.engines is not None:
@@ -98,18 +97,18 @@ class Candidates:
         shares = sorted({world * eighths // 8 // unit * unit for eighths in range(1, 8)} - {0, world})
         for ranks in shares:
             placement = Placement(ranks=ranks, staleness=staleness)
-            # Engines of one rank each fit any number of ranks, so all errors left concern the placement.
+            # Engines of one rank fit any number of ranks, so each remaining error concerns the placement.
             values = placement.values | {"rollout.tp": 1}
             if not self._count_refusal([*sizes.placement(with_field_values(self.recipe, values))]):
                 yield placement
 
     def engines(self, placed: Recipe) -> list[EngineSizes]:
-        """Return the possible engine sizes. `placed` is a recipe with a placement."""
+        """Return the possible engine sizes. `placed` is the recipe with a placement."""
         engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         has_whole = has_whole_experts(placed)
         for tp, ep in product(divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
-            # The cost model knows no difference between whole and split experts, so prefer the recipe's choice.
+            # The cost model treats whole and split experts alike, so prefer the recipe's choice.
             if ep != has_whole and (
                 tp == 1 or not self.shape.num_experts or EngineSizes(tp, has_whole) in engine_sizes
             ):
@@ -121,7 +120,7 @@ class Candidates:
         return engine_sizes
 
     def trainers(self, placed: Recipe) -> list[TrainerSizes]:
-        """Return the possible parallel sizes of the trainer. `placed` is a recipe with a placement."""
+        """Return the trainer's possible parallel sizes. `placed` is the recipe with a placement."""
         trainer_sizes = []
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
@@ -154,7 +153,7 @@ class Candidates:
                     self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
                     continue
                 expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
-                # The pipeline stages were checked above, and they do not matter to experts.
+                # Errors of experts do not depend on pp and vpp, which were checked above.
                 key = (tp, cp, ep, etp)
                 if key not in self._expert_faults:
                     self._expert_faults[key] = [
@@ -180,7 +179,7 @@ class Candidates:
         yield from model_sizes.fp8_channels(candidate, self.shape)
 
     def _count_refusal(self, faults: list[str], times: int = 1) -> bool:
-        """Return whether there are errors, and count the first one's reason `times` times."""
+        """Return whether there are errors. Add `times` to the count of the first error's reason."""
         if faults:
             self.refused[reason_of(faults[0])] += times
         return bool(faults)
@@ -189,7 +188,7 @@ class Candidates:
 SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp", "vpp", "ep", "etp")} | {
     "trainer.dp": None
 }
-"""Values of the trainer's parallel sizes without any split, for checking engines alone."""
+"""Trainer sizes of 1, for checking engines alone."""
 
 
 def _batches(recipe: Recipe) -> Iterator[str]:
@@ -205,5 +204,5 @@ def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
 
 
 def reason_of(fault: str) -> str:
-    """Return an error's reason: without remedy, and with N for each number, so that equal reasons count together."""
+    """Return an error without its remedy, and with N for each number, so that equal reasons count together."""
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])

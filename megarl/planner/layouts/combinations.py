@@ -1,4 +1,4 @@
-"""All combinations of trainers, engines and offloads under one placement, and their seconds as arrays."""
+"""Combinations of trainers, engines and offloads under one placement, and their seconds as arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.planner.seconds.trainer import Parts
 
 
 class Row(NamedTuple):
-    """Parallel sizes of a trainer, its recomputation, and the capacity of its rows in tokens."""
+    """Parallel sizes of a trainer, its recomputation, and the tokens that fit into one of its packed rows."""
 
     trainer: TrainerSizes
     recomputation: Recomputation
@@ -33,21 +33,21 @@ class Row(NamedTuple):
 class Combinations:
     """All combinations of trainers, engines and offloads for one placement of the engines.
 
-    Arrays have the axes [rows], [engines] and [offloads], where a row is a trainer's layout.
+    Axes of the arrays: [rows], [engines], [offloads]. A row is a trainer's layout (`Row`).
     """
 
     placement: Placement
     placement_values: Mapping[str, Any]
     """Recipe fields of the placement."""
     placed: Recipe
-    """Recipe with the values of the placement."""
+    """The recipe with these values."""
     rows: list[Row]
     engines: list[EngineSizes]
     offloads: list[tuple[str, ...]]
     update: Parts
-    """Seconds of a step's updates by cause, each [rows], if the backward pass reads stored logits."""
+    """Seconds of a step's updates by cause, each [rows], with stored logits."""
     update_without_logits: Parts
-    """Like `update`, if the backward pass recomputes the logits."""
+    """Like `update`, with logits recomputed in the backward pass."""
     logprobs: NDArray[np.float64]
     """Seconds of a step's passes without gradients [rows]."""
     offload: NDArray[np.float64]
@@ -55,7 +55,7 @@ class Combinations:
     reshard: NDArray[np.float64]
     """Lower bound of the seconds of a reshard [engines]."""
     bound: NDArray[np.float64]
-    """Lower bound of the seconds of a step [rows, engines, offloads]. Infinite: the combination cannot fit."""
+    """Lower bound of a step's seconds [rows, engines, offloads]. Infinite: the combination cannot fit."""
     states: NDArray[np.float64]
     """Lower bound of a rank's bytes of weights, gradients and optimizer [rows]."""
     least_cache_gib: list[float]
@@ -65,7 +65,7 @@ class Combinations:
     refused: Counter[str]
     """Counts of refused choices by reason, shared by all placements."""
     overfull: set[int] = field(default_factory=set)
-    """Indices of rows whose update does not fit, whatever the engines."""
+    """Indices of rows whose update does not fit, with any engines."""
     examined: set[int] = field(default_factory=set)
     """Indices of rows whose activations have been predicted."""
 
@@ -82,9 +82,9 @@ class Combinations:
         return numbers
 
     def at_least_as_full(self, full: Row) -> set[int]:
-        """Return the indices of the trainer's rows that need at least as much memory as the row `full`.
+        """Return the indices of rows that need at least as much memory as the row `full`.
 
-        They have at least the same length, and recompute the same modules or none.
+        These rows are at least as long, and recompute the same modules or none.
         """
         return {
             number
@@ -121,7 +121,7 @@ class LayoutChoice:
 
     @property
     def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
-        """Return the sizes of trainer and engines, and the placement. A search returns the best choice per key."""
+        """Return the sizes of trainer and engines, and the placement. A search returns the best choice of each key."""
         return self.row.trainer, self.engine, self.group.placement
 
     @property
@@ -130,8 +130,8 @@ class LayoutChoice:
 
     @property
     def layout_values(self) -> dict[str, Any]:
-        """Return the recipe fields of this layout, with the smallest KV cache. Fields set to None are chosen at the
-        start.
+        """Return the recipe fields of this layout, with the smallest KV cache. A start chooses the fields set
+        to None.
         """
         return {
             **self.row.trainer.values,

@@ -29,7 +29,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCosts:
-    """Predicts the seconds of a recipe's phases in any layout. `lengths` are those of its completions."""
+    """Predicts the seconds of a recipe's phases in any layout. `lengths`: lengths of completions."""
 
     recipe: Recipe
     models: Models
@@ -50,7 +50,7 @@ class LayoutCosts:
         """Return the samples of a training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
-        # The first update computes its own old log-probs. A reference scores all samples.
+        # The first update computes its own old log-probs. A reference model scores all samples.
         passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
         return Workload(
             lengths=self.lengths,
@@ -87,7 +87,7 @@ class LayoutCosts:
         return self.cost_of(self.shape)
 
     def cost_of(self, shape: ModelShape) -> TrainerCost:
-        """Return the cost of a model with this shape on the trainer's GPUs."""
+        """Return the cost of a model of this shape on the trainer's GPUs."""
         work = model_work(shape)
         return TrainerCost(
             work=work,
@@ -108,7 +108,7 @@ class LayoutCosts:
     ) -> Parts:
         """Return the seconds of all updates of a step by cause, each [layouts].
 
-        `recomputations` has one item for each layout. `row_tokens` [layouts] is the capacity of a row.
+        `recomputations` has one item per layout. `row_tokens` [layouts]: capacity of a row.
         """
         recomputed = Recomputed(
             attention=np.array([recomputation.attention_share for recomputation in recomputations]),
@@ -126,7 +126,7 @@ class LayoutCosts:
     def scoring_seconds(self, layouts: Layouts, *, row_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of a step's passes without gradients [layouts]: log-probs, and the reward model's scores.
 
-        `row_tokens` [layouts] is the capacity of a row in these passes.
+        `row_tokens` [layouts]: capacity of a row in these passes.
         """
         tokens = self.load.tokens
         scoring = self.trainer_cost.scoring(layouts, tokens=tokens, row_tokens=row_tokens)
@@ -151,7 +151,7 @@ class LayoutCosts:
     def rank_state_bytes(self, layouts: Layouts) -> dict[str, NDArray[np.float64]]:
         """Return a lower bound of a rank's bytes by state (weights, gradients, optimizer), each [layouts].
 
-        Embedding and head count with their mean over the pipeline stages.
+        Embedding and head count as if spread evenly over the pipeline stages.
         """
         rank_weights = self.trainer_cost.weights_on_rank(layouts)
         expert_weights, dense_weights = rank_weights.experts, rank_weights.dense
@@ -165,7 +165,7 @@ class LayoutCosts:
     def offload_seconds(
         self, state_bytes: Mapping[str, NDArray[np.float64]], states: Sequence[str]
     ) -> NDArray[np.float64]:
-        """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped instead."""
+        """Return the seconds to move states to host memory and back [layouts]. Gradients are dropped instead."""
         moved_bytes = np.zeros_like(state_bytes["weights"])
         for state, key in (("optimizer", "optimizer"), ("parameters", "weights")):
             if state in states:
@@ -173,7 +173,7 @@ class LayoutCosts:
         return 2 * moved_bytes / self.speeds.pcie
 
     def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
-        """Return the seconds for copying each scoring model once from host memory [layouts]."""
+        """Return the seconds to copy each scoring model once from host memory [layouts]."""
         frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
         waiting = sum((weights.experts + weights.dense for weights in frozen), np.zeros(len(layouts.tp)))
         return self._state_bytes["weights"] * waiting / self.speeds.pcie
@@ -190,11 +190,11 @@ class LayoutCosts:
 
     @property
     def other_seconds(self) -> float:
-        """Return the seconds of a step outside all phases, equal in all layouts."""
+        """Return the seconds of a step outside all phases, equal for all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
     def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
-        """Return the seconds of a rollout, if each engine has a KV cache of `cache_tokens`."""
+        """Return the seconds of a rollout if each engine has a KV cache of `cache_tokens`."""
         ranks = placement.ranks or self.recipe.cluster.world_size
         engines = EngineLayout(
             tp=engine.tp,
@@ -205,7 +205,7 @@ class LayoutCosts:
         load, cost = self.load, self.rollout_cost
         num_sampled = load.num_samples * self.recipe.algorithm.oversampling
         if placement.ranks and placement.staleness:
-            # Engines that sample ahead start only as many groups as are trained, whatever algorithm.oversampling is.
+            # Engines that sample ahead start only as many groups as are trained: algorithm.oversampling has no effect.
             num_sampled = load.num_samples
             return cost.steady_seconds(
                 engines,

@@ -23,8 +23,8 @@ _PLANNED = ("rollout.kv_cache_gib", "trainer.offload", "trainer.recompute")
 def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
     """Return the recipe fields of a placement.
 
-    A field without effect under the placement gets its default, for example `weights.overlap` with colocated engines.
-    If samples would be stale and uncorrected, `algorithm.importance_sampling` is set.
+    A field without effect under the placement gets its default (`weights.overlap` with colocated engines).
+    `algorithm.importance_sampling` is set if samples would be stale and uncorrected.
     """
     values = dict(placement.values)
     placed = with_field_values(recipe, values)
@@ -37,7 +37,7 @@ def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
 
 
 def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the overrides that set these values, by dotted field name, in a recipe.
+    """Return the command-line overrides that set `values`, keyed by dotted field name.
 
     A field of the recipe that loses its effect gets `=default`.
     """
@@ -58,9 +58,7 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
 
 
 def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
-    """Return the fields set in `recipe` that have no effect in `changed_recipe`, without those of a mixture's
-    sources.
-    """
+    """Return the fields set in `recipe` without effect in `changed_recipe`, except those of a mixture's sources."""
     # Fields of nested sections do not depend on the layout.
     return [
         field

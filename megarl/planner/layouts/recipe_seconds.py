@@ -42,7 +42,7 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
     logprobs = costs.scoring_seconds(layouts, row_tokens=np.array([float(forward_tokens)]))
     placement = Placement(ranks=recipe.separate_ranks, staleness=costs.staleness if recipe.separate_ranks else 0)
     engine = EngineSizes(parallel.rollout_tp, parallel.rollout_ep)
-    # With gpu_memory_utilization, vLLM sizes the cache. Assume that it holds all requests.
+    # With gpu_memory_utilization, vLLM chooses the size of the cache. Assume that it holds all requests.
     has_share = recipe.rollout.gpu_memory_utilization is not None
     cache = math.inf if has_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
     offload = costs.waiting_seconds(layouts) + costs.offload_seconds(costs.rank_state_bytes(layouts), trainer.offload)

@@ -14,7 +14,7 @@ from megarl.planner.seconds.step import StepSeconds
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLayout:
-    """A layout that fits, with its prediction."""
+    """A layout that fits, with its predictions."""
 
     overrides: tuple[str, ...]
     """Command-line overrides that turn the recipe into this layout. In a shell they need quotes."""
@@ -36,13 +36,13 @@ class FoundLayout:
 
     @property
     def engine_text(self) -> str:
-        """Return the engines' size in words: `tp 2 ep on 4 ranks`. The number of ranks is given if they only sample."""
+        """Return the engines' size in words: `tp 2 ep on 4 ranks`. The number of ranks is given for separate engines."""
         size = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
         return f"{size} on {self.placement.ranks} ranks" if self.placement.ranks else size
 
     @property
     def limit(self) -> str:
-        """Return in words what takes most of the step's time: a phase, or a cause within a phase."""
+        """Return in words what takes most of a step's time: a phase, or a cause within a phase."""
         phases = {"rollout": self.seconds.rollout, "train": self.seconds.train, "logprobs": self.seconds.logprobs,
                   "offload": self.seconds.offload, "reshard": self.seconds.reshard}  # fmt: skip
         name = max(phases, key=lambda phase: phases[phase])
@@ -86,7 +86,7 @@ class SearchResult:
     is_complete: bool
     """Whether no better layout exists. False: the search stopped after `MOST_CHECKED` layouts."""
     lengths: str
-    """Source of the lengths of completions, in words."""
+    """Source of the completions' lengths, in words."""
     held_out_error: float = HELD_OUT_ERROR
 
     def as_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Search for the fastest layouts of a recipe that fit its GPUs, by predicted seconds of a step.
 
-First, each layout gets a lower bound of its seconds: the time with a KV cache large enough for all requests. Then
-layouts are examined in the order of their bounds. The memory prediction decides whether a layout fits, and how large
-its cache is. With this cache its seconds are computed again. The search ends as soon as no remaining bound is below the
-slowest layout of the result.
+First, each layout gets a lower bound of its seconds: the time with a KV cache for all requests at once. Then the search
+examines layouts in the order of their bounds. A memory prediction decides whether a layout fits and how large its cache
+is, and its seconds are computed again with this cache. The search ends once every remaining bound is above the slowest
+layout of the result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayoutSearch:
     costs: LayoutCosts
     gpus: GpuMemory
     refusal: Callable[[Sequence[str]], str | None] | None = None
-    """Returns the error of a start with a layout's overrides, or None if the start accepts them."""
+    """Returns the error of a start with a layout's overrides; None: no error."""
 
     @property
     def recipe(self) -> Recipe:
@@ -101,7 +101,7 @@ class LayoutSearch:
         )
 
     def _group(self, candidates: Candidates, placement: Placement) -> Combinations | None:
-        """Return the combinations of a placement, or None if it allows none."""
+        """Return the combinations of a placement; None: there are none."""
         fields_of_placement = placement_values(self.recipe, placement)
         placed = with_field_values(self.recipe, fields_of_placement)
         engines = candidates.engines(placed)
@@ -172,9 +172,7 @@ class LayoutSearch:
         return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
 
     def _is_row_overfull(self, group: Combinations, number: int) -> bool:
-        """Return whether an update with this row exceeds the GPU, whatever the engines are. `number` is the row's
-        index.
-        """
+        """Return whether an update with row `number` exceeds the GPU, whatever the engines are."""
         if number not in group.overfull and number not in group.examined:
             self._examine(group, number)
         return number in group.overfull
@@ -182,7 +180,7 @@ class LayoutSearch:
     def _examine(self, group: Combinations, number: int) -> None:
         """Mark a row as overfull if its states and saved activations exceed the GPU of the first pipeline stage.
 
-        This lower bound is cheaper than a full prediction. It also marks rows that need at least as much memory.
+        Rows that need at least as much memory are marked too. This lower bound is cheaper than a full prediction.
         """
         group.examined.add(number)
         row = group.rows[number]
@@ -216,7 +214,7 @@ class LayoutSearch:
         bytes by state, each [layouts].
         """
         on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
-        # A reshard reads the parameters on the GPU, even if they are offloaded otherwise.
+        # A reshard reads the parameters on the GPU, even if they are offloaded at other times.
         resident = [
             state_bytes["weights"] + sum(state_bytes[state] for state in on_gpu if state not in offloaded)
             for offloaded in offloads
@@ -281,7 +279,7 @@ class LayoutSearch:
         )
 
     def _models_on(self, parallel: ParallelConfig) -> Models:
-        """Return the run's models with these parallel sizes. Teachers keep theirs."""
+        """Return the run's models with these parallel sizes. Teachers keep their own sizes."""
 
         def with_parallel(built: Built | None) -> Built | None:
             return None if built is None else Built(built.shape, parallel)
@@ -296,7 +294,7 @@ class LayoutSearch:
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
         """Return the GiB of the smallest KV cache for a longest sequence, rounded up."""
-        # Two blocks more: vLLM reserves one, and one is partly filled.
+        # vLLM reserves one block of 16 tokens, and one block is partly filled.
         needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
         return math.ceil(needed / _GIB * 100) / 100
 
@@ -317,9 +315,9 @@ def search_of(
 ) -> LayoutSearch:
     """Return the search over a recipe's layouts.
 
-    `max_staleness` is the number of steps for separate engines to sample ahead; None: as in the recipe. `refusal`
-    returns the error of a start with a layout's overrides; None: overrides are not checked. Raises ConfigError if the
-    cost model does not cover the recipe, or if the kind of GPU is unknown.
+    `max_staleness`: steps that separate engines may sample ahead; None: as in the recipe. `refusal` returns the error
+    of a start with a layout's overrides; None: overrides are not checked. Raises ConfigError if the cost model does not
+    cover the recipe, or if the kind of GPU is unknown.
     """
     if recipe.loop != "rl":
         raise ConfigError(f"loop = {recipe.loop}: --search ranks layouts of the loop rl only; leave it out")

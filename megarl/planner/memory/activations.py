@@ -1,9 +1,8 @@
 """Bytes of activations on a rank: tensors saved by autograd for the backward pass, and temporary tensors.
 
-A row is a packed micro-batch. Each context-parallel rank has an equal part of its tokens. Saved tensors are counted
-layer by layer, each storage once. The formulas cover two layer implementations: Megatron's local spec with megarl's
-norm and attention, and Transformer Engine's spec. With sequence parallelism, norms and residuals are split over
-tensor-parallel ranks.
+A row is a packed micro-batch. Each context-parallel rank has an equal part of its tokens. Each storage counts once. The
+formulas cover two implementations of a layer: Megatron's local spec with megarl's norm and attention, and Transformer
+Engine's spec. With sequence parallelism, norms and residuals are split over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
 EXPERT_IMBALANCE = 1.25
-"""Assumed number of tokens on the fullest expert-parallel rank, divided by the mean. A guess: routers are trained
-without load balancing.
+"""Assumed tokens on the fullest expert-parallel rank, divided by the mean. A guess for routers trained without load
+balancing.
 """
 
 _NUMBERS = 64
@@ -38,11 +37,11 @@ class PassSettings:
     """Sizes and recomputation of a pass of packed rows through a model."""
 
     row_tokens: int
-    """Tokens of a packed row, summed over all context-parallel ranks."""
+    """Tokens of a packed row, over all context-parallel ranks."""
     chunk_tokens: int
-    """Number of tokens per chunk of logits computed at once."""
+    """Tokens per chunk of logits."""
     keeps_logits: bool = False
-    """Whether a whole row's logits are stored for the backward pass (`trainer.keep_logits`)."""
+    """Whether the logits of a whole row are stored for the backward pass (`trainer.keep_logits`)."""
     itemsize: int
     sequence_parallel: bool
     spec: Spec
@@ -55,11 +54,13 @@ class PassSettings:
     pads_attention: bool = False
     """Whether attention pads the sequences of a row: on a CPU, and in float32."""
     shares_prefixes: bool = False
-    """Whether a row stores each shared prefix once, as a tree. `row_tokens` then counts a shared prefix once."""
+    """Whether a row is a tree that stores each shared prefix once. `row_tokens` then counts the prefix once."""
     lora_rank: int = 0
-    """Rank of the LoRA adapters. Above 0 only adapters are trained. 0: all weights are trained."""
+    """Rank of the LoRA adapters. Above 0, only adapters are trained; 0: all weights are."""
     has_logit_kernels: bool = False
-    """Whether kernels read the logits in their own type (`models.logit_kernels`). False: torch makes float32 copies."""
+    """Whether kernels read the logits in their own type (`models.logit_kernels`). False: torch copies them to
+    float32.
+    """
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
@@ -68,7 +69,7 @@ class PassSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Numbers of channels per token on a rank."""
+    """Channels per token on a rank."""
 
     hidden: int
     query: int
@@ -79,11 +80,11 @@ class Widths:
     kv_heads: int
     head_dim: int
     rows: int
-    """Rows of the padded vocabulary on the rank; 0 for a value head."""
+    """Rows of the padded vocabulary; 0 for a value head."""
 
 
 def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
-    # A rank holds at least one key-value head. With more ranks than heads, heads are copied.
+    # A rank holds at least one key-value head. If ranks outnumber the heads, heads are copied.
     heads, kv_heads = shape.num_heads // parallel.tp, max(1, shape.num_kv_heads // parallel.tp)
     return Widths(
         hidden=shape.hidden_size,
@@ -98,7 +99,7 @@ def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
-    """Return the bytes saved by autograd in one layer for one row, without the layer's recomputed parts."""
+    """Return the bytes that autograd saves in one layer for one row, without recomputed parts."""
     attention = (
         _linear_attention(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
@@ -109,7 +110,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
 
 
 def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return the peak bytes saved on a pipeline stage: its layers for all rows in flight, and the head for one."""
+    """Return the peak bytes saved on a pipeline stage: its layers for all rows in flight, and the head for one row."""
     kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
     rows = rows_in_flight(parallel, stage)
     by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(kinds)}
@@ -117,7 +118,7 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
     is_last = stage == parallel.pp - 1
     head = _head(shape, parallel, settings) if is_last else 0
     if is_last and shape.num_draft_layers:
-        # The draft layer holds the tensors of one row, like the head: of the row with the loss in progress.
+        # The draft layer, like the head, holds tensors of a single row: the row whose loss is computed.
         head += _draft_layer(shape, parallel, settings)
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens remain.
@@ -126,8 +127,8 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
         # In float32 the norm reads the layer's input in place. In other types it saves a copy.
         shared = layer_input if settings.itemsize == FLOAT32 else 0
         return rows * len(kinds) * layer_input + angles + max(largest_layer - shared, head)
-    # The bytes of a part are those of a layer that saves it, minus those of a layer that recomputes it. Only one part
-    # of one layer is recomputed at a time, after the head's tensors are freed. So take the maximum.
+    # A part's bytes are those of a layer that saves it, minus those of a layer that recomputes it. One part of one
+    # layer is recomputed at a time, after the head's tensors are freed. So take the maximum.
     saving_one_part = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     recomputed_bytes = max(
         (
@@ -150,10 +151,10 @@ def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, sett
 def carried_bytes(
     shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings, layers: Collection[int]
 ) -> float:
-    """Return the bytes of layer inputs that a stage receives for `layers` of earlier chunks.
+    """Return the bytes of layer inputs that a stage receives for a drafter on the last stage.
 
-    A drafter on the last stage reads them. They stay for all rows in flight, like the hidden states stacked with them.
-    Layers are numbered from 0.
+    `layers` are the layers (from 0) whose inputs the drafter reads; those of earlier chunks are received. The inputs
+    stay for all rows in flight.
     """
     chunks = parallel.layers_of_chunks(shape.num_layers, stage)
     num_received = sum(number < chunk.start for chunk in chunks for number in layers)
@@ -163,9 +164,9 @@ def carried_bytes(
 def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
     """Return the maximum number of rows with activations on a pipeline stage.
 
-    A row counts as 1 if all layers of the stage hold its activations. In the 1F1B schedule, the number is that of the
-    stages from this one to the last. The interleaved schedule has (pp - 1) / (pp vpp) more on the first stage. Source:
-    Megatron-LM (arXiv 2104.04473, section 2.2).
+    A row counts as 1 if all layers of the stage hold its activations. 1F1B schedule: one row for each stage from this
+    one to the last. Interleaved schedule: (pp - 1) / (pp vpp) rows more on the first stage. Source: Megatron-LM (arXiv
+    2104.04473, section 2.2).
     """
     if parallel.vpp == 1:
         return float(parallel.pp - stage)
@@ -174,9 +175,9 @@ def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies.
+    """Return the bytes of logits in memory at once: the head's output, and without kernels two float32 copies.
 
-    Each copy has one chunk, even if a whole row's logits are stored.
+    Each copy has one chunk, even if the logits of a whole row are stored.
     """
     if shape.has_value_head:
         return 0
@@ -188,7 +189,7 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
 
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of temporary gradients in a feed-forward layer, the widest point of a backward pass."""
+    """Return the bytes of temporary gradients in a feed-forward layer: there the backward pass is widest."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     width, layer_sizes = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
@@ -204,7 +205,7 @@ def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
 
 
 def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of one layer's tensors, in a forward pass without gradients and logits."""
+    """Return the bytes of one layer's tensors in a forward pass without gradients, without logits."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
     hidden_states = tokens * shape.hidden_size * size
@@ -241,8 +242,8 @@ def _norm(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fu
         return tokens * width * size
     if settings.spec == "transformer_engine":
         return tokens * (2 * width * size + FLOAT32)
-    # Saved in float32: the input (a copy unless it is float32) and the inverse root mean square. Also the normalised
-    # values (for the weight's gradient) and the scaled values.
+    # Saved in float32: the input (a copy unless it is float32) and the inverse root mean square. Saved too: the
+    # normalised values (for the weight's gradient) and the scaled values.
     normed = 0 if settings.lora_rank else size
     return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
@@ -252,14 +253,13 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
     if isinstance(shape.attention, Latent):
         return _latent_attention(shape.attention, width, parallel, settings)
     saved = _norm(parallel, settings, width.hidden, is_fused=True)
-    # The fused projection stays in memory through its views. With more ranks than key-value heads, it is the projection
-    # of all ranks, and queries of several groups are copied out of it. Recomputed core attention reads its values from
-    # there.
+    # Views keep the fused projection in memory. If ranks outnumber the key-value heads, it holds the heads of all
+    # ranks. Queries of several groups are copied out of it. Recomputed core attention reads its values from it.
     is_gathered = shape.num_kv_heads < parallel.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * width.head_dim if is_gathered else width.query + 2 * width.key
     if shape.attention.has_output_gate:
         fused += shape.num_heads * width.head_dim if is_gathered else width.query
-        # Saves the gates' sigmoids in float32, and the gated output besides that of core attention.
+        # Saves the gates' sigmoids in float32, and the gated output in addition to the output of core attention.
         saved += tokens * width.query * (FLOAT32 + size)
     is_recomputed = "core_attn" in settings.recomputed
     if settings.spec == "transformer_engine" or parallel.cp == 1 or size == FLOAT32 or is_recomputed:
@@ -275,13 +275,13 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
 
 
 def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by latent attention: projections, norms, heads with rotary channels, core attention."""
+    """Return the bytes saved by latent attention: projections, norms, rotary channels, core attention."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     saved = _norm(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
         saved += _norm(parallel, settings, rank, is_fused=True) + tokens * rank * size
     raised = width.heads * (attention.plain_channels + attention.value_head_dim)
-    # The projected heads stay in memory through their views. Queries and keys are copies, joined with rotated channels.
+    # Views keep the projected heads in memory. Queries and keys are copies, joined with rotated channels.
     saved += tokens * (width.query + raised + width.heads * attention.value_head_dim) * size
     saved += tokens * (width.query + 2 * settings.lora_rank) * size
     return saved + _core(width, parallel, settings)
@@ -290,7 +290,7 @@ def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig
 def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes that linear attention saves for the backward pass.
 
-    With context parallelism, a rank has all tokens of some heads: as many numbers as some tokens of all heads.
+    With context parallelism, a rank has all tokens of some heads. They are as many numbers as some tokens of all heads.
     """
     tokens = _tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
@@ -302,8 +302,7 @@ def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelCo
 def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
     """Return the bytes per token saved by the norms of queries and keys.
 
-    Rotary embeddings do not save the norms' outputs. `copied` is the number of query channels copied out of the fused
-    projection.
+    Rotary embeddings do not save the norms' outputs. `copied`: query channels copied out of the fused projection.
     """
     size = settings.itemsize
     statistics = FLOAT32 * (width.heads + width.kv_heads)
@@ -322,12 +321,12 @@ def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> fl
     if "core_attn" in settings.recomputed:
         return inputs
     if settings.shares_prefixes:
-        # With one rank, the values are part of the fused projection. Values gathered from several ranks are not.
+        # On one rank, the values are part of the fused projection. Values gathered from several ranks are copies.
         copies = 2 * parallel.cp if parallel.cp > 1 else 1
         return tokens * (width.query + copies * width.key) * size + tokens * FLOAT32 * width.heads
     if parallel.cp > 1 and settings.spec == "local":
-        # Keys and values of all ranks. The two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of
-        # them.
+        # Keys and values of all ranks. A rank has two parts of the queries. Together they attend to (2 cp + 1) / (2 cp)
+        # of the keys.
         attended_tokens = tokens * parallel.cp * (2 * parallel.cp + 1) / (2 * parallel.cp)
         gathered_inputs = tokens * width.query * size + 2 * attended_tokens * width.key * size
         if not settings.pads_attention:
@@ -339,7 +338,7 @@ def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> fl
 
 
 def _inside_core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by core attention besides its inputs and its output."""
+    """Return the bytes saved by core attention in addition to its inputs and its output."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     if settings.pads_attention:
         return tokens * ((2 * width.query + 2 * width.key) * size + FLOAT32 * width.heads)
@@ -362,16 +361,16 @@ def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) 
 def _gated_bytes(channels: float, settings: PassSettings) -> float:
     """Return the bytes saved by a gated feed-forward layer. One activation takes `channels` bytes.
 
-    Saved are gate, up and their product. Without a fused kernel, there are also the activated gate, and the sum of up
-    and Megatron's `glu_linear_offset`.
+    Saved are gate, up and their product. Without a fused kernel, the activated gate is saved too, and the sum of up and
+    Megatron's `glu_linear_offset`.
     """
     return (3 if settings.fuses_activation else 5) * channels
 
 
 def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the number of tokens that a rank's experts process for one row. A token counts once per chosen expert."""
-    # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
-    # total. If ranks split one expert, each of them receives all of its tokens.
+    """Return the tokens that a rank's experts process for one row. A token counts once per chosen expert."""
+    # All ranks of an expert-parallel group contribute tokens, split over tensor-parallel ranks, and share the total. If
+    # ranks split an expert, each of them receives all of its tokens.
     rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
     load = settings.expert_load if parallel.ep > 1 else 1.0
     return rank_tokens * parallel.etp * shape.top_k * load
@@ -398,10 +397,10 @@ def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings
 
 
 def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the last norm, the hidden states of all tokens, and the tensors saved for log-probs."""
+    """Return the bytes of the last norm, of the hidden states of all tokens, and of tensors saved for log-probs."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     split = _split(parallel, settings)
-    # In a tree, the head also gathers the hidden states of its edges, about one for each token.
+    # In a tree, the head also gathers hidden states for the edges, about one for each token.
     gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
     normed = 0 if settings.lora_rank else size
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS

@@ -1,8 +1,8 @@
-"""GPU memory of NCCL's communicators: how many a rank has, of which kind, and the bytes of each.
+"""GPU memory of NCCL's communicators of a rank.
 
 NCCL connects peers at the first call that needs them, so the bytes depend on the calls. Collectives connect rings and
-trees. Sends and receives (all-to-all, pipeline stages, reshards) connect pairs of ranks by more channels. Sources are
-measurements in NVIDIA/nccl's issues. Nothing was measured with megarl on several GPUs.
+trees. Sends and receives (all-to-all, pipeline stages, reshards) connect pairs of ranks by more channels. The numbers
+come from measurements in NVIDIA/nccl's issues. Nothing was measured with megarl on several GPUs.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from megarl.config.parallel import ParallelConfig
 
 _MIB = 1 << 20
 PAIR_BYTES, GROUP_BYTES = 544 * _MIB, 688 * _MIB
-"""Bytes of a communicator of two ranks, and of more ranks, after an all-reduce. Source: NVIDIA/nccl issue 964, four
-A100 with NVLink. With NCCL 2.22 and newer they are upper bounds, because unused algorithms are not connected."""
+"""Bytes after an all-reduce of a communicator with two ranks, and with more. Source: NVIDIA/nccl issue 964, four A100
+with NVLink. Upper bounds since NCCL 2.22, which does not connect unused algorithms.
+"""
 CHANNEL_BYTES = 12 * _MIB
-"""Bytes of a channel for sends to and receives from one peer: buffers of 10 and 2 MiB. Source: NVIDIA/nccl issue
-1685."""
+"""Bytes of a channel to one peer: buffers of 10 and 2 MiB. Source: NVIDIA/nccl issue 1685."""
 CHANNELS_ON_NODE, CHANNELS_BETWEEN_NODES = 32, 2
-"""Channels to a peer of the same node, if the whole group is on one node, or if the group spans nodes. Sources:
-NVIDIA/nccl issues 1685 (eight H100: 3.28 GB more after the first all-to-all, so 0.47 GB a peer) and 1189."""
+"""Channels to a peer of the same node: if the group is on one node, and if it spans nodes. Sources: NVIDIA/nccl issues
+1685 (eight H100: 3.28 GB more after the first all-to-all, so 0.47 GB a peer) and 1189.
+"""
 NETWORK_BYTES = 512 * _MIB
-"""Bytes of the buffer shared by sends to and receives from other nodes. Source: NVIDIA/nccl issues 1450 and 2363."""
+"""Bytes of the buffer shared by all traffic to and from other nodes. Source: NVIDIA/nccl issues 1450 and 2363."""
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group of a rank and its use of NCCL."""
+    """A process group of a rank, and how the rank uses it."""
 
     name: str
     num_ranks: int
     _: KW_ONLY
     has_collectives: bool = True
     num_peers: int = 0
-    """Ranks of the same node that this rank sends to or receives from."""
+    """Ranks of the same node with which this rank exchanges messages."""
     spans_nodes: bool = False
-    """Whether the ranks that send and receive are on several nodes."""
+    """Whether messages are exchanged between nodes."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the communicator's bytes on a GPU. A group of one rank has none."""
+        """Return the bytes on a GPU; 0 for a group of one rank."""
         if self.num_ranks < 2:
             return 0
         collectives = (PAIR_BYTES if self.num_ranks == 2 else GROUP_BYTES) * self.has_collectives
@@ -61,11 +62,11 @@ def communicators_of(
     balance_losses: Collection[str] = (),
     gathers_matrices: bool = False,
 ) -> list[Communicator]:
-    """Return the communicators, of two or more ranks, of a rank that trains, samples, or both.
+    """Return a rank's communicators of two or more ranks. The rank trains, samples, or does both.
 
-    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the first or
-    last stage, and both have the embedding. `balance_losses`: losses that balance the experts. `gathers_matrices`: the
-    optimizer gathers whole matrices from the ranks of a stage.
+    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the first and last stage
+    both have the embedding, and this rank is on one of them. `balance_losses`: losses that balance the experts.
+    `gathers_matrices`: the optimizer gathers whole matrices from the ranks of a stage.
     """
     communicators: list[Communicator] = []
     if has_trainer:
@@ -92,7 +93,7 @@ def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communic
     yield Communicator("context parallelism", parallel.cp)
     yield Communicator("data and context parallelism", parallel.dp * parallel.cp)
     yield Communicator("all trainers", parallel.world_size)
-    # Megatron's order puts pipeline stages as far apart as it can; rank_order may bring them closer.
+    # By default Megatron puts pipeline stages on ranks far apart. rank_order may bring them closer.
     is_near = parallel.world_size <= ranks_per_node
     yield Communicator(
         "pipeline parallelism",
@@ -104,7 +105,9 @@ def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communic
 
 
 def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
-    """Yield the groups that sum the gradient's norm. With a distributed optimizer all ranks have parts of it."""
+    """Yield the groups that sum the gradient's norm. With a distributed optimizer, each rank has a part of the
+    gradient.
+    """
     if is_distributed:
         yield Communicator("gradient norm", parallel.world_size)
         return
@@ -114,7 +117,7 @@ def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distribute
 
 
 def _matrices(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
-    """Return the process group in which the ranks of a pipeline stage gather whole weight matrices (Muon)."""
+    """Return the group in which the ranks of a pipeline stage gather whole weight matrices for Muon."""
     stage = parallel.world_size // parallel.pp
     peers = min(stage, ranks_per_node) - 1
     return Communicator(
@@ -137,9 +140,9 @@ def _experts(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communic
 
 
 def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
-    """Yield the groups that sum the counts of balancing losses.
+    """Yield the groups that sum token counts for balancing losses.
 
-    Megatron creates each of them in addition to other groups of the same ranks.
+    Megatron creates them even if other groups have the same ranks.
     """
     if losses:
         yield Communicator("data parallelism", parallel.dp)
@@ -150,12 +153,12 @@ def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Comm
 
 
 def _reshard(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
-    """Return the group of a reshard. A rank reads from each trainer with a part of its weights."""
+    """Return the group of a reshard. A rank reads from every trainer rank that has a part of its weights."""
     parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
-    # On a colocated rank one of the parts is its own.
+    # A colocated rank has one of the parts itself.
     peers = min(parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)
     spans_nodes = parallel.num_ranks > ranks_per_node
-    # Ranks are aligned so that parts come from the same node if they can. Separate engines have nodes of their own.
+    # The order of ranks puts parts on the same node where possible. Separate engines have nodes of their own.
     near = 0 if parallel.is_separate and spans_nodes else min(peers, ranks_per_node - 1)
     return Communicator(
         "reshard",

@@ -1,35 +1,35 @@
 """Bytes of DeepEP's buffers on a rank (`trainer.moe_dispatcher: flex`), as created by Megatron-Core.
 
-Source: DeepEP 1.2.1 (csrc/config.hpp, deep_ep/buffer.py) and Megatron-Core 0.16.1 (transformer/moe/fused_a2a.py). All
-layers share one buffer. Its size follows DeepEP's configuration for the number of ranks, the larger one of dispatch and
-combine.
+All layers share one buffer. DeepEP has a configuration for dispatch and one for combine, by number of ranks; the larger
+one sizes the buffer. Source: DeepEP 1.2.1 (csrc/config.hpp, deep_ep/buffer.py) and Megatron-Core 0.16.1
+(transformer/moe/fused_a2a.py).
 
-With several nodes, the buffer is in the heap of NVSHMEM. That part is inferred: the heap grows by DeepEP's granules,
-and DeepEP's documentation says that NVSHMEM needs 256 MiB of it. Not counted are NVSHMEM's queues, and the kernels'
-memory, which is part of CUDA's context.
+With several nodes, the buffer is in NVSHMEM's heap. The size of the heap is inferred: it grows by DeepEP's granules,
+and NVSHMEM needs 256 MiB of it (DeepEP's documentation). Not counted: NVSHMEM's queues, and the kernels' memory, a part
+of CUDA's context.
 """
 
 from __future__ import annotations
 
 NODE_RANKS = 8
-"""Ranks of one node for DeepEP. More ranks span several nodes and must be a multiple of it."""
+"""Ranks that DeepEP expects on a node. A larger number of ranks must be a multiple of it."""
 NUM_SMS = 20
-"""Number of multiprocessors used by DeepEP's kernels: Megatron-Core's `moe_deepep_num_sms`."""
+"""Multiprocessors used by DeepEP's kernels: Megatron-Core's `moe_deepep_num_sms`."""
 
 RECEIVED_TOKENS = {
     2: (256, 0), 4: (256, 0), 8: (256, 0), 16: (288, 140), 24: (288, 128), 32: (288, 128), 48: (288, 128),
     64: (288, 140), 96: (480, 132), 128: (560, 132), 144: (720, 132), 160: (720, 132),
 }  # fmt: skip
-"""Tokens in one channel of DeepEP's buffer from a rank of the same node, and from another node, by number of ranks.
+"""Tokens in one channel of the buffer, by number of ranks: from a rank of the same node, and from another node.
 
 DeepEP supports no other numbers of ranks; 48 and 96 were added after 1.2.1. The second value is the larger one of
 dispatch and combine.
 """
 
 _META_BYTES = 8
-"""Bytes that say where a token comes from: two int32."""
+"""Bytes for a token's origin: two int32."""
 _MOST_EXPERTS, _MOST_SCALES = 128, 128
-"""Bytes reserved per token for routing: experts (an int64 and a float32 each) and float32 scales."""
+"""Maximum per token of experts (an int64 and a float32 each) and of float32 scales: space is reserved for them."""
 # Constants of DeepEP 1.2.1: alignment and workspace of a buffer, then NVSHMEM's heap and its granules.
 _ALIGNMENT = 128
 _WORKSPACE_BYTES = 32 << 20
@@ -51,7 +51,7 @@ def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: i
     within = channels * peers * ((2 * nodes + 3) * 4 + of_peer * token)
     if num_ranks <= NODE_RANKS:
         return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES
-    # Both directions. Each token has 16 bytes of alignment.
+    # Both directions. Each token is aligned to 16 bytes.
     heads = (2 * NODE_RANKS + 2) * 4
     between = _align(2 * channels * nodes * (heads + of_node * (token + 16)), unit=_ALIGNMENT)
     return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES + _align(between + _HEAP_BYTES, unit=_HEAP_GRANULE)

@@ -1,4 +1,4 @@
-"""Memory of GPUs by name, and memory that libraries take before any tensor is allocated."""
+"""Memory of GPUs by name, and memory taken by libraries before any tensor is allocated."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from megarl.planner.memory.memory_table import Phase
 
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
-"""Memory of each GPU as reported by torch, in GiB. Source: NVIDIA's data sheets, minus the driver's share."""
+"""GiB of each GPU as reported by torch. Source: NVIDIA's data sheets, minus the driver's share."""
 
 MARGIN_GIB = 8.0
-"""GiB of a GPU that stay free when the KV cache is sized, because predictions may be wrong. NCCL's part was never
-measured with megarl."""
+"""GiB of a GPU left free by the default KV cache, for errors of the prediction. NCCL's part was never measured with
+megarl.
+"""
 
 CONTEXT_BYTES = int(2.7e9)
-"""GPU memory of CUDA's context, kernels, and workspaces of cuBLAS, cuDNN and vLLM, in bytes. Fitted to one run on an
-H200 (tools/bench/results/h200.jsonl, grpo_gpu.py): all memory in use, minus all other terms."""
+"""Bytes of GPU memory for CUDA's context, kernels, and workspaces of cuBLAS, cuDNN and vLLM. Fitted to one run on an
+H200 (tools/bench/results/h200.jsonl, grpo_gpu.py): all memory in use, minus all other terms.
+"""
 FRAGMENTATION_SHARE = 0.026
-"""Memory that torch's allocator holds unused, divided by the temporary memory of a phase. Source: `tools/check.py
-allocator`, a simulation with expandable segments. With ordinary segments it finds 0.67."""
+"""Memory held unused by torch's allocator, divided by a phase's temporary memory. Source: `tools/check.py allocator`, a
+simulation with expandable segments. Ordinary segments have 0.67.
+"""
 PINNED_BLOCK_BYTES = 1 << 30
 """Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.offload.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20
-"""Host memory that a rank's libraries take before any weight is loaded, in bytes."""
+"""Bytes of host memory for a rank's libraries, before any weight is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ CPU = Platform(is_gpu=False, has_transformer_engine=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """Memory in GiB of one of the trainer's GPUs and of one of the engines' GPUs. With shared GPUs they are equal."""
+    """GiB of a trainer's GPU and of an engine's GPU. With shared GPUs they are equal."""
 
     trainer: float
     engine: float

@@ -8,17 +8,17 @@ from megarl.planner.memory.activations import PassSettings
 _FLOAT32 = 4
 _CHUNK_QUERIES = 128  # As in `models.drafter`, which imports torch.
 _SCORE_COPIES = 3
-"""Arrays of the size of a chunk's scores: the scores, their softmax and its gradient."""
+"""Arrays as large as a chunk's scores: the scores, their softmax and its gradient."""
 
 
 def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int, num_parts: int) -> int:
     """Return the peak bytes of a row's drafts in an update, in addition to those of the policy.
 
-    `num_parts` ranks share the row's positions. Each has the hidden states of the whole row.
+    `num_parts` ranks share the row's positions. Each rank has the hidden states of the whole row.
     """
     hidden, size = shape.hidden_size, settings.itemsize
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    # Three states, the policy's last one, embedding, projection and the layer's inputs; two norms save float32 too.
+    # Three states, the policy's last state, embedding, projection and the layer's inputs. Two norms also save float32.
     row = (3 + 1 + 1 + 1 + 2) * hidden * size + 2 * hidden * _FLOAT32 + 2 * keys * size
     layer = (
         (2 + 4) * hidden * size + 4 * hidden * _FLOAT32 + (2 * queries + 2 * keys + 4 * shape.intermediate_size) * size

@@ -11,28 +11,29 @@ from megarl.families.tensors.stacks import Stack
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-"""Tokens in one block of the KV cache, as set when the engine starts."""
+"""Tokens per block of the KV cache, as set when the engine starts."""
 BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Maximum number of tokens in an engine step: vLLM's default on GPUs of 70 GiB or more, megarl's default on CPUs."""
+"""Maximum tokens of an engine step: vLLM's default on GPUs of 70 GiB or more, megarl's default on CPUs."""
 
 
 GRAPH_LAYER_BYTES = int(0.4 * 2**20)
-"""GPU memory of one CUDA graph per layer of the model. Source: vLLM's log lines `Graph capturing finished ... took` for
-Llama-3.2-1B (0.38 MiB, vllm pull request 11349) and Qwen3.5-35B-A3B (0.40 MiB, vllm issue 50722)."""
+"""GPU memory of one CUDA graph per layer. Source: vLLM's log lines `Graph capturing finished ... took` for Llama-3.2-1B
+(0.38 MiB, vllm pull request 11349) and Qwen3.5-35B-A3B (0.40 MiB, vllm issue 50722).
+"""
 _LARGEST_GRAPH = 512
 """Tokens of the largest step replayed as a CUDA graph: vLLM 0.30's default, except on Blackwell."""
 
 QUANTISED_BLOCK = 128
-"""Rows and columns sharing a scale under `rollout.quantization: fp8`."""
+"""Rows and columns that share a scale under `rollout.quantization: fp8`."""
 _SCALE_BYTES = _FLOAT32_BYTES = 4
 _QUANTISING_BYTES = 8
-"""Bytes per number that vLLM uses while it quantises a 16-bit linear layer in blocks."""
+"""Bytes per number that vLLM needs to quantise a 16-bit linear layer in blocks."""
 
 
-# A search of layouts asks for the same engine next to many trainers.
+# A search of layouts repeats the same engine with many trainers.
 @lru_cache(maxsize=512)
 def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantization: str = "none") -> int:
-    """Return the bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
+    """Return the bytes of the engine's parameters on a rank, with FP8 scales and rotary embeddings."""
     model = layouts.model
     # vLLM stores cosines and sines for all positions, half of the head's channels each.
     rotary = model.max_position_embeddings * model.rotary_channels * itemsize
@@ -50,21 +51,21 @@ def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantizati
 def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
 
-    First part: weights that have arrived partly and wait for the rest of their module (`reshard.quantised`). The
-    reshard runs through the layers of all pipeline `stages` in parallel, with three buckets in flight. Second part: the
-    largest module with padded rows, and the memory for quantising it. Experts are quantised one by one. For a linear
-    layer vLLM holds a padded copy and its absolute values, both in float32.
+    The first part are weights of incomplete modules (`reshard.quantised`). The layers of all pipeline `stages` arrive
+    in parallel, with three buckets in flight. The second part is the largest module with padded rows, and the memory to
+    quantise it. Experts are quantised one by one. For a linear layer, vLLM holds a padded copy and its absolute values,
+    both in float32.
     """
     modules: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
         if _is_quantised(stack):
             # Both matrices of a layer's experts are quantised together, so they count as one module.
             name = "experts" if stack.stacks_experts else stack.storage
-            # In a model with both kinds of feed-forward layers, `count` is below the number of layers.
+            # If only some layers have such a module, `count` is below the number of layers.
             modules[name] += prod(_pad_to_blocks(stack, shape)) * count // layouts.model.num_layers
     layer_numel = sum(modules.values())
     model_numel = layer_numel * layouts.model.num_layers
-    # At most all weights wait. Otherwise two layers of each stage are incomplete, plus the buckets in flight.
+    # At most all weights wait. Otherwise two layers per stage are incomplete, plus the buckets in flight.
     unquantised = min(model_numel * itemsize, 2 * stages * layer_numel * itemsize + 3 * bucket_bytes)
     temporary = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
     return unquantised + max(modules.values()) * itemsize + temporary
@@ -75,7 +76,7 @@ def _is_quantised(stack: Stack) -> bool:
 
 
 def _pad_to_blocks(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a quantised matrix, each projection of an expert padded to whole blocks."""
+    """Return rows and columns of a quantised matrix. Each projection of an expert is padded to whole blocks."""
     rows, columns = shape
     if not stack.stacks_experts:
         return rows, columns
@@ -99,7 +100,7 @@ def _round_to_block(size: int) -> int:
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int, draft_layers: int = 0) -> int:
-    """Return the bytes of one block of a rank's KV cache over all layers. `itemsize` is in bytes per number.
+    """Return the bytes of one block of a rank's KV cache over all layers. `itemsize`: bytes per number.
 
     `draft_layers`: layers of a drafter with files of its own.
     """
@@ -108,14 +109,14 @@ def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize
 
 
 def cache_bytes(asked: int, *, block_bytes: int) -> int:
-    """Return the bytes of the whole blocks of a KV cache fitting into `asked` bytes."""
+    """Return the bytes of the whole blocks that fit into `asked` bytes of KV cache."""
     return asked // block_bytes * block_bytes
 
 
 def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
     """Return the bytes of an engine's CUDA graphs.
 
-    Each captured size has a graph of the layers between attentions. Sizes up to `max_requests` also have one of the
+    Each captured size has a graph of the layers between attentions. Sizes up to `max_requests` also have a graph of the
     whole model.
     """
     largest = min(2 * max_requests, _LARGEST_GRAPH)
@@ -126,10 +127,10 @@ def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
 
 
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:
-    """Return the peak temporary bytes of an engine step: the activations of a layer, or the sampler's logits.
+    """Return the peak temporary bytes of an engine step: a layer's activations, or the sampler's logits.
 
-    A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: in
-    the model's type, in float32, and as probabilities.
+    A layer has the residual stream, its norm, and the input and output of its wider part. The logits exist three times:
+    in the model's type, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     # The widest feed-forward layer counts.
@@ -139,5 +140,5 @@ def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests:
     layer = batched_tokens * (3 * model.hidden_size + max(channels, feed_forward)) * itemsize
     rows = padded_vocab_size(model.vocab_size, 1)
     sampler = max_requests * rows * (itemsize + 3 * 4)
-    # The sampler runs after the last layer, so its memory and a layer's are not needed together.
+    # The sampler runs after the last layer: its memory and a layer's are never needed together.
     return max(layer, sampler)

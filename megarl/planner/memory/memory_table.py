@@ -20,15 +20,15 @@ class Use:
 class Phase:
     """A phase of a run, with its peak memory on the fullest rank.
 
-    `name` is the phase's name in metrics. A model other than the policy is appended (`train critic`), and so is
-    `engine` for separate engines (`reshard engine`).
+    `name` is the phase's name in metrics, plus a model other than the policy (`train critic`), or `engine` for separate
+    engines (`reshard engine`).
     """
 
     name: str
     rank: int
     uses: tuple[Use, ...]
     part: Literal["", "trainer", "engine"] = ""
-    """Kind of the rank under rollout.placement separate. Empty: each rank is trainer and engine."""
+    """Kind of rank with separate engines. Empty: each rank is trainer and engine."""
 
     @property
     def device_bytes(self) -> int:
@@ -40,12 +40,12 @@ class Phase:
 
     @property
     def place(self) -> str:
-        """Return the rank with its kind: `engine rank 4`."""
+        """Return the kind and number of the rank: `engine rank 4`."""
         return f"{self.part} rank {self.rank}".strip()
 
     @property
     def metric(self) -> str:
-        """Return the name PHASE in the metric `memory/PHASE_gib` that measures this phase."""
+        """Return PHASE of the metric `memory/PHASE_gib` that measures this phase."""
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
@@ -55,18 +55,20 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCapacity:
-    """Number of requests fitting into the KV cache of one engine."""
+    """Requests that fit into the KV cache of one engine."""
 
     tokens: int
     longest: int
-    """Tokens of the longest possible request, prompt and completion."""
+    """Tokens of the longest possible request: prompt and completion."""
     max_concurrent_requests: int
     decoding_requests: int
     """Requests that one engine decodes at once in a training step."""
 
     @property
     def mean_requests(self) -> int:
-        """Return the requests fitting at half of the longest length, their mean length while they are decoded."""
+        """Return how many requests fit at half of the longest length. While requests are decoded, that is their mean
+        length.
+        """
         return 2 * self.tokens // self.longest
 
     @property
@@ -86,7 +88,7 @@ class CacheCapacity:
 
     @property
     def mean_length(self) -> int:
-        """Return the mean tokens at which the maximum number of concurrent requests fits."""
+        """Return the mean length in tokens up to which the maximum number of concurrent requests fits."""
         return self.tokens // self.max_concurrent_requests
 
     def __str__(self) -> str:
@@ -104,12 +106,12 @@ class CacheCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """Predicted memory of all phases of a run, and the capacity of an engine's KV cache (None: no engine)."""
+    """Predicted memory of all phases of a run, and the capacity of an engine's KV cache; None: no engine."""
 
     phases: tuple[Phase, ...]
     cache: CacheCapacity | None
     is_gpu: bool
-    """False: ranks are on CPUs, so all memory is host memory."""
+    """False: ranks run on CPUs, so all memory is host memory."""
 
     @property
     def fullest(self) -> Phase:
@@ -125,19 +127,19 @@ class MemoryTable:
         )
 
     def host_bytes(self, *, num_trainers: int = 0, num_engines: int = 0) -> int:
-        """Return the host memory of this many trainer and engine ranks, each at its maximum."""
+        """Return the host memory of these numbers of trainer and engine ranks, each rank at its maximum."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of all uses that are not zero, in the order of the phases."""
+        """Return the kinds of all uses above zero, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )
 
     def bytes_by_metric(self) -> dict[str, int]:
-        """Return the largest bytes of a GPU (on CPUs: of a rank's process), keyed by PHASE of `memory/PHASE_gib`."""
+        """Return the peak bytes of a GPU (on CPUs: of a rank's process), keyed by PHASE of `memory/PHASE_gib`."""
         largest: dict[str, int] = {}
         for phase in self.phases:
             num_bytes = phase.device_bytes if self.is_gpu else phase.host_bytes

@@ -13,7 +13,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Sizes and parallel layout of one model: the policy, the critic, or a model that only scores."""
+    """Sizes and parallel layout of the policy, the critic, or a model that only scores."""
 
     shape: ModelShape
     parallel: ParallelConfig
@@ -26,7 +26,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a run. `frozen` are those that only score, by name: reference, reward model, teachers."""
+    """The models of a run. `frozen`: reference, reward model and teachers, by name. They only score."""
 
     policy: Built
     critic: Built | None
@@ -45,7 +45,7 @@ def read_models(
         return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))
 
     frozen: dict[str, Built] = {}
-    # Under LoRA the reference is the policy without adapters, so it needs no memory of its own.
+    # Under LoRA the reference is the policy without adapters: it needs no memory.
     if recipe.has_reference and not recipe.lora.rank:
         frozen["reference"] = Built(policy, parallel)
     further = recipe.further_models

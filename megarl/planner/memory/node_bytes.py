@@ -9,13 +9,14 @@ from megarl.planner.memory.devices import LIBRARY_BYTES
 from megarl.planner.memory.memory_table import MemoryTable
 
 DRIVER_BYTES = LIBRARY_BYTES + 10**9
-"""Host memory of the driver, which any node may have: its libraries, and a step's samples. The samples take at most a
-gigabyte (tests/rollout/test_driver_bytes.py)."""
+"""Host memory of the driver, on any node: its libraries, and a step's samples, at most a gigabyte
+(tests/rollout/test_driver_bytes.py).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRanks:
-    """Ranks of one node: trainers (a colocated one also samples), and engine ranks that only sample."""
+    """Ranks of one node: trainers (a colocated one also samples), and ranks that only sample."""
 
     trainers: int = 0
     engines: int = 0
@@ -33,7 +34,7 @@ class RankHostBytes:
 
 
 def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
-    """Return the host memory of each kind of rank. A colocated engine counts as part of the trainer."""
+    """Return the host memory per rank, by kind. A colocated engine counts as part of the trainer."""
     return RankHostBytes(trainer=table.host_bytes(num_trainers=1), engine=table.host_bytes(num_engines=1))
 
 
@@ -46,9 +47,9 @@ def fullest_node_bytes(recipe: Recipe, table: MemoryTable) -> int:
 
 
 def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
-    """Return the bytes of host memory of the fullest node by part, in words: each kind of rank, and the driver."""
+    """Return the bytes of host memory of the fullest node, by part in words: each kind of rank, and the driver."""
     ranks = fullest_node(recipe, table)
-    # Without separate engines there is one kind of rank, and it trains.
+    # Without separate engines, every rank trains.
     parts = {
         f"{count} ranks in {phase.name}": count * phase.host_bytes
         for count, phase in zip((ranks.trainers, ranks.engines), table.fullest_host, strict=False)
@@ -58,11 +59,11 @@ def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
 
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:
-    """Return the distinct numbers of trainer and engine ranks on the nodes of a run."""
+    """Return the distinct pairs (trainer ranks, engine ranks) that occur on the nodes of a run."""
     ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
     if engines is not None:
         return {NodeRanks(trainers=ranks), NodeRanks(engines=engines.ranks_per_node)}
-    # Ranks are numbered node by node with trainers first, so at most one node has both kinds.
+    # Ranks are numbered node by node, trainers first, so at most one node has both kinds.
     before = range(0, recipe.cluster.world_size, ranks)
     trainers = {min(ranks, max(0, recipe.trainer_ranks - first)) for first in before}
     return {NodeRanks(trainers=count, engines=ranks - count) for count in trainers}

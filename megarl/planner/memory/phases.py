@@ -21,7 +21,7 @@ from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.memory.trainer_bytes import TrainerStates
 
 TEMPORARY = ("activations", "pipeline", "backward", "logits", "drafts", "whole matrices", "engine step")
-"""Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
+"""Uses of memory that torch's allocator takes and returns within a phase, in varying sizes."""
 # States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
 
@@ -34,11 +34,11 @@ def memory_table(
     gpu_gib: float | None = None,
     stages: Collection[int] | None = None,
 ) -> MemoryTable:
-    """Return a recipe's predicted memory. Each phase is that of the rank with the most memory in it.
+    """Return a recipe's predicted memory. Each phase has the numbers of its fullest rank.
 
-    `gpu_gib`: memory of an engine's GPU in GiB, for `rollout.gpu_memory_utilization`. One rank of each pipeline stage
-    is examined, because ranks of a stage differ only by padding. `stages`: examine only these stages; None: all. With
-    separate engines, the first engine rank is examined too.
+    `gpu_gib`: GiB of an engine's GPU, for `rollout.gpu_memory_utilization`. One rank per pipeline stage is examined,
+    because ranks of a stage differ only by padding. `stages`: stages to examine; None: all. With separate engines, the
+    first engine rank is examined too.
     """
     parallel = models.policy.parallel
     ranks = [parallel.rank(tp=0, dp=0, pp=stage) for stage in (range(parallel.pp) if stages is None else stages)]
@@ -92,10 +92,8 @@ class RankPhases:
         return moments
 
     def _start(self) -> list[Use]:
-        """Return the uses at the fullest moment of a start: the engine is built, all models are loaded, or the first
-        reshard runs.
-        """
-        # Moments appear with the first update, so they are missing until then.
+        """Return the uses at the fullest moment of a start: engine built, all models loaded, or first reshard."""
+        # The first update creates the moments.
         began = replace(self.memory.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
         if built := max(self.memory.policy.built, self.memory.critic.built):
@@ -116,7 +114,7 @@ class RankPhases:
 
     def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
         states = policy or self.memory.policy
-        # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
+        # A separate rank has either a trainer or an engine, so nothing is offloaded and no engine sleeps.
         is_alone = self.memory.parallel.is_separate
         uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
         if states.merged and not self.memory.recipe.sends_adapter:
@@ -151,7 +149,7 @@ class RankPhases:
         built = self._model_named(name)
         settings = self.memory.pass_settings(built)
         stage = built.parallel.coordinates(self.memory.rank).pp
-        # A row stored as a tree saves other tensors than separate sequences do: the larger ones count.
+        # A row stored as a tree saves other tensors than separate sequences. The larger size counts.
         rows = [settings]
         if self.memory.recipe.trainer.share_prefixes == "auto":
             rows.append(replace(settings, shares_prefixes=True))
@@ -166,7 +164,7 @@ class RankPhases:
             Use("logits", device_bytes=int(logits)),
             *([Use("drafts", device_bytes=self.memory.drafter_pass())] if built is self.memory.models.policy else []),
         ]
-        # The optimizer steps when activations are gone.
+        # The optimizer steps after the activations are freed.
         temporary = max(passes, self._optimizer_step(name), key=lambda uses: sum(use.device_bytes for use in uses))
         return [*self._list_uses_of_pass(name), *self._idle_engine(), *self._fp8(built), *temporary]
 
@@ -180,10 +178,9 @@ class RankPhases:
         return [Use("whole matrices", device_bytes=whole)]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
-        """Yield the FP8 copies of weights in an update.
+        """Yield the FP8 copies of weights in an update. The policy keeps its copies until the engine samples.
 
-        The policy retains its copies until the engine samples. FP8 also makes saved activations smaller; this is not
-        counted.
+        FP8 also makes saved activations smaller; this is not counted.
         """
         if self.memory.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.memory.models.policy)}
@@ -215,7 +212,7 @@ class RankPhases:
     def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
         """Yield the memory of a trained model's states.
 
-        States in `awake`, and those that are never offloaded, are on the device. The others are on the host.
+        States in `awake`, and states that are never offloaded, are on the device. All others are on the host.
         """
         offload = self.memory.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
@@ -236,7 +233,7 @@ class RankPhases:
         )
 
     def _background_send(self, phase: str) -> Iterator[Use]:
-        """Yield the memory of a reshard in the background of training: a copy of the weights, and its buffers."""
+        """Yield the memory of a reshard during training: a copy of the weights, and its buffers."""
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
         policy = self.memory.models.policy
@@ -246,7 +243,7 @@ class RankPhases:
             yield Use("staging", device_bytes=self.memory.staging)
 
     def _idle_models(self, at_work: str = "") -> Iterator[Use]:
-        """Yield the memory of the scoring models. On GPUs each waits in host memory, except the one `at_work`."""
+        """Yield the memory of the scoring models. On GPUs all wait in host memory, except the model `at_work`."""
         for name, size in self.memory.frozen.items():
             is_on_device = name == at_work or not self.memory.platform.is_gpu
             yield Use(
@@ -265,8 +262,8 @@ class RankPhases:
     def _idle_engine(self) -> list[Use]:
         """Return the memory of an engine that does not sample.
 
-        On a GPU it sleeps and takes no GPU memory. With a LoRA adapter or an EAGLE-3 drafter its weights are then in
-        host memory. On a CPU it cannot sleep.
+        On a GPU it sleeps without GPU memory. With a LoRA adapter or an EAGLE-3 drafter, its weights then are in host
+        memory. On a CPU it cannot sleep.
         """
         if not self.memory.platform.is_gpu:
             return self._awake_engine()[:2]
@@ -275,14 +272,14 @@ class RankPhases:
         return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if is_copied else []
 
     def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
-        """Yield the uses, and those of libraries and checkpoint copies. On CPUs everything counts as host memory."""
+        """Yield the uses, then those of libraries and checkpoint copies. On CPUs everything counts as host memory."""
         if self.memory.platform.is_gpu:
             yield from uses
             yield Use("CUDA", device_bytes=CONTEXT_BYTES)
             yield Use("NCCL", device_bytes=sum(communicator.num_bytes for communicator in self.memory.communicators))
             yield Use("CUDA graphs", device_bytes=self.memory.cuda_graphs)
             # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
-            # wastes more: how much is not known.
+            # wastes more, by an unknown amount.
             temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
             yield Use("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary))
             if self.memory.has_trainer and self.memory.recipe.trainer.moe_dispatcher == "flex":
@@ -290,8 +287,8 @@ class RankPhases:
         else:
             yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
         if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate:
-            # After the newest copied step, and while the next copy is made: this rank's state, and a partner's if there
-            # is another node.
+            # Copies after the newest copied step and during the next copy: of this rank's state, and of a partner's if
+            # there is another node.
             num_copies = 4 if self.memory.recipe.cluster.nodes > 1 else 2
             yield Use("copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved)
         yield Use("libraries", host_bytes=LIBRARY_BYTES)

@@ -34,7 +34,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicts the memory of one rank: of its models, of its engine, or of both."""
+    """Predicts the memory of one rank: of its trainer, its engine, or both."""
 
     recipe: Recipe
     models: Models
@@ -43,7 +43,7 @@ class RankMemory:
     _: KW_ONLY
     gpu_gib: float | None = None
     expert_load: float = activations.EXPERT_IMBALANCE
-    """Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
+    """Assumed tokens of the fullest expert-parallel rank, divided by the mean."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -63,7 +63,7 @@ class RankMemory:
 
     @cached_property
     def policy(self) -> TrainerStates:
-        """Return the policy's states after the first update. The optimizer has no moments before it."""
+        """Return the policy's states after the first update: before it, the optimizer has no moments."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
         return self._trainer_states(self.models.policy, self.recipe.optimizer, self.recipe.lora.rank)
@@ -93,13 +93,13 @@ class RankMemory:
             itemsize=self.itemsize,
             quantization=self.recipe.rollout.quantization,
         )
-        # A drafter's embedding, head and projection dominate: an upper bound, as if no rank shared them.
+        # A drafter's embedding, head and projection dominate. This upper bound assumes that no rank shares them.
         drafter = self.recipe.drafter
         return weights + self.adapter_slots + (0 if drafter is None else read_stored_bytes(find_folder(drafter)))
 
     @cached_property
     def adapter_slots(self) -> int:
-        """Return the bytes of the engine's slots for a LoRA adapter. They count as engine weights."""
+        """Return the bytes of the engine's slots for a LoRA adapter, counted as engine weights."""
         if not self.has_engine or not self.recipe.sends_adapter:
             return 0
         lora = self.recipe.lora
@@ -108,7 +108,7 @@ class RankMemory:
 
     @cached_property
     def unquantised_weights(self) -> int:
-        """Return the bytes that an engine needs during a reshard to quantise its FP8 weights."""
+        """Return the bytes that an engine needs to quantise its FP8 weights during a reshard."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
         return engine_bytes.unquantised_bytes(
@@ -146,7 +146,7 @@ class RankMemory:
             return 0
         rollout = self.recipe.rollout
         default = engine_bytes.BATCHED_TOKENS[self.platform.kind]
-        # The same limit as set in `platform.cpu.vllm_patches`.
+        # `platform.cpu.vllm_patches` sets the same limit.
         if not self.platform.is_gpu:
             default = max(default, self.recipe.context_tokens)
         return engine_bytes.step_bytes(
@@ -167,7 +167,7 @@ class RankMemory:
 
     def cache_capacity(self) -> CacheCapacity:
         blocks = self.cache_bytes // self._block_bytes
-        # vLLM 0.30 holds one block back.
+        # vLLM 0.30 reserves one block.
         tokens = max(0, blocks - 1) * self._block_tokens
         max_requests = self.recipe.rollout.max_concurrent_requests
         return CacheCapacity(
@@ -186,7 +186,7 @@ class RankMemory:
 
     @property
     def offloads_states(self) -> bool:
-        """Return whether states are ever offloaded: for an engine on the same rank, or for the critic."""
+        """Return whether states are ever offloaded: for an engine of the same rank, or for the critic."""
         return self.has_engine or self.models.critic is not None
 
     @property
@@ -198,18 +198,15 @@ class RankMemory:
 
     @property
     def max_host_copies(self) -> int:
-        """Return the maximum number of tensors with a copy in host memory: weights, main weights, two moments
-        of each.
-        """
+        """Return the maximum number of host copies of tensors: weights, main weights, two moments of each."""
         models = filter(None, [self.models.policy, self.models.critic, *self.models.frozen.values()])
         return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
 
     @property
     def deep_ep_buffers(self) -> int:
-        """Return the bytes of DeepEP's buffers: the size for the widest of the trained models, because they share the
-        buffers.
+        """Return the bytes of DeepEP's buffers, shared by the trained models: the widest model counts.
 
-        0: every rank has all experts, so no tokens are sent.
+        Zero: every rank has all experts, so no tokens are sent.
         """
         num_ranks = self.parallel.etp * self.parallel.ep
         if num_ranks == 1:
@@ -243,7 +240,7 @@ class RankMemory:
 
     @property
     def _shares_embedding(self) -> bool:
-        """Return whether the first and the last pipeline stage copy one embedding, and this rank is on one of them."""
+        """Return whether this rank is on the first or last pipeline stage and both stages copy one embedding."""
         shape, last = self.models.policy.shape, self.parallel.pp - 1
         trained_shape = shape.with_draft_layers(self.recipe.trainer.trains_draft_layers)
         has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0 or self.recipe.trains_drafter
@@ -266,18 +263,18 @@ class RankMemory:
 
     @cached_property
     def drafter(self) -> DrafterShape | None:
-        """Return the shape of the trained drafter. None: it is not trained, or its files are broken."""
+        """Return the shape of the trained drafter. None: no drafter is trained, or its files are broken."""
         if not self.recipe.trains_drafter or self.recipe.drafter is None:
             return None
         try:
             return read_drafter_shape(find_folder(self.recipe.drafter), self.models.policy.shape)
         except (DataError, OSError, KeyError):
-            # The checks before a start report these.
+            # The checks before a start report broken files.
             return None
 
     @property
     def _drafter_shapes(self) -> Collection[tuple[int, ...]]:
-        """The shapes of the trained drafter's tensors on this rank: only the last pipeline stage has it."""
+        """Return the shapes of the trained drafter's tensors on this rank: only the last pipeline stage has it."""
         is_last = self.parallel.coordinates(self.rank).pp == self.parallel.pp - 1
         return self.drafter.tensors.values() if self.drafter and is_last else ()
 
@@ -343,13 +340,13 @@ class RankMemory:
 
     @property
     def _cache_asked(self) -> int:
-        """Return the bytes for the KV cache: set in the recipe, or the rest of vLLM's share of the GPU."""
+        """Return the bytes for the KV cache: the recipe's, or what is left of vLLM's share of the GPU."""
         share = self.recipe.rollout.gpu_memory_utilization
         if share is None:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)
         if self.gpu_gib is None:
             return 0
-        # vLLM counts what its own group takes. The trainer's groups come later.
+        # vLLM subtracts the memory of its own communicator. The trainer creates its communicators later.
         library_bytes = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
         return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - library_bytes)
 

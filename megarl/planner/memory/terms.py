@@ -1,4 +1,4 @@
-"""Explanation of a memory prediction: for each use of memory its formula in words and the source of its numbers."""
+"""The formula of each use of memory in words, and the source of its numbers."""
 
 from __future__ import annotations
 
@@ -146,14 +146,12 @@ TERMS = {
         "measured on a CPU",
     ),
 }
-"""Terms by the kinds of `memory_table.Use`. Scoring models have other names: see `term_of`."""
+"""Terms by the kinds of `memory_table.Use`. Scoring models have their own names: see `term_of`."""
 _FROZEN = Term("weights of a model that only scores; on GPUs they wait in host memory", _COUNTED)
 
 
 def term_of(kind: str) -> Term:
-    """Return the formula and source of a kind of memory use (`Use.kind`). An unknown kind is the name of a frozen
-    model.
-    """
+    """Return the term of a use's kind. An unknown kind is the name of a frozen model."""
     return TERMS.get(kind, _FROZEN)
 
 
@@ -169,7 +167,7 @@ class ExplainedTerm:
 
 
 def explain_terms(table: MemoryTable) -> list[ExplainedTerm]:
-    """Return, for each kind of memory use in a table, its largest bytes, its formula and the formula's source."""
+    """Return the term of each kind of use in a table, with its largest bytes."""
     terms = []
     for kind in table.kinds:
         uses = [phase.use(kind) for phase in table.phases]

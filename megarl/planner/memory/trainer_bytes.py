@@ -2,7 +2,7 @@
 
 With the distributed optimizer, Megatron-Core stores the parameters of a model chunk in one buffer, the last parameter
 first. Each parameter begins at a multiple of 64 elements. Buckets of the buffer end at a multiple of 128 and of the
-data-parallel size. Each data-parallel rank owns main weights and moments for an equal part of each bucket. Source:
+data-parallel size. A data-parallel rank owns main weights and moments for an equal part of each bucket. Source:
 Megatron-Core 0.16.1, distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py.
 """
 
@@ -38,22 +38,22 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStates:
-    """Bytes of a trained model on one rank: parameters, gradients, and the states of its optimizer."""
+    """Bytes of a trained model on one rank: parameters, gradients, optimizer states."""
 
     parameters: int = 0
     gradients: int = 0
     main_weights: int = 0
     moments: int = 0
     merged: int = 0
-    """Bytes of the weights merged with their LoRA adapters. They exist only during a reshard or an export."""
+    """Bytes of weights merged with their LoRA adapters. They exist only during a reshard or an export."""
     saved: int = 0
     """Bytes that this rank writes into a checkpoint."""
     on_host: int = 0
-    """Bytes of host memory of an optimizer on the host: main weights, moments, gradients, pinned copies."""
+    """Host bytes of an optimizer on the host: main weights, moments, gradients, pinned copies."""
     built: int = 0
-    """Temporary device bytes while an optimizer that is partly on the host is built."""
+    """Temporary device bytes while an optimizer partly on the host is built."""
     built_on_host: int = 0
-    """Temporary host bytes while an optimizer that is partly on the host is built."""
+    """Temporary host bytes while an optimizer partly on the host is built."""
 
     @property
     def optimizer(self) -> int:
@@ -64,7 +64,7 @@ class TrainerStates:
         return self.parameters + self.gradients + self.optimizer
 
     def offloaded_bytes(self, offload: Collection[str]) -> int:
-        """Return the bytes of host memory for the states of `trainer.offload`. Gradients are not copied."""
+        """Return the host bytes for the states of `trainer.offload`. Gradients are not copied."""
         return self.parameters * ("parameters" in offload) + self.optimizer * ("optimizer" in offload)
 
     def __add__(self, other: TrainerStates) -> TrainerStates:
@@ -76,7 +76,7 @@ class TrainerStates:
 NOTHING = TrainerStates()
 
 
-# A search of layouts asks for the same sizes with many settings of activations.
+# A search of layouts repeats the same sizes with many settings of activations.
 @lru_cache(maxsize=512)
 def trainer_states(
     layouts: MegatronLayouts,
@@ -90,16 +90,16 @@ def trainer_states(
     whole: tuple[tuple[int, ...], ...] = (),
     host_fraction: float = 0.0,
 ) -> TrainerStates:
-    """Return the bytes of a trained model's states on a rank, with `itemsize` bytes per weight.
+    """Return the bytes of a trained model's states on a rank. `itemsize`: bytes per weight.
 
-    `adapters`: layouts of LoRA adapters; only these are trained. `whole`: shapes of further trained tensors that are
-    not split (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`:
-    share of the parameters whose optimizer is on the host.
+    `adapters`: layouts of LoRA adapters; only these are trained. `whole`: shapes of trained tensors that are not split
+    (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`: share of the
+    parameters whose optimizer is on the host.
     """
     frozen, merged = 0, 0
     trained = layouts
     if adapters is not None:
-        # The base weights are frozen: they have no gradients and no optimizer states, but may be offloaded.
+        # The base weights are frozen: no gradients, no optimizer states. They may be offloaded.
         shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
         linears = {
             name.partition("adapter.")[0] + "weight"
@@ -135,10 +135,10 @@ def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> in
 
 
 def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
-    """Return the bytes that a rank needs to compute Muon's update of the largest matrix.
+    """Return the bytes that a rank needs to compute Muon's update of the largest matrix, in float32.
 
-    `product_bytes` is the size of a number in the products. The matrix is in float32. While it arrives, staging holds
-    it and about as much that this rank sends. Later its normalised copy and the operands of products exist.
+    While the matrix arrives, staging buffers hold it and about as many bytes that this rank sends. Later its normalised
+    copy and the operands of products exist, with `product_bytes` per number.
     """
     matrices = matrix_templates(layouts.rules).values()
     rows, columns = max(matrices, key=math.prod, default=(0, 0))
@@ -149,7 +149,7 @@ def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
 
 
 def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
-    """Return the bytes of FP8 copies of a rank's linear layers: one by rows, one by columns, and their scales."""
+    """Return the bytes of FP8 copies of a rank's linear layers: by rows, by columns, and their scales."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     # Transformer Engine leaves these matrices in 16 bits.
     in_16_bits = ("word_embeddings.weight", "output_layer.weight", "router.weight")
@@ -159,7 +159,9 @@ def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientBuffer:
-    """A gradient buffer of a rank: its parameters, its number of data-parallel shards, and the rank's shard, from 0."""
+    """A gradient buffer of a rank: its parameters, its number of data-parallel shards, and the rank's shard
+    (from 0).
+    """
 
     parameters: Sequence[Parameter]
     num_shards: int
@@ -202,7 +204,7 @@ def buffers_of(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) ->
             dense_shard = coordinates.dp * parallel.cp + coordinates.cp
             yield GradientBuffer(parameters=dense, num_shards=dense_shards, shard=dense_shard)
         if experts:
-            # Experts have their own data-parallel groups, so Megatron-Core puts them into a buffer of their own.
+            # Experts have their own data-parallel groups, so Megatron-Core gives them their own buffer.
             yield GradientBuffer(parameters=experts, num_shards=expert_shards, shard=coordinates.edp)
 
 
@@ -219,7 +221,7 @@ def _buffer_states(
     numel = sum(parameter.numel for parameter in parameters)
     has_main = itemsize < FLOAT32
     if not is_distributed:
-        # Each parameter, its main weight and its moments have their own storage.
+        # Parameters, main weights and moments each have their own storage.
         moments = sum(parameter.numel * parameter.num_moments for parameter in parameters)
         return TrainerStates(
             parameters=numel * itemsize,
@@ -244,7 +246,7 @@ def _buffer_states(
         for overlap, parameter in zip(overlaps, reversed(parameters), strict=True)
         if overlap > 0
     )
-    # Only Adam moves to the host, with the same number of moments for all parameters.
+    # Only Adam moves to the host. Its parameters all have the same number of moments.
     num_moments = max(parameter.num_moments for parameter in parameters)
     on_device = owned_numel - sum(moved)
     numels = [parameter.numel for parameter in parameters]
@@ -254,10 +256,10 @@ def _buffer_states(
         gradients=size * FLOAT32,
         main_weights=on_device * FLOAT32 * has_main,
         moments=(owned_moments - sum(moved) * num_moments) * FLOAT32,
-        # Weights are written by one of the ranks holding them. Each rank writes its own part of the optimizer, in
-        # float32 even if the weights serve as main weights.
+        # One of the ranks that hold a weight writes it. Each rank writes its own part of the optimizer, in float32 even
+        # if the weights serve as main weights.
         saved=numel * itemsize // num_shards + (owned_numel + owned_moments) * FLOAT32,
-        # Weights move to the host through pinned copies, and torch's allocator does not free these.
+        # Weights move to the host through pinned copies, which torch's allocator does not free.
         on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned_bytes(part * FLOAT32, is_pinned) for part in moved)
         + is_pinned * sum(_pinned_bytes(part * itemsize, True) for part in copied),
         # Megatron-Core first builds the optimizer for whole parameters, then for this rank's parts.
@@ -270,7 +272,7 @@ def _numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: 
     """Return the elements of each parameter whose optimizer moves to the host.
 
     Matrices move first, until `fraction` is reached. Megatron-Core has another order within a layer, and treats several
-    model chunks at once. The error is at most one parameter per chunk.
+    model chunks together. The error is at most one parameter per chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
     chosen_numels: list[int] = []
@@ -295,7 +297,7 @@ class _Bucket:
 
 def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
     multiple = math.lcm(num_shards, _BUCKET_MULTIPLE)
-    # Buckets are padded so that they split evenly over the shards; 128 is a requirement of Megatron-Core.
+    # Padding splits buckets evenly over the shards. Megatron-Core requires multiples of 128.
     buckets: list[_Bucket] = []
     inside: list[tuple[int, int]] = []
     begin = position = 0
@@ -321,7 +323,7 @@ def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
 
 
 def _overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
-    """Return the number of elements that two ranges (first, end) share. Zero or negative: none."""
+    """Return the elements shared by two ranges (first, end). Zero or negative: none."""
     return min(parameter[1], shard[1]) - max(parameter[0], shard[0])
 
 

@@ -1,4 +1,4 @@
-"""Constants of the cost model: fitted ones, and those taken from measurements."""
+"""Constants of the cost model: fitted or measured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Constants:
     half_tokens: float
     """Tokens of a row on a rank at which matrix products reach half of `gemm_efficiency`."""
     expert_half_tokens: float
-    """Tokens of an expert in a row at which its matrix products reach half of `gemm_efficiency`."""
+    """Tokens per expert in a row at which its matrix products reach half of `gemm_efficiency`."""
     layer_seconds: float
     """Seconds of a layer's forward pass over a row outside matrix products: norms, kernel launches."""
     expert_layer_seconds: float
-    """Additional seconds of a layer with experts, for routing: sorting, permutation, counts read by the host."""
+    """Additional seconds to route tokens in a layer with experts: sorting, permutation, counts read by the host."""
     link_efficiency: float
     """Share of a link's bandwidth reached by collectives of tensor, context and expert parallelism."""
     decode_bandwidth: float
@@ -30,16 +30,17 @@ class Constants:
     decode_expert_layer_seconds: float
     """Additional seconds of a layer with experts in a decoding step."""
     reduce_seconds: float
-    """Latency of a small all-reduce over tensor-parallel ranks connected by NVLink, in seconds."""
+    """Seconds of a small all-reduce over tensor-parallel ranks connected by NVLink."""
     network_reduce_seconds: float
-    """Latency of a small all-reduce over tensor-parallel ranks on several nodes, in seconds."""
+    """Seconds of a small all-reduce over tensor-parallel ranks on several nodes."""
     engine_step_seconds: float
     """Seconds of a decoding step outside the model: scheduler, sampling."""
     sample_seconds: float
-    """Seconds of a step per sample, outside all phases: the driver's work, rewards, packing."""
+    """Seconds per sample outside all phases of a step: the driver's work, rewards, packing."""
     blackwell_efficiency: float
-    """Factor of `gemm_efficiency` and `decode_bandwidth` on Blackwell GPUs. Their data sheet values are harder to
-    reach."""
+    """Factor of `gemm_efficiency` and `decode_bandwidth` on Blackwell GPUs: their data sheet values are harder to
+    reach.
+    """
     grace_seconds: float
     """Factor of all fixed times on hosts with a Grace CPU."""
 
@@ -77,8 +78,9 @@ PRIOR = Constants(
     blackwell_efficiency=0.8,
     grace_seconds=1.3,
 )
-"""Expected values before any fit: measurements of megarl on one H200, and typical latencies of NCCL. The fit uses these
-measurements; none is held out. `sample_seconds` is an order of magnitude."""
+"""Expected values before a fit: measurements of megarl on one H200, and typical latencies of NCCL. The fit uses these
+measurements; none is held out. `sample_seconds` is an order of magnitude.
+"""
 
 FITTED = Constants(
     gemm_efficiency=0.5323,
@@ -97,8 +99,9 @@ FITTED = Constants(
     blackwell_efficiency=0.7321,
     grace_seconds=1.529,
 )
-"""Constants fitted by `tools/check.py plan_search --print-constants`. A test compares them with a new fit."""
+"""Fitted by `tools/check.py plan_search --print-constants`. A test compares them with a new fit."""
 
 HELD_OUT_ERROR = 0.188
-"""Median relative error of predicted steps, on the held-out published ones, by `tools/check.py plan_search`. It
-includes the weight updates of these systems. They are slower than the predicted reshard of megarl."""
+"""Median relative error of the predictions for held-out published steps, by `tools/check.py plan_search`. These systems
+update weights more slowly than megarl's predicted reshard.
+"""

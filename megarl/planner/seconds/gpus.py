@@ -21,12 +21,13 @@ class GpuSpeeds:
     network: float
     """Network bandwidth in bytes per second, in each direction."""
     nvlink_gpus: int = 8
-    """Number of GPUs connected by NVLink."""
+    """GPUs connected by NVLink."""
     pcie: float = 55e9
-    """Bandwidth to host memory in bytes per second: PCIe 5 with 16 lanes, without the share of its protocol."""
+    """Bandwidth to host memory in bytes per second: PCIe 5 with 16 lanes, minus the protocol's share."""
     host_memory: float = 40e9
     """A GPU's share of the host's memory bandwidth in bytes per second. Two sockets of DDR5 have 77 GB/s for each of 8
-    GPUs, and Adam on the CPU is assumed to reach half of it."""
+    GPUs; Adam on the CPU is assumed to reach half.
+    """
     is_blackwell: bool = False
     has_grace: bool = False
     """Whether the host is a Grace CPU."""
@@ -55,7 +56,7 @@ GPUS = {
         network=SPEEDS["b200"].infiniband,
         is_blackwell=True,
     ),
-    # Used by published steps only. Its NVLink connects 72 GPUs; parallel groups use powers of two.
+    # Only published steps use it. Its NVLink connects 72 GPUs; parallel groups use powers of two.
     "gb200": GpuSpeeds(
         flops=2500e12,
         memory=8e12,
@@ -68,4 +69,4 @@ GPUS = {
     ),
     "h20": GpuSpeeds(flops=148e12, memory=4.0e12, memory_bytes=102e9, nvlink=450e9, network=50e9),
 }
-"""Speeds by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each GPU."""
+"""Speeds by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s per GPU."""

@@ -29,15 +29,15 @@ _PROMPT_METRIC = "rollout/prompt_tokens/mean"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Completion lengths of samples, in tokens, and the mean length of prompts."""
+    """Completion lengths of samples, and the mean length of prompts, in tokens."""
 
     quantiles: NDArray[np.float64]
-    """Quantiles of the lengths at equally spaced probabilities, in ascending order [quantiles]."""
+    """Quantiles of the lengths at equally spaced probabilities, ascending [quantiles]."""
     limit: int
-    """Maximum number of tokens of a completion."""
+    """Maximum tokens of a completion."""
     prompt_tokens: float
     source: str
-    """Source of the distribution, for messages."""
+    """Source of the lengths, for messages."""
 
     @property
     def mean(self) -> float:
@@ -49,9 +49,9 @@ class Lengths:
 
     @property
     def mean_age(self) -> float:
-        """Return the mean tokens that an active request has decoded, in an engine that always starts new requests.
+        """Return the mean tokens already decoded by an active request, in an engine that always starts new requests.
 
-        At any moment, long requests are more likely to be active, in proportion to their length.
+        A request is active for a time proportional to its length, so long requests count more.
         """
         return float(np.square(self.quantiles).mean() / (2 * self.quantiles.mean()))
 
@@ -62,7 +62,7 @@ class Lengths:
     def longest(self, num_samples: float) -> float:
         """Return the expected tokens of the longest of `num_samples` completions.
 
-        Beyond the last quantile the logarithms of the lengths are extrapolated, up to the limit.
+        Beyond the last quantile, the logarithms of the lengths are extrapolated, up to the limit.
         """
         last = self.quantiles[-1]
         if num_samples <= len(self.quantiles):
@@ -75,8 +75,8 @@ class Lengths:
 
 
 def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
-    """Return log-normal lengths, cut at `limit` tokens, whose mean after the cut is `mean` (at most 98 % of the
-    limit).
+    """Return log-normal lengths cut at `limit` tokens. After the cut their mean is `mean`, at most 98 % of
+    the limit.
     """
     mean = min(mean, 0.98 * limit)
     normal = NormalDist()
@@ -116,14 +116,14 @@ def recorded_lengths(tokens: Sequence[float], *, limit: int, prompt_tokens: floa
 def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths:
     """Return the lengths of completions in the newest steps of a run's samples/.
 
-    The mean length of prompts is the run's metric, or else `prompt_tokens`. Raises ConfigError for a folder that is not
-    a run's, DataError if it has no samples.
+    The mean length of prompts is the run's metric, else `prompt_tokens`. Raises ConfigError for a folder without a run,
+    DataError if it has no samples.
     """
     run = RunRecord.open(folder)
     records = [record for step, path in run.sample_files[-_STEPS_READ:] for record in read_records(path, step)]
     logged = [row[_PROMPT_METRIC] for _, row in run.rows if math.isfinite(row.get(_PROMPT_METRIC, math.nan))]
     prompt_tokens = logged[-1] if logged else prompt_tokens
-    # Records of validation sets name their set.
+    # A record of a validation set has the set's name.
     training_records = [record for record in records if "set" not in record]
     tokens = [float(record["tokens"]) for record in training_records if isinstance(record.get("tokens"), int | float)]
     if not tokens:

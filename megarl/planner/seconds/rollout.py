@@ -1,7 +1,7 @@
 """Seconds of a rollout: the decoding steps of an engine until its longest request ends.
 
 A decoding step reads the weights once and the KV cache of all requests. While requests wait, an engine decodes as many
-as fit. Then requests end one by one, and steps get shorter but not fewer: this is the tail.
+as fit. Then requests end one by one: steps get shorter, but not fewer. This is the tail.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Numbers = NDArray[np.float64]
 
 _ITEM_BYTES = 2
 _POINTS = 96
-"""Number of moments of the tail at which the time of a step is computed."""
+"""Moments of the tail at which the time of a step is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """Number and parallel size of a run's engines, and the requests that each can decode."""
+    """Number and parallel size of a run's engines, and the requests that each engine can decode."""
 
     tp: int
     num_engines: int
     max_requests: int
     cache_tokens: float
-    """Tokens in the KV cache of an engine."""
+    """Tokens that fit into the KV cache of an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class RolloutSeconds:
     full: float
     """Decoding while requests wait for a place in an engine."""
     tail: float
-    """Decoding from the start of the last request to the end of the longest one."""
+    """Decoding from the start of the last request to the end of the longest request."""
     requests: float
     """Requests that an engine decodes at once before the tail."""
     limited_by_cache: bool
@@ -105,7 +105,7 @@ class RolloutCost:
     ) -> RolloutSeconds:
         """Return the seconds between two steps if engines sample ahead of the trainer.
 
-        The samples of `staleness` steps are in flight at once. The tail of one step overlaps the next ones.
+        The samples of `staleness` steps are in flight at once. A step's tail overlaps the next steps.
         """
         batches = max(1, staleness)
         all_batches = self.rollout(
@@ -119,10 +119,10 @@ class RolloutCost:
         )
 
     def step_seconds(self, tp: int, *, requests: Numbers, context: Numbers) -> Numbers:
-        """Return the seconds of a decoding step [n] for `requests` and their mean tokens `context`, each [n]."""
+        """Return the seconds of a decoding step for `requests` with `context` mean tokens: all [n]."""
         work, constants, gpu = self.work, self.constants, self.gpu
         shape = work.shape
-        # Each engine rank reads its part of the weights and the keys and values of its heads.
+        # An engine rank reads its part of the weights, and the keys and values of its heads.
         experts = work.expert_weights * self._chosen_share(requests)
         head = shape.vocab_size * shape.hidden_size
         weights = (work.layer_weights + experts + head) * self.item_bytes / tp
@@ -138,12 +138,12 @@ class RolloutCost:
             latency = constants.reduce_seconds if is_near else constants.network_reduce_seconds
             link = constants.link_efficiency * (gpu.nvlink if is_near else gpu.network)
             sent = 2 * requests * shape.hidden_size * self.activation_bytes * (tp - 1) / tp
-            # Two all-reduces in each layer.
+            # Two all-reduces per layer.
             seconds = seconds + 2 * work.num_layers * (latency + sent / link)
         return seconds
 
     def _chosen_share(self, requests: Numbers) -> Numbers | float:
-        """Return the share of experts that at least one of the requests [n] chooses, if each chooses at random."""
+        """Return the share of experts chosen by at least one of the requests [n], if each request chooses at random."""
         shape = self.work.shape
         if not shape.num_experts:
             return 0.0
@@ -151,17 +151,18 @@ class RolloutCost:
 
     @staticmethod
     def _tail(lengths: Lengths, *, waits: bool, num_samples: float) -> tuple[Numbers, Numbers]:
-        """Return moments of the tail in tokens from its start, and the share of requests then active, both [points].
+        """Return moments of the tail, in decoded tokens from its start, and the share of requests active then: both
+        [points].
 
         `waits`: the requests began at different times, so their remaining lengths count. The tail ends with the longest
-        of all engines' samples.
+        sample of all engines.
         """
         longest = lengths.longest(num_samples)
         grid = np.linspace(0.0, longest, _POINTS)
         alive = lengths.survival(grid)
         if not waits:
             return grid, alive
-        # Share of requests with more than this many tokens left: the survival's integral from there on.
+        # Share of requests with more than this many tokens left: the integral of the survival from there on.
         widths = np.diff(grid) * (alive[1:] + alive[:-1]) / 2
         remaining = np.append(np.cumsum(widths[::-1])[::-1], 0.0)
         return grid, remaining / max(remaining[0], 1e-9)

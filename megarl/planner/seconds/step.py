@@ -1,4 +1,4 @@
-"""Seconds of a training step: phases of trainer and engines, in turn or at the same time."""
+"""Seconds of a training step: phases of trainer and engines, one after another or at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.planner.seconds.work import ModelWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Samples of a training step and how they are trained."""
+    """Samples of a training step, and how they are trained."""
 
     lengths: Lengths
     num_prompts: int
@@ -54,10 +54,10 @@ class StepSeconds:
 
 
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
-    """Return a lower bound of a reshard's seconds: the longer of its time on the link and in memory.
+    """Return a lower bound of a reshard's seconds: its time on the link or in memory, whichever is longer.
 
-    Weights are read once and written once. `shard_bytes` are the weights of an engine rank; `link` and `memory` are
-    bandwidths in bytes per second.
+    Weights are read once and written once. `shard_bytes`: weights of an engine rank. `link`, `memory`: bandwidths in
+    bytes per second.
     """
     return max(shard_bytes / link, 2 * shard_bytes / memory)
 
@@ -65,8 +65,8 @@ def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
 def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool, item_bytes: int = 2) -> float:
     """Return a lower bound of the seconds of a reshard to engines of `tp` ranks.
 
-    The weights of each engine rank cross its link once: the network to separate engines, else NVLink. A weight has
-    `item_bytes`.
+    The weights of an engine rank cross its link once: the network to separate engines, else NVLink. `item_bytes`: bytes
+    per weight.
     """
     link = gpu.network if is_separate else gpu.nvlink
     return moved_seconds(item_bytes * work.weights / tp, link=link, memory=gpu.memory)

@@ -1,8 +1,8 @@
 """Seconds of the trainer's passes over a batch, for many parallel layouts at once.
 
-A batch is packed into rows (microbatches). The pass of a row takes the time of its slowest pipeline stage: matrix
-products, collectives, and a fixed time of each layer. Rows follow each other through the pipeline; at its start and end
-some stages are idle (the bubble).
+A batch is packed into rows (micro-batches). A row's pass takes the time of the slowest pipeline stage: matrix products,
+collectives, and a fixed time per layer. Rows follow each other through the pipeline; at its start and end some stages
+are idle (the bubble).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Numbers = NDArray[np.float64]
 
 _ITEM_BYTES = 2
 _GRADIENT_BYTES = 4
-"""Bytes of a parameter's float32 gradient. Data-parallel ranks send it, then the new value of the parameter."""
+"""Bytes of a parameter's float32 gradient. Data-parallel ranks send it, and later the parameter's new value."""
 _OPTIMIZER_BYTES = 30
-"""Bytes that Adam reads and writes for each parameter: gradient, main weight and moments twice, new value."""
+"""Bytes that Adam reads and writes per parameter: gradient, main weight and moments twice, new value."""
 _EXPOSED_REDUCTION = 0.5
-"""Share of the gradients' reduction that the backward pass does not hide."""
+"""Share of the gradient reduction that the backward pass does not hide."""
 _FILL = 0.95
-"""Filled share of a row's capacity. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
+"""Filled share of a row's capacity. Packing with balanced FLOPs has 0.94 to 0.97 (measured)."""
 _BALANCE = 1.03
 """Time of the slowest data-parallel rank divided by the mean."""
 _BACKWARD_COLLECTIVES = 1.5
@@ -37,7 +37,7 @@ _BACKWARD_COLLECTIVES = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """Parallel sizes of many trainers, each int [layouts], by the names of the recipe's section `trainer`."""
+    """Parallel sizes of many trainers, each int [layouts], named like the fields of `trainer`."""
 
     tp: NDArray[np.int64]
     pp: NDArray[np.int64]
@@ -73,7 +73,7 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Predicted seconds by cause: an array [layouts] for each."""
+    """Predicted seconds by cause, each [layouts]."""
 
     compute: Any = 0.0
     """Matrix products and attention."""
@@ -85,7 +85,7 @@ class Parts:
     bubble: Any = 0.0
     """Idle pipeline stages."""
     gradients: Any = 0.0
-    """Reduction of gradients and gathering of new parameters over data-parallel ranks."""
+    """Reduction of gradients, and gathering of new parameters, over data-parallel ranks."""
     optimizer: Any = 0.0
 
     def __add__(self, addend: Parts) -> Parts:
@@ -103,7 +103,7 @@ class Parts:
         seconds_by_cause = {}
         for cause in self._causes():
             seconds = getattr(self, cause)
-            # A number stands for all layouts.
+            # A number holds for all layouts.
             seconds_by_cause[cause] = float(seconds if np.ndim(seconds) == 0 else seconds[index])
         return {cause: seconds for cause, seconds in seconds_by_cause.items() if seconds}
 
@@ -116,7 +116,7 @@ class Parts:
 
 
 class LayerParts(NamedTuple):
-    """Seconds of a row's forward pass through the layers of a stage, of their two halves."""
+    """Seconds of a row's forward pass through a stage, of the two halves of its layers."""
 
     attention: Parts
     feed_forward: Parts
@@ -143,7 +143,7 @@ class TrainerCost:
     item_bytes: float = _ITEM_BYTES
     """Bytes of a weight or an activation: 2 in bfloat16, 4 in float32."""
     host_share: float = 0.0
-    """Share of the parameters updated by Adam on the CPU, from 0 to 1."""
+    """Share of the parameters that Adam updates on the CPU, from 0 to 1."""
 
     def update(
         self,
@@ -157,8 +157,8 @@ class TrainerCost:
     ) -> Parts:
         """Return the seconds of all updates of a step by cause, each [layouts].
 
-        `tokens`: number in the whole batch. `row_tokens` [layouts]: capacity of a row, over all context-parallel ranks.
-        `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). Otherwise it computes them again.
+        `tokens`: of the whole batch. `row_tokens` [layouts]: capacity of a row, over all context-parallel ranks.
+        `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). False: it computes them again.
         """
         rows, tokens_in_row = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
         attention, feed_forward = self._layer_parts(layouts, tokens_in_row)
@@ -187,7 +187,7 @@ class TrainerCost:
     def _rows(
         self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool
     ) -> tuple[Numbers, Numbers]:
-        """Return the number of rows of a data-parallel rank and the tokens in each, both [layouts]."""
+        """Return a data-parallel rank's number of rows, and the tokens per row: both [layouts]."""
         rank_tokens = tokens / layouts.dp
         rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
         if has_groups:
@@ -196,7 +196,7 @@ class TrainerCost:
         return rows, rank_tokens / rows
 
     def _layer_parts(self, layouts: Layouts, tokens: Numbers) -> LayerParts:
-        """Return the seconds of a row's forward pass through the layers of a stage: attention, feed-forward."""
+        """Return the seconds of a row's forward pass through a stage's layers: attention, and feed-forward."""
         work, constants, gpu = self.work, self.constants, self.gpu
         stage = np.ceil(work.num_layers / layouts.pp)
         share = stage / work.num_layers
@@ -206,7 +206,7 @@ class TrainerCost:
         projections = min(projections, work.layer_flops)
         width = rank_tokens * work.shape.hidden_size * self.item_bytes
         link = self._link(layouts.tp)
-        # A gather before and a reduction after each of both halves of a layer.
+        # Each half of a layer has a gather before it and a reduction after it.
         exchange = 2 * width * (layouts.tp - 1) / layouts.tp / link * stage
         cached = work.shape.attention.cached_numbers(1) * self.item_bytes
         # Keys and values of linear attention are not sent.
@@ -229,7 +229,7 @@ class TrainerCost:
         expert_stage = stage * work.num_expert_layers / work.num_layers
         feed_forward = Parts(
             compute=rank_tokens * (work.layer_flops - projections) * share / gemm,
-            # Experts take each tensor-parallel rank's own tokens, so nothing is gathered for them.
+            # Experts take the tokens of each tensor-parallel rank, so nothing is gathered for them.
             tensor_exchange=exchange * (1 - work.num_expert_layers / work.num_layers),
         )
         if not work.num_expert_layers:
@@ -254,10 +254,9 @@ class TrainerCost:
         return seconds / self.constants.link_efficiency
 
     def _head(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
-        """Return the seconds by which the output layer delays the slowest stage. It has `products` matrix products.
+        """Return the seconds by which the output layer, with `products` matrix products, delays the slowest stage.
 
-        Where layers do not divide evenly, the last stage has one layer less. This saves `layer_passes` passes of a
-        layer.
+        If layers do not divide evenly, the last stage has one layer less. This saves `layer_passes` passes of a layer.
         """
         rank_tokens = tokens / layouts.cp
         gemm = self._gemm(rank_tokens) * layouts.tp
@@ -277,7 +276,7 @@ class TrainerCost:
         return self.constants.link_efficiency * speed
 
     def weights_on_rank(self, layouts: Layouts) -> RankWeights:
-        """Return the numbers of weights on a rank, split into experts and all others, both [layouts]."""
+        """Return the weights on a rank, experts and all others, both [layouts]."""
         work = self.work
         experts = work.expert_weights / (layouts.etp * layouts.ep * layouts.pp)
         # The fullest stage has the embedding or the head.
@@ -287,7 +286,7 @@ class TrainerCost:
         return RankWeights(experts=experts, dense=dense)
 
     def _end_of_update(self, layouts: Layouts) -> Parts:
-        """Return the seconds of an update's gradient reduction and of its optimizer, for each of the `layouts`."""
+        """Return the seconds of an update's gradient reduction and optimizer step, each [layouts]."""
         weights = self.weights_on_rank(layouts)
         experts, dense = weights.experts, weights.dense
         expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)

@@ -1,4 +1,4 @@
-"""A model's work as few numbers: FLOPs of one token and elements of the weights, by part."""
+"""A model's work in a few numbers: FLOPs per token and weights, by part."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ModelWork:
     num_layers: int
     num_expert_layers: int
     layer_flops: float
-    """FLOPs of all layers for a token: matrix products without experts and without attention scores."""
+    """FLOPs of all layers per token: matrix products, without experts and attention scores."""
     expert_flops: float
-    """FLOPs of the chosen experts of all layers for a token."""
+    """FLOPs of the chosen experts of all layers per token."""
     head_flops: float
     layer_weights: int
     """Weights of all layers without experts."""
     expert_weights: int
     embedding_weights: int
-    """Weights of the embedding and, if it is not tied, of the head."""
+    """Weights of the embedding and, if not tied, of the head."""
 
     @property
     def weights(self) -> int:
@@ -45,7 +45,7 @@ class ModelWork:
     def attended_tokens(self, context: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return how many cached tokens a new token attends to, summed over layers: [n].
 
-        `context` [n] is the number of tokens already in the cache. A window limits it per layer.
+        `context` [n]: tokens already in the cache. A window limits it per layer.
         """
         windows = Counter(kind.window for kind in self.shape.layers if kind.mixer == "attention")
         reached = (count * (np.minimum(context, window) if window else context) for window, count in windows.items())
