@@ -35,14 +35,13 @@ class Work:
     represented_tokens: int = 0
     """Tokens of sequences in all passes of models whose packing can save tokens."""
     stored_tokens: int = 0
-    """Tokens computed for these passes."""
+    """Tokens computed in these passes."""
     saved_flops: float = 0.0
     """Model FLOPs that the packing saved. `flops` does not include them."""
     refused_rows: int = 0
     """Rows computed without saving, although it would save enough."""
 
     def take(self) -> Work:
-        """Return the counts, and reset them."""
         snapshot = replace(self)
         self._set(Work())
         return snapshot
@@ -80,7 +79,7 @@ class RankModel:
     together: int = 1
     """Consecutive sequences that must share a row: 2 for preference pairs."""
     keeps_samples: bool = False
-    """Whether all sequences of a sample share a row in updates, as losses over whole trajectories need."""
+    """Whether all sequences of a sample share a row in updates. Losses over whole trajectories need this."""
     name: str = "policy"
     """Name on the ranks: policy, reference, critic or another."""
     shape: ModelShape | None = None
@@ -107,7 +106,7 @@ class RankModel:
         if self.shape is not None:
             self.work.flops += update_only_flops(self.shape, batch.lengths)
         if self.name == "policy":
-            # A critic trains on the same tokens; counting them twice would double the reported rate.
+            # A critic trains on the same tokens. Counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)
         limits = None if self.spikes is None else self.spikes.limits()
         results = await self.group.scatter(f"{self.name}.update", self.by_rank(rows), kl_coefficient, kto_kl, limits)
@@ -151,7 +150,7 @@ class RankModel:
         ]
         gathered = np.zeros((*parts[0][1].shape[:-1], len(batch.token_ids)), np.float32)
         for row, values in parts:
-            # Drop the values of repeated sequences; they only fill rows (see `filled`).
+            # Drop the values of repeated sequences, which only fill rows (see `filled`).
             is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[filled_indices[row]])
             gathered[..., batch.tokens_of(filled_indices[row])[is_asked]] = values[..., is_asked]
         return gathered
@@ -261,7 +260,8 @@ class RankModel:
         """Return the ranks that return each replica's results, in context-parallel order."""
         parallel = self.parallel
         return [
-            # The last pipeline stage has the outputs; its tensor-parallel ranks all have the same ones.
+            # The last pipeline stage has the outputs. Its tensor-parallel ranks all have the same ones, so take the
+            # first.
             [parallel.rank(tp=0, cp=part, dp=replica, pp=parallel.pp - 1) for part in range(parallel.cp)]
             for replica in range(parallel.dp)
         ]

@@ -40,7 +40,6 @@ class Replacements:
         return bool(self._ready)
 
     def take(self) -> list[WorkerGroup]:
-        """Return the replicas restarted since the previous call."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -53,7 +52,7 @@ class Replacements:
 
     async def _replace(self, lost_group: WorkerGroup) -> None:
         began = time.monotonic()
-        # The old processes must be gone before new ones use their GPUs.
+        # The old processes must be gone before new processes use their GPUs.
         await lost_group.close()
         for attempt in range(1, _MOST_STARTS + 1):
             try:

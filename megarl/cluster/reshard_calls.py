@@ -53,7 +53,7 @@ class ReshardCalls:
         self._cancelled = asyncio.Event()
         """Set when the newest cross-world process group is cancelled."""
         self._first_to_leave: WorkerGroup | None = None
-        """First replica in this attempt to leave the group."""
+        """First replica in this attempt to leave the process group."""
         self._report_error: TransitionError | None = None
         """Error in the callback for a rank's report. The event loop only logs it, so `_await_calls` raises it."""
         ranks.on_removed = self._handle_loss
@@ -70,7 +70,7 @@ class ReshardCalls:
             self._states.handle(Event.REPLICA_ADDED)
 
     async def run(self, verify: bool, version: int) -> Reports:
-        """Send the trainers' weights, of this version, to all engines. Returns the ranks' reports.
+        """Send the trainers' weights, of this version, to all engines. Return the ranks' reports.
 
         If replicas were lost or restarted, the ranks first create a new cross-world process group, then send and verify
         all weights. Raises PeerLostError if no replica is left, or every attempt is cancelled.
@@ -90,7 +90,7 @@ class ReshardCalls:
         replica is lost meanwhile, the remaining ones get the same copies between two other calls of the trainers.
         """
         if not self.is_connected:
-            # A replica was lost since the caller looked.
+            # A replica was lost after the caller's check of `is_connected`.
             await engines_paused
             reports = await self.run(verify, version)
             on_copied()
@@ -189,7 +189,7 @@ class ReshardCalls:
         return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
 
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """Return the answers to the trainers' call. Ends each replica that did not join their process group."""
+        """Return the answers to the trainers' call. End each replica that did not join their process group."""
         reports = await call
         missing = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
         first, ending = 0, []
@@ -291,7 +291,6 @@ class ReshardCalls:
             self._report_error = error
 
     def _handle_loss(self, reason: str) -> None:
-        """Cancel the cross-world process group on all ranks."""
         if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
             self._cancelled.set()
             for group in self._ranks.groups:
@@ -299,7 +298,6 @@ class ReshardCalls:
 
     @property
     def _group_name(self) -> str:
-        """Name of the newest cross-world process group."""
         meeting = self._ranks.trainers.meeting
         assert meeting is not None
         # The world's name is new in each attempt, because separate engines may outlive the trainers' group.
@@ -307,7 +305,6 @@ class ReshardCalls:
 
 
 def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
-    """Return the losses of peers that ranks reported, one text per reporting rank."""
     return [
         f"rank {rank}: {report.reason}"
         for group, reports in zip(groups, answers, strict=True)

@@ -56,7 +56,7 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, Command]] = {
     (State.DISCONNECTED, Event.START): (State.JOINING, Command.JOIN),
     (State.DISCONNECTED, Event.REPLICA_ADDED): (State.DISCONNECTED, Command.NOTHING),
     (State.DISCONNECTED, Event.COLLECT): (State.DISCONNECTED, Command.NOTHING),
-    # After a failure the calls of other groups may still be in progress and report their losses late.
+    # After a failure, the calls of other groups may still be in progress and report their losses late.
     (State.DISCONNECTED, Event.PEER_LOST): (State.DISCONNECTED, Command.NOTHING),
     (State.DISCONNECTED, Event.PEER_MISSING): (State.DISCONNECTED, Command.NOTHING),
     (State.DISCONNECTED, Event.FAILED): (State.DISCONNECTED, Command.NOTHING),
@@ -67,7 +67,7 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, Command]] = {
     (State.IDLE, Event.PEER_LOST): (State.DISCONNECTED, Command.CANCEL_GROUP),
     (State.JOINING, Event.ANSWERED): (State.IDLE, Command.NOTHING),
     (State.JOINING, Event.PEER_LOST): (State.LOST_PEER, Command.CANCEL_GROUP),
-    # All other ranks wait for a missing one with the same deadline and report it themselves: nothing to cancel.
+    # All other ranks wait for a missing rank with the same deadline and report it themselves: nothing to cancel.
     (State.JOINING, Event.PEER_MISSING): (State.LOST_PEER, Command.NOTHING),
     (State.JOINING, Event.FAILED): (State.DISCONNECTED, Command.NOTHING),
     (State.SENDING, Event.ANSWERED): (State.IDLE, Command.NOTHING),
@@ -103,8 +103,6 @@ class TransitionError(RuntimeError):
 
 
 class ReshardStates:
-    """State of the run's reshards."""
-
     def __init__(self) -> None:
         self.state = State.DISCONNECTED
         self.attempt = 0
@@ -124,8 +122,8 @@ class ReshardStates:
     def end_attempt(self, *, has_suspect: bool = False) -> Command:
         """Handle the answers of all remaining ranks to an attempt, and return the next command.
 
-        `has_suspect`: all replicas are alive, and the run can lose the one that left first. It is most likely at fault,
-        so it ends before the last attempt.
+        `has_suspect`: all replicas are alive, and the run can lose the replica that left first. It is most likely at
+        fault, so it ends before the last attempt.
         """
         event = Event.ANSWERED
         if self.state is State.LOST_PEER and self.attempt == MOST_ATTEMPTS:

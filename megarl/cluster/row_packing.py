@@ -14,7 +14,7 @@ class Savings(NamedTuple):
     """Tokens of a row that are computed once for several of its sequences."""
 
     tokens: NDArray[Any]
-    """[sequences]: for each sequence, the number of its tokens that another one of the row computes."""
+    """[sequences]: the number of a sequence's tokens that another sequence of the row computes."""
     is_refused: bool
     """Whether tokens are not shared, although sharing would save enough work."""
 

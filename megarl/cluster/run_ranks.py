@@ -20,7 +20,7 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.types import PeerLostError
 
 _WATCH_SECONDS = 1.0
-"""Seconds between searches for lost ranks without a call."""
+"""Seconds between searches for lost ranks while no call runs."""
 _NO_CALL = "sampling and scoring"
 """In place of a method's name in the error of a rank lost without a call."""
 _CAUSE_SECONDS = 2.0
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class RanksNodes(Protocol):
-    """Protocol of a run's nodes (`launchers.run_nodes.RunNodes`)."""
+    """Nodes of a run (`launchers.run_nodes.RunNodes`)."""
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
 
@@ -76,12 +76,12 @@ class RunRanks:
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
-        """As `WorkerGroup.topology`."""
+        """For each rank, its node and the network switches above it, nearest first."""
         return [place for group in self.groups for place in group.topology]
 
     @property
     def hosts(self) -> list[str]:
-        """As `WorkerGroup.hosts`."""
+        """For each rank, the address at which other nodes reach it."""
         return [host for group in self.groups for host in group.hosts]
 
     @property
@@ -127,13 +127,12 @@ class RunRanks:
             await self.call("__step__", number)
 
     async def call_with_first_rank(self, method: str, *args: Any) -> list[Any]:
-        """As `call`, with each group's first rank in the run as last argument."""
+        """Call a method on all ranks, with each group's first rank in the run as last argument."""
         engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
         answers = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
         return list(chain.from_iterable(answers))
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks with engines."""
         if not self.is_separate:
             return await self.trainers.call(method, *args)
         answers = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
@@ -171,7 +170,7 @@ class RunRanks:
         working, watch = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
         try:
             await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)
-            # The work's own call to a lost rank may say more.
+            # The work's own call to a lost rank may fail too, with a better message.
             await asyncio.wait({working}, timeout=_CAUSE_SECONDS)
             return working.result() if working.done() else watch.result()
         finally:
@@ -211,7 +210,6 @@ class RunRanks:
             self.on_lost(group, error)
 
     def show_stacks(self) -> None:
-        """Make all ranks write their stacks to their logs."""
         for group in self.groups:
             group.diagnosis.show_stacks()
 
@@ -238,7 +236,7 @@ class RunRanks:
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """Await calls to different groups concurrently, and return their answers.
 
-    Raises the first error, unless it only reflects that another group left a collective: then that group's error. Other
+    Raises the first error. If it only reflects that another group left a collective, raises that group's error. Other
     groups' calls continue, and end with their groups.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -254,7 +252,7 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
     errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
     if errors:
         for task in tasks:
-            # asyncio warns about errors that nobody retrieves; these calls may still fail later.
+            # asyncio warns about errors that nobody retrieves. These calls may still fail later.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
         raise min(errors, key=_is_echo)
     return [task.result() for task in tasks]

@@ -19,7 +19,7 @@ class SharedPrefixes(RowPacking):
     """Packs sequences with common prefixes together, and computes each distinct prefix of a row once."""
 
     problem: str | None = None
-    """Why this model computes shared prefixes several times. None: it does not."""
+    """Why this model cannot share prefixes and computes them repeatedly. None: it can."""
 
     def assign(self, batch: TokenBatch, **settings: Any) -> list[list[list[int]]]:
         if self.problem is not None:

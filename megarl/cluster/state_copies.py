@@ -19,7 +19,7 @@ from megarl.reshard.state_holders import hand_overs
 from megarl.types import PeerLostError
 
 Files = Mapping[str, Mapping[str, Any]]
-"""By name: path, bytes, checksum."""
+"""Path, bytes and checksum of files by name."""
 
 
 @dataclass(frozen=True, slots=True)

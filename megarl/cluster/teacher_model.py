@@ -16,7 +16,7 @@ class TeacherRankModel(RankModel):
         """Let the teacher's ranks compute and store distillation targets for the policy's next update."""
         teacher_batch = batch.with_arrays({})
         teacher_batch.target_keys = batch.target_keys
-        # Repeating sequences is harmless: their rows write the same targets again.
+        # Repeated sequences are harmless: their rows write the same targets again.
         teacher_batch = teacher_batch.select(self.filled(batch.num_sequences))
         await self.group.scatter(
             f"{self.name}.teach", self.by_rank(self.forward_rows(teacher_batch, batch.num_sequences))

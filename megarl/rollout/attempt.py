@@ -1,4 +1,4 @@
-"""One attempt at a problem: policy and environment alternate until one of them ends the attempt."""
+"""One attempt at a problem."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Score = Callable[[Sample], Awaitable[Scored]]
-"""Async function. It scores the last completion of an attempt with the recipe's reward functions."""
+"""Async function scoring the last completion of an attempt with the recipe's reward functions."""
 
 
 GRACE_SECONDS = 2.0
 """Seconds for an environment to finish after it was cancelled or closed. Then it is abandoned."""
 _ATTEMPTS_AT_A_LOSS = 2
 """Minimum number of tries if the environment's process died, even if the recipe allows fewer. The kernel may have
-killed the process for lack of memory, through no fault of the policy.
+killed the process for lack of memory.
 """
 _TICK_SECONDS = 0.05
-"""Minimum seconds between two checks of a time limit. A pause of the engines extends the limit, so one timer set at the
-start would fire too early.
+"""Minimum seconds between two checks of a time limit. A single timer would not do: pauses of the engines extend the
+limit.
 """
 
 
@@ -70,8 +70,8 @@ class Task:
     """An attempt still to be made at a problem.
 
     `group` is the prompt's number, `number` the attempt's number within the group. Training and evaluation may use
-    equal numbers, so `prefix` makes request ids unique. All random numbers derive from `seed`, the problem and
-    `number`. They do not depend on the engine or on time.
+    equal numbers, so `prefix` makes request ids unique. Random numbers depend only on `seed`, the problem and `number`,
+    not on the engine or on time.
     """
 
     environment: str
@@ -88,7 +88,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return a name for the attempt. It is unique among running attempts, and the same after a resume."""
+        """Return a name of the attempt, unique among running attempts, and the same after a resume."""
         return f"{self.seed} {self.problem.index} {self.number}"
 
 
@@ -149,8 +149,8 @@ class _Clock:
     async def time_call(self, method: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         """Await a method of the environment, and add its duration to the environment's time.
 
-        Raises _AttemptError if the method raises, or if the attempt ended meanwhile. EnvironmentUnavailableError is
-        passed on.
+        Raises _AttemptError if the method raises, or if the attempt ended meanwhile. Passes EnvironmentUnavailableError
+        on.
         """
         self.step_started = self.now()
         try:
@@ -177,12 +177,12 @@ async def attempt(
 ) -> Trajectory:
     """Run one attempt and return its trajectory.
 
-    Resets the environment, then samples completions and steps the environment in turn. At the end the trajectory is
-    scored. The attempt ends when the environment is done or a limit of `budget` is reached. The time limit holds even
-    if the environment ignores its cancellation.
+    Resets the environment, then alternates completions and environment steps until the environment is done or a limit
+    of `budget` is reached. Then scores the trajectory. The time limit holds even if the environment ignores its
+    cancellation.
 
-    The attempt ends with `error` if the environment raises, hangs or returns invalid data. It also does if the engine
-    rejects a request. The trajectory then has the tokens so far, no reward, and the reason in `failure`.
+    The attempt ends with `error` if the environment raises, hangs or returns invalid data, or if the engine rejects a
+    request. The trajectory then has the tokens so far, no reward, and the reason in `failure`.
     """
     now = asyncio.get_running_loop().time
     paused_before = engine.seconds_paused
@@ -203,8 +203,7 @@ async def attempt(
                 break
             restarts += 1
         finally:
-            # The pool remembers each trajectory's replica until it is called here. Without the call its table would
-            # only grow.
+            # Without this call, the pool's table of trajectories and replicas would only grow.
             engine.forget(task.name)
     calls, steps = conversation.calls, conversation.steps
     texts = [turn.completion for turn in conversation.turns]
@@ -292,8 +291,7 @@ async def _run_with_limits(
 async def _end_and_close(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
     """Cancel the turns of an attempt if they still run, and close its environment.
 
-    Returns the error raised by closing, or None. Turns and closing each have GRACE_SECONDS to finish. Then they are
-    abandoned.
+    Returns the error raised by closing, or None. Turns and closing are each abandoned after GRACE_SECONDS.
     """
     if not turns.done():
         turns.cancel()
@@ -379,7 +377,7 @@ def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
 
 
 def _copy_of(problem: Problem) -> Problem:
-    """Return a copy of a problem for an environment: other attempts at the problem do not see what it changes."""
+    """Return a copy of a problem, so that an environment changes it only for its own attempt."""
     names = ("messages", "answer", "record", "tools")
     return replace(problem, **{name: deepcopy(getattr(problem, name)) for name in names})
 
@@ -412,7 +410,7 @@ def make_trajectory(
     """Return the trajectory of an attempt's model calls, without a reward.
 
     `texts` are the completions. `messages` has the new messages before each completion, then the messages after the
-    last completion. `trained` are the indices in `calls` of the calls to train; None: all.
+    last completion. `trained` are the indices of the calls to train; None: all.
     """
     is_empty = not calls or (trained is not None and not trained)
     return Trajectory(
@@ -449,7 +447,7 @@ def _as_json(message: Message) -> dict[str, Any]:
 
 
 def _environment_reward(steps: Sequence[Step]) -> Reward:
-    """Return the reward from an environment: the sum over its steps, with the last verdict on the answer."""
+    """Return the sum of the steps' rewards, with the last verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=verdicts[-1] if verdicts else verdict_by_value(score))
@@ -463,8 +461,8 @@ def _sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
     """Return the sampling seed of a model call.
 
-    The first call's seed is a hash of the attempt. That of a later call also includes its prompt `token_ids` [prompt]
-    and the number of earlier calls with this prompt, so each turn has another seed.
+    The first call's seed is a hash of the attempt. A later seed also hashes the call's prompt `token_ids` [prompt] and
+    the number of earlier calls with this prompt.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

@@ -1,4 +1,4 @@
-"""The engine as one attempt sees it. It records completions for a resume, and measures waiting times."""
+"""The engine as one attempt sees it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 
 class AttemptEngine:
-    """The engine as one attempt sees it: records each completion in `calls`, and replays recorded ones after a resume.
+    """Records each completion of an attempt in `calls`, and replays recorded completions after a resume.
 
     A resumed attempt runs again from its start. While its prompts equal the recorded prompts, it receives the recorded
     completions, each once. So a deterministic environment reaches its earlier state without sampling. At the first
     different prompt the remaining records are discarded, and sampling starts (`is_restarted`).
 
     `seconds` is the time spent waiting for completions. Concurrent waits count once. Pauses of the engines count only
-    in `seconds_by_clock`. `log` is the attempt's journal, if any. Each completion is written there before the caller
-    gets it. `is_followed`: another attempt or group starts when this attempt ends, so no completion counts as the last
-    one.
+    in `seconds_by_clock`. `log` is the attempt's journal, if any. It has each completion before the caller does.
+    `is_followed`: another attempt or group starts when this attempt ends, so no completion counts as the last one.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class AttemptEngine:
         return sum(num_sampled(call.parts) for call in begun_calls)
 
     def close(self) -> None:
-        """Make all further requests fail. An attempt may ignore its cancellation and request more."""
+        """Make all further requests fail: an attempt may ignore its cancellation."""
         self._is_closed = True
 
     def check_storage(self) -> None:
@@ -96,10 +95,7 @@ class AttemptEngine:
     ) -> Completion:
         """Return a recorded completion of this prompt, or sample one.
 
-        `affinity` names the trajectory: its requests go to the replica with its prefix cached. `is_last` promises that
-        no request follows. If this call is cancelled or fails, `on_abort` is called once with the number of sampled
-        tokens, perhaps after this call has ended. If the journal has tokens of this completion from a checkpoint,
-        `on_begun` is called first with their number.
+        `on_begun` is called only if the journal has tokens of this completion from a checkpoint.
         """
         if self._is_closed:
             if on_abort is not None:
@@ -146,8 +142,8 @@ class AttemptEngine:
     ) -> None:
         """Report the tokens of an aborted call to its caller, and record them in the journal.
 
-        The journal has the first `num_begun` of the `num_tokens` already, from a checkpoint. `attempt_try` is the name
-        of the try that made the call.
+        The journal already has the first `num_begun` of the `num_tokens`, from a checkpoint. `attempt_try` names the
+        try that made the call.
         """
         # First of all, because the session's end waits for this report. A journal error must not delay it.
         if on_abort is not None:
@@ -187,7 +183,7 @@ class AttemptEngine:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """Return the next recorded call with this prompt; None: there is none, so sample."""
+        """Return the next recorded call with this prompt, or None."""
         # Search the whole list: after a resume, parallel calls of an attempt may come in another order.
         for place, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):

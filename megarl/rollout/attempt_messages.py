@@ -1,4 +1,4 @@
-"""The conversation of one attempt: its messages, model calls, and the prompt of the next call."""
+"""The conversation of one attempt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOKEN_CHARACTERS = 4
 
 @dataclass(slots=True)
 class AttemptConversation:
-    """The conversation of one attempt: a model call and an environment step per turn.
+    """The messages of one attempt, its model calls, and the prompt of the next call.
 
     `prompt` holds the token ids [prompt] of the next call. With `history` = `append` they are the last call's tokens
     plus the observation. With `history` = `render` the chat template renders all messages anew. Sampled tokens are
@@ -41,9 +41,9 @@ class AttemptConversation:
     reply_tokens: int | None = None
     """Maximum tokens of a tool's reply. Longer replies are shortened. None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools of the environment. Calls of these tools are parsed from completions."""
+    """Tools of the environment. Completions are searched for calls of them."""
     prompt_tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools shown in the prompt: the environment's tools, or without any the data record's."""
+    """Tools shown in the prompt: the environment's tools. If it has none, the data record's tools."""
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -91,8 +91,8 @@ class AttemptConversation:
         turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
         self.is_in_thoughts = self.dialogue.ends_in_thoughts(self.prompt, token_ids, text)
         if self.is_in_thoughts:
-            # The completion was cut within its reasoning. Answers and calls in there were only considered, so judge
-            # none.
+            # The completion was cut within its reasoning. The policy only considered the answers and calls in there, so
+            # judge none.
             turn = replace(turn, text="", reasoning=text)
         elif self.tools:
             parsed = self.dialogue.parse_turn(self.prompt, token_ids, self.tools, turn=number)
@@ -103,8 +103,8 @@ class AttemptConversation:
     def add(self, step: object) -> Step:
         """Check and store the environment's step after the last turn. Return it with shortened tool replies.
 
-        The metric `tools/shortened` counts each shortened reply once, whether shortened here or by the environment.
-        Raises TypeError if `step` has a wrong type, and ValueError for invalid numbers in it.
+        The metric `tools/shortened` counts a reply once, even if the environment shortened it too. Raises TypeError if
+        `step` has a wrong type, and ValueError for invalid numbers in it.
         """
         checked = checked_step(step)
         if self.reply_tokens is not None:
@@ -168,7 +168,7 @@ class AttemptConversation:
 
 
 def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
-    """Return a text unchanged if `fits(text)`. Otherwise cut its middle, put a marker there, and return it.
+    """Return a text unchanged if `fits(text)`. Otherwise replace its middle by a marker.
 
     The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so a very long text
     is not read as a whole.

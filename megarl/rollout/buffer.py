@@ -141,7 +141,7 @@ class GroupBuffer:
     def load(self, folder: Path) -> int:
         """Restore the buffer's state from a checkpoint folder.
 
-        Returns the number of waiting trajectories without log-probs of the trainer. Their weights are gone, so the
+        Returns the number of waiting trajectories without the trainer's log-probs. Their weights are gone, so the
         engine's log-probs take their place.
         """
         self.state.load(folder, problem_lookup({name: source.problems for name, source in self._sources.items()}))
@@ -209,7 +209,7 @@ class GroupBuffer:
         return completed
 
     async def _fill(self) -> list[Group]:
-        """Start groups and collect complete ones until the step has enough. Returns the step's groups."""
+        """Start groups until enough are complete for the step, and return these."""
         while True:
             self._collect()
             self._start_more(self._demand.num_live)
@@ -352,15 +352,13 @@ class GroupBuffer:
             self._start_more(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group completes or fails. Return after 1 second at most, so that the caller can check for a
-        stop.
-        """
+        """Wait until a group completes or fails, at most 1 second, so that the caller can check for a stop."""
         self._wakes = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
 
     def _collect(self) -> None:
-        """Move complete groups to the waiting ones if they pass the filter. Raises the error of a failed attempt."""
+        """Add complete groups to the waiting groups if they pass the filter. Raises the error of a failed attempt."""
         state, recipe = self.state, self._recipe
         if self._sleep is not None and self._sleep.done():
             self._sleep.result()
@@ -369,7 +367,7 @@ class GroupBuffer:
             try:
                 self._tasks[draw].result()
             except ExceptionGroup as errors:
-                # TaskGroup collects all errors. The first one is the cause; the rest are its consequences.
+                # TaskGroup collects all errors. The first one is the cause; the others are its consequences.
                 raise errors.exceptions[0] from None
         if self.policy.is_synchronous:
             # Collect a batch as a whole, in its order. The curriculum must not depend on the order in which groups end.
@@ -433,7 +431,7 @@ class GroupBuffer:
         state.waiting = []
 
     def _cancel(self, draws: Sequence[int], *, is_dropped: bool = False) -> None:
-        """Cancel the groups with these numbers (`draws`), and abort their requests in the engines.
+        """Cancel the groups numbered `draws`, and abort their requests in the engines.
 
         A resumed run continues these groups, unless `is_dropped`.
         """

@@ -1,4 +1,4 @@
-"""Rules of the buffer: how many groups to sample, which groups a step takes, and when a group is too old."""
+"""How many groups to sample, which groups a step takes, and when a group is too old."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class BufferPolicy:
 
     stragglers: Literal["finish", "continue", "abort"] = "finish"
     steps_ahead: int = 0
-    """Number of later steps to sample for while the current step trains. Above 0, groups are used in the order of
-    drawing.
-    """
+    """Later steps to sample for while the current step trains. Above 0, groups are used in the order of drawing."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
@@ -56,10 +54,10 @@ class StepDemand:
     def num_live(self) -> int:
         """Return the maximum number of groups, in flight or complete, while the step waits.
 
-        If engines of version v start a group, a step may train on it up to step v + `rollout.staleness_bound`. Groups
-        sampled ahead are used in order, so only the number of earlier groups matters. With P groups per step, step n
-        allows P * (1 + staleness_bound - (n - v)) groups, including its own. This is AReaL's rule (arXiv 2505.24298,
-        eq. 3) with the engines' version, which lags with `rollout.sync_every` above 1.
+        Engines of version v may start groups for steps up to v + `rollout.staleness_bound`. Groups sampled ahead are
+        used in order, so only the number of earlier groups matters. With P groups per step, step n allows P * (1 +
+        staleness_bound - (n - v)) groups, including its own. This is AReaL's rule (arXiv 2505.24298, eq. 3) with the
+        engines' version, which lags with `rollout.sync_every` above 1.
         """
         if self.policy.is_synchronous and self.recipe.algorithm.dynamic_sampling is None:
             # Without a filter, surplus groups would only wait and become stale.

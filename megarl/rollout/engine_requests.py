@@ -37,13 +37,13 @@ class Generates(Protocol):
 
         `affinity` is the trajectory's name: its requests prefer the replica with its prefix cached. `is_last` promises
         that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called once with
-        the number of sampled tokens, perhaps after this call has ended. If the journal has counted tokens of this
-        completion already, `on_begun` is called first with their number.
+        the number of sampled tokens, perhaps after this call has ended. If some of the tokens are counted already,
+        `on_begun` is called first with their number.
         """
         ...
 
     def forget(self, affinity: str) -> None:
-        """Remove a finished trajectory's entry from the table of replicas with cached prefixes."""
+        """Remove a finished trajectory from the table of replicas with cached prefixes."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class Generates(Protocol):
 
     @property
     def num_begun(self) -> int:
-        """Number of tokens in the journal that belong to calls of a checkpoint, which may still go on."""
+        """Number of tokens in the journal that belong to unanswered calls of a checkpoint."""
         ...
 
 
@@ -70,7 +70,7 @@ class PendingRequest:
 
 
 class Replica:
-    """State of one engine replica: running requests, waiting requests, and the task stepping its engine."""
+    """An engine replica: its running and waiting requests, and the task stepping its engine."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -119,9 +119,9 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def join_parts(parts: Sequence[Completion]) -> Completion:
-    """Return one completion made of these parts, in order.
+    """Return the parts joined to one completion.
 
-    The finish reason and the routed experts come from the last part. Its prompt included all earlier parts.
+    The finish reason and the routed experts come from the last part: its prompt included all earlier parts.
     """
     return replace(
         parts[-1],
@@ -133,6 +133,6 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 31-bit seed: a hash of the arguments."""
+    """Return a 31-bit hash of the arguments."""
     # Not `hash`: Python randomises it per process, and a resumed run must draw the same.
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

@@ -68,8 +68,7 @@ class EvaluatedSet:
     measures: Mapping[str, Measure]
     """Means over problems with 95 % intervals, by the name of the measure."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same measures by data source (field `reward.source_field` of the records). Empty if there is only one source.
-    """
+    """The same measures by data source (field `reward.source_field` of the records). Empty with a single source."""
     counts: Mapping[str, float]
     """Counts of completions without a score, and of calls to scoring servers."""
     read_answer: ReadAnswer | None = None
@@ -91,7 +90,7 @@ class EvaluatedSet:
     def records(self) -> list[dict[str, Any]]:
         """Return one JSON object per attempt: the trajectory's record, the set's name, and the attempt's number.
 
-        `final_answer` is the answer that majorities count. It is absent if no reward function defines its format.
+        `final_answer` is counted in majority votes. It is absent if no reward function defines its format.
         """
         return [{"set": self.name, "attempt": t.number} | self._final_answer(t) | t.record() for t in self.trajectories]
 
@@ -100,7 +99,7 @@ class EvaluatedSet:
 
 
 async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
-    """Sample and score every validation set with its source's settings, one set after the other.
+    """Sample and score each validation set with its source's settings, one set after another.
 
     Raises AbandonedError if the run must stop. Raises MegarlError if more than `max_failed_fraction` of a set's
     completions could not be scored.
@@ -195,7 +194,7 @@ def _verdict_measures(
 
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
-    """Return the final answer in an attempt's last completion, without white space; None if the completion has none."""
+    """Return the final answer in an attempt's last completion, without white space; None: it has none."""
     if trajectory.is_in_thoughts:
         return None
     answer = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None

@@ -19,7 +19,7 @@ BUDGET_SECONDS = 1.0
 """Seconds for an engine to sample before it returns to the driver."""
 _MARGIN = 2
 """Extra requests tolerated on the replica with a trajectory's prefix cached, compared with the least loaded replica.
-With more extra requests, the trajectory's next request goes to the common queue.
+With more, the trajectory's next request goes to the common queue.
 """
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ class Asks(Protocol):
 
 
 class EnginePool:
-    """Engine replicas shared by many coroutines. Each replica's engine is stepped by one task, its pump.
+    """Engine replicas shared by many coroutines. One task per replica, its pump, steps the replica's engine.
 
     Requests are admitted in the order of arrival, at most `max_running` per replica. So samples of one prompt share a
     replica's prefix cache, and a faster replica gets more requests.
@@ -95,7 +95,7 @@ class EnginePool:
         self._open: set[str] = set()
         """Trajectories that may send another request after the current one, by `affinity` or else by request id."""
         self._withdrawn: dict[str, Callable[[int], None]] = {}
-        """Callbacks that report a cancelled request's tokens, by request id, until the engine has ended the request."""
+        """Callbacks reporting a cancelled request's tokens, by request id, until the engine has ended the request."""
         self._tokens_in_engines: dict[str, int] = {}
         """Tokens of requests that stay in paused engines, by request id. Empty while the engines sample."""
         self._failure: Exception | None = None
@@ -114,11 +114,8 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
-        `affinity` names a trajectory: its requests go to the replica with its prefix cached, unless that replica has
-        much more load than another. `is_last` promises that no request follows. The completion may then arrive up to
-        `budget_seconds` late. `parts` were sampled earlier, and each pause appends one. After a cancellation or an
-        error, `on_abort` is called once with the number of tokens sampled so far, as soon as it is known. If there are
-        `parts`, `on_begun` is called first with the number of their tokens.
+        With `is_last` the completion may arrive up to `budget_seconds` late. `parts` were sampled earlier, and each
+        pause appends one. `on_begun` is called with the number of their tokens.
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
@@ -161,7 +158,6 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica with the prefix cache of a finished trajectory."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
@@ -196,10 +192,10 @@ class EnginePool:
         return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use only the replicas with these first ranks, including replicas lost before. Call this while the pool is
-        paused.
+        """Use only the replicas with these first ranks. Call this while the pool is paused.
 
-        Requests in the engine of an excluded replica move to the other replicas.
+        Replicas lost earlier may be among them. Requests in the engine of an excluded replica move to the other
+        replicas.
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
@@ -333,7 +329,7 @@ class EnginePool:
     def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
         """Call `on_abort` with the number of tokens sampled for an aborted request, as soon as it is known.
 
-        If an engine still runs the request, that is when the engine has ended it or is paused. Otherwise it is at once.
+        While an engine runs the request, this is when the engine ends it or is paused. Otherwise it is at once.
         `num_before` tokens were sampled before the request was last resumed (`PendingRequest.parts`).
         """
         is_running = any(request_id in replica.running for replica in self._replicas)
@@ -443,7 +439,9 @@ class EnginePool:
         return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
 
     def _count_tokens(self, name: str, num_tokens: int) -> int:
-        """Count the tokens of a request, and return how many are new. Those of cancelled requests count as training."""
+        """Count the tokens of a request, and return how many are new. Tokens of cancelled requests count as
+        training.
+        """
         pending = self._pending.get(name)
         return self._meter.count_tokens(name, num_tokens, "training" if pending is None else pending.purpose)
 
@@ -453,9 +451,8 @@ class EnginePool:
         self._advanced = asyncio.Event()
 
     def _drop_replica(self, replica: Replica, error: Exception) -> None:
-        """Mark a replica as lost, and move its requests to the front of the queue.
-
-        Without a live replica, fail all requests.
+        """Mark a replica as lost, and move its requests to the front of the queue. Without a live replica, fail them
+        all.
         """
         replica.is_lost = True
         if not self._live:
@@ -496,8 +493,8 @@ async def gather_unless_abandoned(
 ) -> list[Result]:
     """Run attempts concurrently, and return their results in order.
 
-    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. Before it raises, all other
-    attempts are cancelled, and the engines have none of their requests left.
+    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. First cancels all other
+    attempts, and waits until the engines have none of their requests left.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)

@@ -1,4 +1,4 @@
-"""Counts of an engine pool: sampled tokens, hits of the prefix caches, and the time of pauses."""
+"""Counts of an engine pool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METRICS = (
 
 
 class PoolMeter:
-    """Counts of an engine pool since the last call of `metrics`, and since the start of the run."""
+    """Sampled tokens, prefix cache hits and paused time of an engine pool, since the last call of `metrics`."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = self.num_cached = 0

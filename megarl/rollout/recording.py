@@ -1,4 +1,4 @@
-"""Model calls of unfinished attempts, stored in checkpoints so that a resumed run can continue the attempts."""
+"""Model calls of unfinished attempts, stored in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of problems, each with a sampler of attempts. A run has one source, or one per entry of its mixture."""
+"""Sources of problems. A run has one source, or one per entry of its mixture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.types import Problem, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A named source of problems. `recipe` is the run's recipe with the source's own settings applied."""
+    """A named source of problems, with its own sampler. `recipe` is the run's, with the source's own settings."""
 
     name: str
     weight: float

@@ -1,4 +1,4 @@
-"""The driver's state of an RL run (data positions, waiting groups, KL coefficient), and its files in a checkpoint."""
+"""The driver's state of an RL run, and its files in a checkpoint."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
 
 
 def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain | None:
-    """Return the chain that is the longest prefix of a prompt, the first of equals; None: no chain is.
+    """Return the chain that is the longest prefix of a prompt [prompt], the first of equals; None: no chain is.
 
     The prompt is hashed once for all chains. Comparing each chain would read the prompt once per chain.
     """

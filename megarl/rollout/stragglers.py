@@ -53,7 +53,7 @@ class Pace:
 
 
 class StragglerDetector:
-    """Finds slow replicas after each step, by name. Each one is reported once, with its speed.
+    """Finds slow replicas after each step, by name. Reports each one once, with its speed.
 
     With few requests, even a fast replica has a low total speed. With many requests, it has a low speed per request. So
     a replica is slow only if both are low.

@@ -1,4 +1,4 @@
-"""Detection of tools that the policy never calls, because it does not know the call format or does not need them."""
+"""Detection of tools that the policy never calls."""
 
 from __future__ import annotations
 

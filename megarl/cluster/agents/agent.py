@@ -1,8 +1,8 @@
-"""The one process that a launcher starts on a node. It forks the node's ranks, and serves them and the driver.
+"""The process that a launcher starts on each node. It forks the node's ranks, and serves them and the driver.
 
 It imports the ranks' libraries once (`processes.fork_server`), relays calls, kills ranks, reports their ends and reads
-their stacks. Its copies of the training state outlive the ranks. It unpickles nothing. The driver's end ends the agent,
-and the agent's end ends its ranks.
+their stacks. Its copies of the training state outlive the ranks. It unpickles nothing. When the driver ends, the agent
+ends. When the agent ends, its ranks end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megarl.sandbox.containers.host import ContainerHost
 from megarl.types import MegarlError
 
 _GATHER_SECONDS = 0.05
-"""Seconds after a call's first answer until the agent sends the answers present."""
+"""Seconds to wait for further answers after a call's first answer. Then the agent sends them together."""
 _LOOK_SECONDS = 0.1
 """Seconds between two readings of logs for stacks."""
 _EXIT_SECONDS = 1.0
@@ -45,14 +45,14 @@ RANK_VARIABLES = {"PYTHONUNBUFFERED": "1"}
 """Unbuffered output reaches the ranks' logs at once."""
 
 _RANK_MODULE = "megarl.cluster.ranks.rank"
-"""Every fork server imports it; otherwise each rank has a copy of 2.4 MB. It initialises no device."""
+"""Module imported by every fork server, so that ranks share its 2.4 MB. It initialises no device."""
 
 Environment = Mapping[str, str]
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One call: the ranks still to answer, and the answers not yet sent."""
+    """A call: the ranks still to answer, and the answers not yet sent."""
 
     num_awaited: int = 0
     gathered: list[bytes] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Agent:
     def __init__(self, upward: asyncio.StreamWriter) -> None:
         self._upward = upward
         self._ranks: dict[int, _Rank] = {}
-        """Living ranks by process number, never reused by the driver."""
+        """Living ranks by process number. The driver never reuses a number."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = PrivateFolder()
         self._memory = MemoryFiles()
@@ -156,7 +156,6 @@ class Agent:
                 await answering
 
     async def _answer(self, request: int, work: Awaitable[Any]) -> None:
-        """Send a request's result, or its error."""
         try:
             self._tell({"id": request, "result": await work})
         except OSError as error:
@@ -208,7 +207,7 @@ class Agent:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 message = await reader.readexactly(size)
                 self._take_answer(rank.batch, ANSWER.pack(number, size), message)
-        # The answers before its end come first.
+        # Send the answers that arrived before the rank's end first.
         self._send(rank.batch)
         await asyncio.wait([rank.forked.ended], timeout=_EXIT_SECONDS)
         has_ended = rank.forked.ended.done()
@@ -222,7 +221,7 @@ class Agent:
             }
         )
         if not has_ended:
-            # It runs without a connection, so it is of no use any more.
+            # Without a connection the rank is of no further use.
             rank.forked.kill()
             await rank.forked.ended
         del self._ranks[number]
@@ -279,7 +278,6 @@ class Agent:
         return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
 
     async def _read_thread_states(self, processes: Collection[int]) -> dict[int, str]:
-        """Return the kernel states of the ranks' threads, by process."""
         pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
         return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
 
@@ -334,7 +332,7 @@ def connect(address: tuple[str, int], key: bytes, introduction: Introduction) ->
 def serve(driver: socket.socket, environment: Environment, imports: Sequence[str]) -> NoReturn:
     """Run the agent on its connection to the driver, and exit when it ends.
 
-    A fork server for `environment` imports the modules `imports` meanwhile.
+    Meanwhile a fork server for `environment` imports the modules `imports`.
     """
     asyncio.run(_serve(driver, environment, imports))
     raise AssertionError("the agent exits in its loop")
@@ -342,7 +340,7 @@ def serve(driver: socket.socket, environment: Environment, imports: Sequence[str
 
 async def _serve(driver: socket.socket, environment: Environment, imports: Sequence[str]) -> NoReturn:
     if imports:
-        # With the variables of a later `fork`, so that it uses this server.
+        # The same variables as in a later `fork`, so that the fork uses this server.
         fork_server({**os.environ, **RANK_VARIABLES, **environment}, (_RANK_MODULE, *imports))
     reader, writer = await asyncio.open_connection(sock=driver)
     await Agent(writer).run(reader)
@@ -357,7 +355,7 @@ def main(descriptor: str, parent: str, settings: str) -> NoReturn:
     `serve` in JSON.
     """
     die_with(int(parent))
-    # The host name may resolve to another interface.
+    # The host name may resolve to another interface than the loopback.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     driver = socket.socket(fileno=int(descriptor))
     driver.set_inheritable(False)

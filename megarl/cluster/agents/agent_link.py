@@ -23,14 +23,14 @@ from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 from megarl.types import MegarlError, PeerLostError
 
 _SHORT_BYTES = 1 << 16
-"""Message parts below this size are joined, to save system calls. Joining longer ones would cost a copy."""
+"""Message parts below this size are joined to save system calls. Joining longer parts would cost a copy."""
 _PATIENCE_SECONDS = 600.0
 """Seconds for an agent's longest work: checking or receiving copies of a large model's state."""
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One call's answers from one node. `all_answered` fails with the first error."""
+    """A call's answers from one node. `all_answered` fails with the first error."""
 
     answers: Answers
     num_awaited: int
@@ -51,7 +51,7 @@ class _Batch:
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
         """Fail a rank's answer, and the whole call on this node."""
-        # Each error is marked as retrieved: the waiting call may have left already, at another node's error.
+        # Mark each error as retrieved: the waiting call may have ended already, with another node's error.
         if not self.answers[handle].done():
             self.answers[handle].set_exception(error)
             self.answers[handle].exception()
@@ -68,7 +68,6 @@ class AgentLink(asyncio.Protocol):
     """
 
     def __init__(self, connected: socket.socket, introduction: Introduction) -> None:
-        """Prepare a connection that has passed the handshake."""
         self.introduction, self._socket = introduction, connected
         self.addresses: tuple[str, str] | None = None
         if connected.family != socket.AF_UNIX:
@@ -129,7 +128,7 @@ class AgentLink(asyncio.Protocol):
         """Fork rank processes, with `variables` of each and the `environment` of all.
 
         Their fork server imports the modules `imports` once. Raises OSError or MegarlError, or PeerLostError after
-        `patience_seconds`. None of the processes runs then.
+        `patience_seconds`. Then no process is left.
         """
         self._handles |= {handle.process: handle for handle in handles}
         ranks = [
@@ -150,7 +149,7 @@ class AgentLink(asyncio.Protocol):
                 imports=list(imports),
             )
         except (OSError, MegarlError):
-            # The agent may have forked some of them. Their group must not wait for the end of the others.
+            # The agent may have forked some ranks already. Kill them, so that their group need not wait for their end.
             self.kill(handles)
             for handle in handles:
                 if handle.process in self._handles:
@@ -161,7 +160,7 @@ class AgentLink(asyncio.Protocol):
         """Send a command to each rank. The returned future completes after the last answer, and fails with the first
         error.
 
-        A call to a thousand ranks thus waits for one future per node. Single answers complete in `answers`.
+        So a call to a thousand ranks waits for one future per node. `answers` has a future per rank.
         """
         batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
         living = {handle: message for handle, message in messages.items() if not handle.died.done()}
@@ -179,7 +178,6 @@ class AgentLink(asyncio.Protocol):
         self.send(BATCH.pack(NOTICE), head, notice)
 
     def kill(self, handles: Sequence[RankHandle]) -> None:
-        """Kill rank processes and their children."""
         self._control("kill", handles)
 
     def dismiss(self, handles: Sequence[RankHandle]) -> None:
@@ -236,8 +234,8 @@ class AgentLink(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
-        """Pass each complete answer to its call."""
-        # Local variables: this loop is most of the driver's work in a short call of a thousand ranks.
+        # Local variables, for speed: in a short call of a thousand ranks the driver spends most of its time in this
+        # loop.
         handles, batches = self._handles, self._batches
         unpack, head_bytes = ANSWER.unpack_from, ANSWER.size
         view = memoryview(self._unread)
@@ -253,11 +251,10 @@ class AgentLink(asyncio.Protocol):
                 batch.take(handle, view[end - size : end])
             start = end
         if start:
-            # A new buffer: one with views of it cannot be shortened.
+            # A new buffer, because a buffer cannot be shortened while views of it exist.
             self._unread = bytearray(view[start:])
 
     def _take_event(self, event: dict[str, Any]) -> None:
-        """Handle a result, a stop signal, or the end of a rank."""
         if "id" in event:
             self._take_result(event)
         elif event["event"] == "signal":
@@ -279,7 +276,6 @@ class AgentLink(asyncio.Protocol):
             answer.set_exception(error if event["errno"] is not None else OSError(event["error"]))
 
     def _note_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
-        """Record the end of a rank, and fail the call in progress on it."""
         del self._handles[handle.process]
         where = "" if self.addresses is None else f"on node {self.node} "
         handle.note_end(end if is_cut_off else where + end, epoch_seconds, is_cut_off=is_cut_off)
@@ -302,7 +298,7 @@ def _end_text(code: int | None, *, ended_with_server: bool) -> str:
     how = f"exited with code {code}"
     if code < 0:
         name = signal.Signals(-code).name
-        # Linux's out-of-memory killer sends SIGKILL, and leaves no other trace here.
+        # Linux's out-of-memory killer sends SIGKILL, and leaves no other sign here.
         how = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     return f"ended with its fork server, which {how}" if ended_with_server else how
 

@@ -26,14 +26,14 @@ _MOST_BYTES = 1 << 20
 
 
 STRANGERS = 64
-"""Maximum connections without proof of the key, in addition to the expected ones. A further one replaces the oldest."""
+"""Maximum unproven connections, in addition to the expected ones. At the limit a new connection replaces the oldest."""
 _INTRODUCTION_SECONDS = 10
 """Seconds for a handshake."""
 
 _SILENT_SECONDS = 30
-"""Seconds until a connection ends without an answer to keepalive probes, for example after a power loss."""
+"""Seconds without an answer to keepalive probes, for example after a power loss. Then the connection ends."""
 _UNREAD_SECONDS = 120
-"""Seconds until a connection ends because its peer does not receive the data sent."""
+"""Seconds for a peer to receive the data sent. Then the connection ends."""
 
 Peer = TypeVar("Peer")
 
@@ -79,7 +79,8 @@ async def meet(
         async with asyncio.TaskGroup() as group:
             while True:
                 connected, _ = await loop.sock_accept(server)
-                # Silent strangers must use up neither this process's file descriptors nor the places of processes.
+                # Silent strangers must not exhaust this process's file descriptors, nor displace the expected
+                # processes.
                 if len(greetings) >= count + STRANGERS:
                     oldest = next(iter(greetings))
                     del greetings[oldest]
@@ -95,15 +96,14 @@ async def meet(
         accepting.cancel()
         await asyncio.wait([accepting])
     if not complete.done():
-        # `met` is incomplete, so accepting failed: raise its error.
+        # Too few have connected, so accepting failed: raise its error.
         accepting.result()
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     """Authenticate a connecting process on the driver's side, and return its first message.
 
-    The socket must be non-blocking. Raises StrangerError, OSError or ValueError for a process of no run or of another
-    one.
+    The socket must be non-blocking. Raises StrangerError, OSError or ValueError for a process without the key.
     """
     loop = asyncio.get_running_loop()
 
@@ -153,7 +153,8 @@ def notice_silence(connected: socket.socket) -> None:
         (socket.TCP_KEEPIDLE, _SILENT_SECONDS // 2),
         (socket.TCP_KEEPINTVL, _SILENT_SECONDS // 6),
         (socket.TCP_KEEPCNT, 3),
-        # For data that the node does not acknowledge, or a stopped agent does not read. Linux would try 15 minutes.
+        # Limit for data that the node does not acknowledge, or that a stopped agent does not read. Linux's is 15
+        # minutes.
         (socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS),
     ):
         with suppress(OSError):
@@ -167,7 +168,6 @@ def pack_json(message: dict[str, Any]) -> bytes:
 
 
 def receive_json(connected: socket.socket) -> dict[str, Any]:
-    """Receive a JSON message from a blocking socket."""
     return json.loads(receive_exactly(connected, _length(receive_exactly(connected, _LENGTH.size))))
 
 
@@ -192,5 +192,5 @@ def _length(head: bytes) -> int:
 
 def _proof(key: bytes, role: bytes, challenge: bytes, number: bytes) -> bytes:
     """Return an HMAC-SHA256 of both random numbers and of the proving side's `role`."""
-    # The role differs by direction, so that a stranger cannot return an end's own proof to it.
+    # With one role for both directions, a stranger could send an end its own proof back.
     return hmac.digest(key, role + challenge + number, hashlib.sha256)

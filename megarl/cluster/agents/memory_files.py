@@ -1,7 +1,7 @@
 """Files in an agent's memory: copies of the training state that outlive a node's ranks.
 
-A rank creates a file without a name (memfd_create) and fills it. The agent opens it too, so the kernel frees it only
-when both have ended, even on a kill. Agents send each other files when nodes leave a run.
+A rank creates a file without a name (memfd_create) and fills it. The agent opens it too. The kernel frees the file when
+both have ended, even after a kill. When nodes leave a run, agents send each other files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.types import PeerLostError
 _PART_BYTES = 1 << 24
 """Bytes sent, received or checked at a time."""
 _OFFER_SECONDS = 600.0
-"""Seconds until an offer ends that no agent fetches."""
+"""Seconds for another agent to fetch an offer. Then the offer ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class MemoryFiles:
             self._add(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
 
     async def list_files(self, checks: bool) -> dict[str, Any]:
-        """Return `files` as `hold` takes them, and the names of `damaged` ones.
+        """Return `files` as `hold` takes them, and the names of `damaged` files.
 
-        With `checks`, files with another checksum are deleted as damaged. Without, none is.
+        With `checks`, files with another checksum count as damaged and are deleted. Without, no file is checked.
         """
         damaged: list[str] = []
         if checks:
@@ -82,7 +82,6 @@ class MemoryFiles:
                 os.close(file.descriptor)
 
     async def keep_only(self, prefix: str) -> None:
-        """Close the files whose names do not begin with `prefix`."""
         await self.drop([name for name in self._files if not name.startswith(prefix)])
 
     async def offer(self, names: Sequence[str], address: str) -> dict[str, Any]:
@@ -129,7 +128,6 @@ def _send_file(connected: socket.socket, file: _MemoryFile) -> None:
 def _receive_files(
     address: tuple[str, int], key: bytes, files: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, _MemoryFile]:
-    """Receive files into memory, in the order of `files`."""
     received: dict[str, _MemoryFile] = {}
     try:
         with socket.create_connection(address) as connected:

@@ -21,7 +21,7 @@ from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.types import ConfigError, PeerLostError
 
 _SPARE_SECONDS = 20.0
-"""Seconds to wait for spare nodes' agents, after as many as the run needs have connected."""
+"""Seconds to wait for spare nodes' agents, once as many as the run needs have connected."""
 _END_SECONDS = 60.0
 """Seconds for the launcher (srun or Ray) to end all agents."""
 
@@ -62,7 +62,7 @@ class Nodes(ABC):
         return link
 
     async def replace_lost(self, timeout_seconds: float) -> None:
-        """Give the numbers of lost nodes to further ones. Raises as `replenish`."""
+        """Replace lost nodes by new ones with the same numbers. Raises as `replenish`."""
         await self.replenish(self.kind.nodes, timeout_seconds)
         self.fill_gaps()
 
@@ -71,7 +71,7 @@ class Nodes(ABC):
         return sum(not agent.is_lost for agent in self.agents)
 
     def fill_gaps(self) -> None:
-        """Give the numbers of lost nodes to spare ones: the living nodes numbered from `kind.nodes` on."""
+        """Give the numbers of lost nodes to spare nodes: the living nodes numbered from `kind.nodes` on."""
         for number in range(min(self.kind.nodes, len(self.agents))):
             spares = [n for n in range(self.kind.nodes, len(self.agents)) if not self.agents[n].is_lost]
             if self.agents[number].is_lost and spares:
@@ -85,7 +85,7 @@ class Nodes(ABC):
                 yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in used_places)
 
     is_unlimited = False
-    """Whether a node has any number of places, as this machine has: ranks may share a CPU."""
+    """Whether a node has any number of places. True on this machine, because ranks may share a CPU."""
 
     def choose_places(
         self, num_ranks: int, used_places: Collection[tuple[int, int]], *, on_one_node: bool
@@ -118,7 +118,7 @@ class ConnectedNodes(Nodes):
     def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         super().__init__(kind, environment, imports)
         self._key = secrets.token_bytes(32)
-        """An agent of an earlier start has another key."""
+        """New at each start, so agents of an earlier start are refused."""
         self._log_folder, self._timeout_seconds = Path(), 0.0
 
     @abstractmethod
@@ -127,7 +127,7 @@ class ConnectedNodes(Nodes):
 
     @abstractmethod
     async def launch(self, address: tuple[str, int], key: bytes) -> int:
-        """Start an agent on each node, which calls `agent.connect`. Returns the number started."""
+        """Start an agent on each node, which calls `agent.connect`. Return the number started."""
 
     @abstractmethod
     async def launch_further(self, num_nodes: int, address: tuple[str, int], key: bytes) -> int:
@@ -138,7 +138,7 @@ class ConnectedNodes(Nodes):
 
     @abstractmethod
     async def await_end(self) -> str:
-        """Wait until a launched agent ends early. Returns how it ended."""
+        """Wait until a launched agent ends early. Return how it ended."""
 
     @abstractmethod
     async def end_agents(self) -> None:
@@ -171,7 +171,7 @@ class ConnectedNodes(Nodes):
 
         `launch` (address, key) starts the agents and returns their number. At least `num_needed` must connect in time.
         """
-        # Closed afterwards: an agent that comes too late, or of another start, ends and does not wait for an answer.
+        # Closed afterwards, so that agents that are late, or of another start, end at once.
         with socket.create_server(("", 0), backlog=4096) as server:
             server.setblocking(False)
             num_launched = await launch((self.host(), server.getsockname()[1]), self._key)
@@ -180,7 +180,7 @@ class ConnectedNodes(Nodes):
             await self._add(connected[introduction], introduction)
 
     async def _add(self, connected: socket.socket, introduction: Introduction) -> None:
-        """Welcome an agent. Its node gets the number of a lost one, else the next."""
+        """Welcome an agent. Its node gets the number of a lost node, or else the next number."""
         welcome = {
             "folder": os.getcwd(),
             "path": sys.path,
@@ -220,7 +220,7 @@ class ConnectedNodes(Nodes):
         return connected
 
     async def _first_of(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
-        """Await a meeting for `seconds`, or until a launched agent ends. Returns why it stopped."""
+        """Await a meeting for `seconds`, or until a launched agent ends. Return why it stopped."""
         accepting, ending = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
         try:
             await asyncio.wait([accepting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -17,7 +17,7 @@ class NodeKind(NamedTuple):
     """Nodes of one kind: all nodes of the run, or those of the trainers or engines only."""
 
     first_rank: int
-    """Rank of the run that is first on these nodes. Further ranks follow node by node."""
+    """The first of the run's ranks on these nodes. Further ranks follow node by node."""
     nodes: int
     ranks_per_node: int
     component: int | None = None
@@ -70,8 +70,8 @@ def own_interface(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                # struct ifreq has 16 bytes for the name, with a final zero, then a sockaddr_in. Its
-                # bytes 20 to 23 are the address.
+                # struct ifreq has 16 bytes for the name, with a final zero, then a sockaddr_in: bytes 20 to 23 are the
+                # address.
                 request = struct.pack("256s", name.encode()[:15])
                 if socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24]) == address:
                     return name
@@ -82,7 +82,7 @@ def find_addresses(connections: Sequence[tuple[str, str]]) -> list[str]:
     """Return, for each rank, an address at which ranks of other nodes reach it.
 
     `connections` has the addresses of each rank's agent and of the driver. On the driver's own machine both may be the
-    loopback address. The result then is the driver's address on another connection, if there is one.
+    loopback address. Then the result is the driver's address on another connection, if there is one.
     """
     outside = next((driver for agent, driver in connections if agent != driver), None)
     return [(outside or driver) if agent == driver else agent for agent, driver in connections]

@@ -25,7 +25,6 @@ class Call:
     """In monotonic seconds."""
 
     def is_answered(self) -> bool:
-        """Return whether all ranks have answered without an error."""
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
     def on_answers(self, use: Callable[[Any], object]) -> None:

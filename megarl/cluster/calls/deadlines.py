@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
-"""First calls compile, allocate and connect, so they do not determine a method's limit."""
+"""First calls of a method without influence on its limit: they compile, allocate and connect."""
 _TIMES_SLOWEST = 10.0
 """Limit of later calls, as a multiple of the method's slowest call."""
 
@@ -17,7 +17,7 @@ _TIMES_SLOWEST = 10.0
 _TIMES_LATE = 3.0
 """A call is reported as late after this multiple of its method's slowest call."""
 _LEAST_LATE_SECONDS = 5.0
-"""Short calls vary with the machine's load, so none is late earlier."""
+"""Minimum seconds until a call is late: short calls vary with the machine's load."""
 
 
 class Limit(NamedTuple):
@@ -42,7 +42,6 @@ class Deadlines:
 
     @classmethod
     def same(cls, seconds: float, field: str = "") -> Deadlines:
-        """Return deadlines with one limit for every method."""
         return cls(Limit(seconds, field), Limit(seconds, field))
 
     @property
@@ -50,7 +49,6 @@ class Deadlines:
         return self._shortest
 
     def limit_for(self, method: str) -> Limit:
-        """Return the limit of a method's next call."""
         if method in self._limit_by_method:
             return self._limit_by_method[method]
         if self._num_calls.get(method, 0) < _NUM_FIRST:
@@ -65,7 +63,6 @@ class Deadlines:
         return max(_LEAST_LATE_SECONDS, _TIMES_LATE * self._slowest[method])
 
     def note(self, method: str, seconds: float) -> None:
-        """Record how long a call took."""
         self._num_calls[method] = self._num_calls.get(method, 0) + 1
         self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
 

@@ -21,8 +21,8 @@ from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, name_ranks,
 from megarl.files.atomic import append_whole
 
 _REPORT_GRACE_SECONDS = 1.5
-"""After a failure, seconds for another rank to report an earlier one that caused it. Ranks may notice a dead rank
-before the driver does.
+"""Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Ranks may notice a
+dead rank before the driver does.
 """
 _MOST_PATIENCE_SECONDS = 60.0
 """Maximum seconds for an agent's answer about stopped ranks."""
@@ -55,11 +55,11 @@ class Diagnosis:
         """Callback (report) for ranks that fall silent, or delay a call much longer than earlier calls took."""
 
     async def explain(self, call: Call) -> Exception:
-        """End the group because a rank failed or missed its deadline. Returns the error to raise."""
+        """End the group because a rank failed or missed its deadline. Return the error to raise."""
         return await self._end.run_once(partial(self._end_call, call))
 
     async def end_faulty(self, ranks: Sequence[int], fault: str) -> Exception:
-        """End the group because of a `fault` of these ranks. Returns the error of all later calls."""
+        """End the group because of a `fault` of these ranks. Return the error of all later calls."""
 
         async def end() -> Exception:
             silent = [self._ranks.handles[rank] for rank in ranks]
@@ -80,7 +80,7 @@ class Diagnosis:
     async def end_if_absent(self, method: str, limit: Limit) -> None:
         """End the group if ranks exceed the limit of a call of `method` outside a collective.
 
-        Silent ranks inside one may wait for another group's ranks.
+        Silent ranks inside a collective may wait for another group's ranks.
         """
         began = time.monotonic() - limit.seconds
         late = [call for call in self._calls if call.method == method and call.began < began]
@@ -131,12 +131,11 @@ class Diagnosis:
         return {handle.rank: answers.get(handle) or "" for handle in handles}
 
     def show_stacks(self) -> None:
-        """Make the ranks write their stacks to their logs."""
         reading = asyncio.ensure_future(self.read_stacks())
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _end_call(self, call: Call) -> Exception:
-        """End the group because of a failed or late rank. Returns the error naming the first cause."""
+        """End the group because of a failed or late rank. Return the error naming the first cause."""
         calls = list(self._calls)
         if not call.errors():
             fault = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
@@ -151,12 +150,12 @@ class Diagnosis:
                     await self._end.kill()
                     return error
                 failures.append((error, pending))
-        # Consequences come last. So do ranks cut off with their agent: the loss of a node may end an agent of another
-        # one before a rank's own end is reported.
+        # Consequences come last. Ranks cut off with their agent count as consequences: a lost node may end another
+        # node's agent before a rank's own end is reported.
         first, failed = min(
             failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
         )
-        # The failure is only a consequence. The cause is a rank that did not enter the collective, if there is one.
+        # The failure is only a consequence. The cause may be a rank that did not enter the collective.
         if first.echo and (silent := failed.silent()):
             stacks = await self.read_stacks()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
@@ -166,15 +165,15 @@ class Diagnosis:
             # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
             lost_handles = [first.handle, *(error.handle for error, _ in failures if not error.echo)]
         await self._end.kill(lost_handles)
-        # After the end: a lost rank's log is complete then.
+        # Only now, after the end, is a lost rank's log complete.
         return error_of(first, failed.method, self._ranks.part.num_ranks)
 
     async def _end_silent(
         self, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
     ) -> Exception:
-        """End the group because of silent ranks. Returns an error with their names and all stacks.
+        """End the group because of silent ranks. Return an error with their names and all stacks.
 
-        Silent ranks that only wait for a stopped one in a collective are listed as waiting.
+        Silent ranks that only wait for a stopped rank in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         cause = f"{name_handles(stopped)} of {self._ranks.part.num_ranks} {fault}"
@@ -209,7 +208,7 @@ class Diagnosis:
         stacks = await self.read_stacks()
         silent = call.silent()
         slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
-        # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
+        # If all ranks work, none is slower than its peers: this call has more to do than earlier calls.
         if slow and len(slow) < len(call.answers) and not call.errors():
             self.on_slow(
                 f"{name_handles(slow)} of {self._ranks.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in "
@@ -300,10 +299,10 @@ class HangReport:
             *(line for rank in sorted(places) for line in places[rank]),
         ]
         path = self._unused_path()
-        # The machine may have lost its disk; the error must name the silent rank all the same.
+        # The machine may have lost its disk. The error must name the silent rank all the same.
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
-            # A debugger pauses a rank. Only this group ends now, so other groups must not be paused.
+            # Only of the ending group, because a debugger pauses a rank.
             for rank, text in (await group.read_native_stacks(silent, self._most_native)).items():
                 append_whole(path, f"\n== rank {rank}: native ==\n{text}\n".encode(errors="replace"))
             return path

@@ -20,8 +20,8 @@ _KILL_SECONDS = 10.0
 class GroupEnd:
     """Ends a group once, at the first of `close`, `interrupt` or a fault (`diagnosis.Diagnosis`).
 
-    No rank survives: one that waits in a collective for a lost rank cannot leave it in a known state. Agents, with
-    their copies of the training state, and other groups survive.
+    No rank survives: a rank waiting in a collective for a lost rank cannot leave it in a known state. Other groups
+    survive, and so do agents with their copies of the training state.
     """
 
     def __init__(self, ranks: GroupRanks, calls: Collection[Call]) -> None:
@@ -37,7 +37,6 @@ class GroupEnd:
         return self._ending is not None
 
     async def raise_if_begun(self) -> None:
-        """Raise the group's error if its end has begun."""
         if self._ending is not None:
             raise await asyncio.shield(self._ending)
 
@@ -62,7 +61,7 @@ class GroupEnd:
         await self.run_once(end)
 
     async def run_once(self, end: Callable[[], Coroutine[None, None, Exception]]) -> Exception:
-        """Run `end` unless the group is already ending. Returns the error of all later calls.
+        """Run `end` unless the group is already ending. Return the error of all later calls.
 
         `end` finds the cause, calls `kill`, and returns the error.
         """

@@ -28,7 +28,6 @@ class PartOfRun:
     key: bytes
 
     def ranks(self, world_size: int) -> range:
-        """Return the run's rank numbers of this group."""
         return range(self.first_rank, self.first_rank + world_size)
 
 
@@ -45,7 +44,7 @@ class GroupRanks:
     async def fork(
         self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str], timeout_seconds: float
     ) -> None:
-        """Let the agents fork the rank processes, with the modules `imports` imported once. Raises OSError or
+        """Let the agents fork the rank processes. They import the modules `imports` once. Raises OSError or
         MegarlError.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +62,13 @@ class GroupRanks:
                 }
                 for handle in handles
             ]
-            # The recipe's variables come last: ranks on the CPU see no GPU.
+            # The recipe's variables come last and win: ranks on the CPU see no GPU.
             common = {**visible_gpus(agent.introduction), **environment}
             forks.append(agent.fork(handles, variables, common, imports, timeout_seconds))
         await asyncio.gather(*forks)
 
     def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
-        """Send a command to each rank. Returns a future of each answer, and futures to wait for.
+        """Send a command to each rank. Return a future of each answer, and futures to wait for.
 
         The latter complete when all ranks have answered. One of them fails as soon as any rank fails.
         """
@@ -102,7 +101,7 @@ class GroupRanks:
         if handles:
             await asyncio.wait([handle.died for handle in handles], timeout=timeout_seconds)
         for agent in self._by_agent(handle for handle in handles if not handle.died.done()):
-            # It is stopped, or its node is. It ends its ranks when it goes on.
+            # The agent or its node is stopped. It ends its ranks when it continues.
             agent.cut()
 
     async def request(
@@ -110,8 +109,8 @@ class GroupRanks:
     ) -> dict[RankHandle, Any]:
         """Let the agents execute request `do` for these ranks, and return the answers by rank.
 
-        An answer is None if the agent is lost, or silent for `patience_seconds`. A rank that the answer omits is left
-        out.
+        An answer is None if the agent is lost, or silent for `patience_seconds`. Ranks without an answer of their agent
+        are left out.
         """
         of_agent = self._by_agent(handles)
         answers = await asyncio.gather(

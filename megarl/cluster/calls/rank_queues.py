@@ -17,7 +17,6 @@ class _Turn:
         self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def be_first(self) -> None:
-        """Record that the call became first in one more queue."""
         self.num_behind -= 1
         # `has_come` is done already if the waiting call was cancelled.
         if not self.num_behind and not self.has_come.done():
@@ -31,11 +30,11 @@ class RankQueues:
     they were made, which ensures:
 
     - Order: of two calls with a common rank, the earlier one runs first. Locks would not ensure this: while
-      a call waits for rank 0, a later call could lock rank 1 first.
+    a call waits for rank 0, a later call could lock rank 1 first.
     - No deadlock: the earliest unfinished call is first in all its queues.
     - No starvation: only earlier calls, a finite number, precede a call.
     - Independence: calls to disjoint ranks do not wait for each other, unless a call to ranks of both waits between
-      them.
+    them.
     """
 
     def __init__(self, num_ranks: int) -> None:

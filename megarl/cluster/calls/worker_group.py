@@ -142,7 +142,7 @@ class WorkerGroup:
         slack_seconds: float = 0.0,
         on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
-        """Call a method on every rank, with `per_rank[rank]` as first argument. Returns the answers by rank.
+        """Call a method on every rank, with `per_rank[rank]` as first argument. Return the answers by rank.
 
         `budget_seconds` is planned working time and `slack_seconds` other time; both extend the deadline. `on_answer`
         gets each answer as it arrives. Raises ValueError if `per_rank` has a wrong length.

@@ -1,6 +1,6 @@
 """Bandwidth test of the links between ranks. Disjoint pairs of ranks exchange data at the same time.
 
-In rings of three or more, each rank is in two pairs, which distinguishes a slow rank from its partners.
+In rings of three or more, each rank is in two pairs. So a slow rank can be distinguished from its partners.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Bandwidth:
         return bandwidths
 
     def close(self) -> None:
-        """Leave the torch world."""
         world.leave()
 
     def _exchange(self, partner: int | None) -> None:

@@ -46,7 +46,7 @@ _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
 _LEAST_OPEN_FILES = 1024
 """Minimum open files (`ulimit -n`) without a fault."""
 _LEAST_SHARED_BYTES = 256 << 20
-"""Bytes of free shared memory that NCCL and vLLM need."""
+"""Minimum bytes of free shared memory for NCCL and vLLM."""
 _SETUP = "run launch/setup.sh"
 
 
@@ -114,7 +114,7 @@ async def examine_nodes(
     None: it is not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
-    # The run folder's storage is checked, so the folder must lie where all nodes would write.
+    # The run folder's storage is checked, so create the folder where all nodes would write.
     with temporary_folder(Path(recipe.runs_folder), ".doctor-") as folder:
         engines = recipe.cluster.groups.engines
         ranks = await start_ranks(recipe.cluster, folder.absolute(), [] if engines is None else [engines.num_ranks])
@@ -329,7 +329,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def differences(findings_by_node: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
-    """Merge several nodes' findings. Returns each distinct one with its nodes' names (`all`, or a list)."""
+    """Merge several nodes' findings. Return each distinct one with its nodes' names (`all`, or a list)."""
     nodes: dict[Finding, list[str]] = {}
     for node, findings in findings_by_node.items():
         for finding in map(Finding._make, findings):

@@ -27,7 +27,7 @@ _CLOCK_SECONDS = 60.0
 async def inspect(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned_memory: RankHostBytes | None = None
 ) -> tuple[list[Finding], list[str]]:
-    """Check the nodes of all ranks, and the bandwidths within each group. Returns faults and notices.
+    """Check the nodes of all ranks, and the bandwidths within each group. Return faults and notices.
 
     `planned_memory` is each rank's host memory in bytes; None: it is not checked. The ranks' worker must be a
     `NodeReport`.
@@ -83,7 +83,7 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "is_writable": first["is_writable"] and second["is_writable"],
         "broken": first["broken"] | second["broken"],
         "free_bytes": min(first["free_bytes"], second["free_bytes"]),
-        # The need is that of all groups together. A small container must not refuse what the node has.
+        # The need is that of all groups together. The limit of one small container must not refuse the node.
         "memory": max(first["memory"], second["memory"]),
         **{name: first[name] or second[name] for name in ("shared_memory", "full_shared_memory", "device", "compiler")},
     }
@@ -167,7 +167,7 @@ def faults(
             yield _bad_node(node, report["full_shared_memory"], exit_code=DiskFullError.exit_code)
         if report["device"]:
             yield _bad_node(node, report["device"])
-        # Nodes of one kind have the same number of GPUs. A node with fewer has lost one.
+        # Nodes of one kind have the same number of GPUs. A node with fewer has lost a GPU.
         if num_gpus and len(report["gpus"]) < max(ranks_per_node, num_gpus):
             text = f"shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}"
             yield _bad_node(node, text, "exclude the node")

@@ -40,7 +40,7 @@ class NodeReport:
 
         The rank with LOCAL_RANK 0 inspects its node. After a resize a node may have none; a rank of `inspecting_ranks`
         (numbers in the run) then inspects it. `first_rank` is the number in the run of this group's first rank. The
-        report's `port` is a TCP port. It is open until `close`, for connection tests by other nodes.
+        report's `port` is a TCP port, open until `close`, for connection tests by other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None

@@ -40,7 +40,7 @@ class LocalAgent:
         self._program.kill()
 
     async def end(self) -> None:
-        """Wait for the end of an agent without a connection, and of its ranks. Kills it after a time limit."""
+        """Wait for the end of an agent without a connection, and of its ranks. Kill it after a time limit."""
         try:
             async with asyncio.timeout(_EXIT_SECONDS):
                 await self._program.wait_for_end()

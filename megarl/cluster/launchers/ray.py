@@ -65,7 +65,6 @@ def _node_name(host: str, node_id: str) -> str:
 
 
 def _living() -> dict[str, str]:
-    """Return the hosts of living nodes by ID."""
     return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 
@@ -160,12 +159,12 @@ class RayNodes(ConnectedNodes):
         return num_nodes
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
-        """Start an actor on each of `num_nodes` further nodes. Returns False if reserving them exceeds `seconds`."""
+        """Start an actor on each of `num_nodes` further nodes. Return False if reserving them exceeds `seconds`."""
         reserved = await self._reserve(num_nodes, seconds)
         if reserved is None:
             return False
         self._placement_groups.append(reserved)
-        # Actors of earlier starts that have ended must not end the wait for this one.
+        # Forget ended actors of earlier starts: they must not end the wait for a new agent.
         self._served = [served for served in self._served if not served.done()]
         for index in range(num_nodes):
             self._start_actor(PlacementGroupSchedulingStrategy(reserved, index), address, key)
@@ -202,7 +201,7 @@ class RayNodes(ConnectedNodes):
         turn = len(self._actors)
         self._actors.append(actor)
         served = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, turn).future())
-        # asyncio would log each error that nobody looked at.
+        # Retrieve the error: asyncio would log it as never retrieved.
         served.add_done_callback(lambda end: end.cancelled() or end.exception())
         self._served.append(served)
 

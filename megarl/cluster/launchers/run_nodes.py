@@ -50,7 +50,6 @@ class _EarlyAgent:
     agent: LocalAgent | None = None
 
     def take(self) -> LocalAgent | None:
-        """Return the agent once, then None."""
         agent, self.agent = self.agent, None
         return agent
 
@@ -120,7 +119,7 @@ class RunNodes:
     ) -> RunRanks:
         """Start the trainers' group, and one per separate engine replica, with the worker class `NodeReport`.
 
-        `trainer` has the trainers' parallel sizes; None: nothing is trained. `trainer_places` empty: the first ones.
+        `trainer` has the trainers' parallel sizes; None: nothing is trained. `trainer_places` empty: the first places.
         `on_missing_engine` gets the reason why a replica did not start while others did; None: it is raised.
         """
         num_ranks = num_trainers + sum(replica_sizes)
@@ -204,13 +203,12 @@ class RunNodes:
                 await nodes.replenish(num_nodes, self._cluster.start_timeout_seconds)
 
     async def replace_lost_nodes(self) -> None:
-        """Raises ConfigError or PeerLostError if there are no others."""
+        """Replace all lost nodes. Raises ConfigError or PeerLostError if there are no others."""
         for nodes in self.all_nodes:
             await nodes.replace_lost(self._cluster.start_timeout_seconds)
 
     @property
     def agents(self) -> list[AgentLink]:
-        """The agents of all nodes. Some may be lost."""
         return [agent for nodes in self.all_nodes for agent in nodes.agents]
 
     def on_signal(self, callback: Callable[[str], object]) -> None:

@@ -21,7 +21,7 @@ from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError, DataError, FaultyNodeError
 
 _OPTIONS = ("cluster", "sbatch_options")
-"""Place of sbatch's options in a recipe. The command line's are checked by the same rules."""
+"""Place of sbatch's options in a recipe. Options of the command line follow the same rules."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 """Name or address of one host, without lists (a,b), ranges (n[1-9]), options (--x) and characters of a shell.
 
@@ -144,7 +144,7 @@ def require_sbatch() -> None:
 
 
 def submit(script: str, options: Sequence[str]) -> str:
-    """Submit a batch script with sbatch `options`, after a trial with --test-only. Returns sbatch's output.
+    """Submit a batch script with sbatch `options`, after a trial with --test-only. Return sbatch's output.
 
     Raises ConfigError if Slurm refuses the job.
     """

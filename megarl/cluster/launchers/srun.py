@@ -60,12 +60,11 @@ class SrunNodes(ConnectedNodes):
         return len(ready)
 
     def _start_step(self, names: Sequence[str], address: tuple[str, int], key: bytes) -> None:
-        """Start a job step with an agent on each of these nodes."""
         log = self._log_folder.absolute() / self.start_log
         command = [
             "srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
             f"--nodelist={','.join(names)}", *self._component,
-            # The agents of living nodes go on when a node or an agent is lost. --wait=0: no time limit after that.
+            # When a node or an agent is lost, the other nodes' agents continue. --wait=0: without a time limit.
             "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
             # --overlap: other steps run on these nodes. --cpu-bind=none: the agent's ranks share all cores of the job.
             "--overlap", "--cpu-bind=none", "--open-mode=append", f"--output={log}", *self._options,

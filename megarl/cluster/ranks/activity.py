@@ -30,11 +30,9 @@ def phase_of_method(method: str) -> str | None:
 
 @dataclass(slots=True)
 class Activity:
-    """Busy time and peak memory of a rank's calls since the last `take`."""
-
     busy_seconds: float = 0.0
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes by method, from the end of the previous call to the end of this one. A reshard includes neither the
+    """Peak bytes by method, from the end of the previous call to the end of this one. So a reshard includes neither the
     memory of the update before nor the KV cache of the rollout after.
     """
 
@@ -49,7 +47,6 @@ class Activity:
             self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:
-        """Return the statistics, and reset them."""
         snapshot = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
         return snapshot

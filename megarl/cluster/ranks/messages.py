@@ -3,9 +3,9 @@
 A rank executes commands in order and handles notices at once. A rank in a collective reads no command, so a thread
 reads all messages and queues the commands for the main thread.
 
-The driver sends batches to agents: one call on one node, in parts, each a message with its receiving processes. The
-agent returns all answers together, or those present a short time after the first. So a hanging rank does not hold up
-its neighbours' answers. Control messages to and from the agent itself are JSON.
+The driver sends batches to agents. A batch is one call on one node. Each of its parts is a message with its receiving
+processes. The agent returns all answers together, or those present a short time after the first. So a hanging rank does
+not delay its neighbours' answers. Control messages to and from the agent itself are JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def pack_cancel(name: str, reason: str) -> bytes:
 
 
 def pack_control(message: dict[str, Any]) -> bytes:
-    """Encode a control message to an agent."""
     text = json.dumps(message).encode()
     return BATCH.pack(CONTROL) + LENGTH.pack(len(text)) + text
 
@@ -77,7 +76,7 @@ class Inbox:
 
     def __init__(self, connected: socket.socket) -> None:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()
-        # The stream is never closed: closing would wait for the thread, and the thread reads until the driver leaves.
+        # Never closed: closing would wait for the thread, and the thread reads until the driver disconnects.
         stream = connected.makefile("rb")
         Thread(target=self._read, args=(stream,), name="inbox", daemon=True).start()
 

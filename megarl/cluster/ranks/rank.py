@@ -58,7 +58,7 @@ def _report(error: Exception) -> dict[str, Any]:
     """Return an exception as plain data: the driver may be unable to unpickle its class."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
-        # The log may be on a full disk; the driver must get the report all the same.
+        # The log may be on a full disk. The driver must get the report all the same.
         print(text, file=sys.stderr, flush=True)
     user_error = error if isinstance(error, MegarlError) else disk_full(error)
     # The driver raises the error again under its nearest class in `megarl.types`.
@@ -85,14 +85,14 @@ class _Host:
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
         """Construct the worker "package.module:Class". `path` becomes `sys.path`."""
         faults.reach("construct")
-        # The worker must be importable as in the driver, whatever started this interpreter.
+        # The worker must be importable as in the driver, whatever program started this interpreter.
         sys.path[:] = path
         module, _, name = worker.partition(":")
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with disable_collector():
             imported = importlib.import_module(module)
-        # The earlier worker goes first: if this one fails, the rank has none.
+        # Drop the earlier worker first: if constructing fails, the rank has none.
         self.worker = None
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
@@ -171,14 +171,14 @@ def _arm(text: str, first_rank: int) -> None:
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
-    """Start or stop recording spans. Returns monotonic seconds, and the spans so far."""
+    """Start or stop recording spans. Return monotonic seconds, and the spans so far."""
     return time.monotonic(), record(is_on)
 
 
 def note_signals() -> None:
     """Record stop signals instead of exiting. The next answer reports them, so the driver saves and ends the run.
 
-    An operator or scheduler may signal a single rank. If that ended the rank, the run would end unsaved.
+    An operator or scheduler may signal a single rank. If the rank exited, the run would end unsaved.
     """
 
     def note(number: int, _: Any) -> None:
@@ -190,7 +190,6 @@ def note_signals() -> None:
 
 
 def serve(sock: socket.socket) -> None:
-    """Execute the driver's commands until the agent closes the connection."""
     faulthandler.enable()
     # The agent asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -210,7 +209,7 @@ def serve(sock: socket.socket) -> None:
             # Free a large batch or result now, not when the next command arrives.
             command = call = result = None
             sock.sendall(answer)
-        # Before the connection ends, which the agent reports as the end of this process.
+        # Before the connection ends: the agent reports its end as the end of this process.
         _close(host.worker)
 
 

@@ -47,7 +47,7 @@ def summary(stacks: Mapping[int, str]) -> str:
         frames = [line for line in main_thread.splitlines() if _FRAME.search(line)] if heading else []
         lines_shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
         ranks_by_frames.setdefault("\n".join(lines_shown or ["  wrote no stack"]), []).append(rank)
-    # Rare stacks come first: most ranks only wait for the few that stand elsewhere.
+    # Rare stacks come first: most ranks only wait for the few ranks elsewhere.
     kinds = sorted(ranks_by_frames.items(), key=lambda kind: len(kind[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]
     for frames, ranks in kinds[:_MOST_STACKS]:
@@ -70,7 +70,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_engine(ranks: Sequence[int]) -> str:
-    """Return the name of an engine replica for messages."""
     return f"the engine of {name_ranks(ranks)}"
 
 
@@ -85,5 +84,5 @@ def waits_in_collective(stacks: str) -> bool:
         return False
     if any(part in innermost["file"] for part in _WAITING_FILES):
         return True
-    # Calls into C leave no frame, so the source line of the call is searched.
+    # Calls into C leave no frame, so search the source line of the call.
     return _WAIT.search(linecache.getline(innermost["file"], int(innermost["line"]))) is not None

@@ -85,7 +85,7 @@ class AttemptJournal:
     def begin(self, attempt_name: str, settings: str) -> AttemptLog:
         """Begin a try of an attempt, or return the log of a try that ended before this start of the run.
 
-        `attempt_name` is unique in the run. `settings` are the sampling parameters; answers with other parameters are
+        `attempt_name` is unique in the run. `settings` are the sampling parameters. Answers with other parameters are
         not used.
         """
         earlier = self._state.newest(attempt_name, settings)
@@ -99,7 +99,7 @@ class AttemptJournal:
         return AttemptLog(self, self.begin_try(attempt_name, settings), earlier=earlier)
 
     def begin_try(self, attempt_name: str, settings: str) -> JournaledTry:
-        """Begin a try of an attempt, which replaces all earlier tries of the attempt."""
+        """Begin a try, which replaces all earlier tries of the attempt."""
         # A random suffix: a counter could repeat the name of a try that was removed from the journal.
         name = f"{attempt_name}/{secrets.token_hex(4)}"
         self.append({"kind": "began", "try": name, "attempt": attempt_name, "settings": settings})
@@ -107,12 +107,12 @@ class AttemptJournal:
 
     @property
     def expected_keys(self) -> list[str]:
-        """API keys of agent programs that may still run since an earlier driver and can go on with their sessions."""
+        """API keys of agent programs that may have outlived an earlier driver and can continue their sessions."""
         return [t.opened["key"] for t in self._state.tries.values() if t.opened is not None and t.can_go_on]
 
     @property
     def orphans(self) -> list[tuple[str, str]]:
-        """Node and name of each container that may still run since an earlier driver, and whose program cannot
+        """(node, name) of each container that may have outlived an earlier driver, and whose program cannot
         continue.
         """
         tries = self._state.tries
@@ -121,10 +121,9 @@ class AttemptJournal:
         ]
 
     def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
-        """Record the attempts trained in a step, with their numbers of trained tokens, and the attempts no longer used.
+        """Record the attempts trained in a step, and the attempts no longer used. Return when this is on the disk.
 
         `trained` has (name of the try, number of trained tokens). `live` are the tries waiting for a later step.
-        Returns when the records are on the disk.
         """
         names = {name for name, _ in trained}
         dropped = [
@@ -144,7 +143,6 @@ class AttemptJournal:
         self._thread.submit(self._write, self._take_pending()).result()
 
     def account(self) -> TokenAccount:
-        """Return how many sampled tokens were trained, dropped or lost."""
         return self._state.account()
 
     async def write(self, values: Mapping[str, Any]) -> None:
@@ -187,7 +185,7 @@ class AttemptJournal:
         self._thread.submit(self._write, self._take_pending(), is_flushed=False)
 
     def note_aborted(self, name: str, identity: str, num_tokens: int, origin: str | None = None) -> None:
-        """Record the tokens of an aborted call, sampled without an answer. `identity` names the call.
+        """Record the number of tokens sampled for an aborted call. `identity` names the call.
 
         `origin` is the earlier try that had these tokens before; None: they are new. The record survives a kill of this
         process. Never raises: after a failed write, the next write of an answer or an end raises its error.
@@ -260,8 +258,8 @@ class AttemptJournal:
 class AttemptLog:
     """The journal of one attempt. `ended` is its trajectory if it ended before this start of the run.
 
-    `calls` are the answers of an earlier try. This try may get them again. `reopened` is the session of a program that
-    may have outlived the driver. That program already has the answers in `calls`.
+    `calls` are an earlier try's answers, to be repeated in this try. `reopened` is the session of a program that may
+    have outlived the driver. That program already has the answers in `calls`.
     """
 
     def __init__(
@@ -290,13 +288,10 @@ class AttemptLog:
 
     @property
     def num_aborted(self) -> int:
-        """Number of this try's sampled tokens without an answer. A call restored from a checkpoint may continue some of
-        them.
-        """
+        """Sampled tokens of this try without an answer. A call restored from a checkpoint may continue some of them."""
         return self._try.aborted.total()
 
     def _repeat(self, earlier: JournaledTry) -> None:
-        """Let this try repeat the answers of an earlier try."""
         self._earlier = earlier
         self.calls = []
         self._origins.clear()
@@ -315,7 +310,7 @@ class AttemptLog:
         self._repeat(earlier)
 
     def open_session(self, session: str, key: str, node: str, container: str) -> None:
-        """Record how a later driver can reach the attempt's program. The next flush writes this record, with the first
+        """Record how a later driver can reach the attempt's program. Written by the next flush, with the first
         answer.
         """
         if not self._is_dropped:
@@ -323,7 +318,7 @@ class AttemptLog:
             self._journal.append({"kind": "opened", "try": self.name, **facts})
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
-        """Record a request. The next flush writes this record, with the request's answer."""
+        """Record a request. Written by the next flush, with the request's answer."""
         if not self._is_dropped and self._try.opened is not None:
             self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
 
@@ -350,7 +345,6 @@ class AttemptLog:
         calls += self.calls
 
     def drop(self) -> None:
-        """Record that the attempt is no longer used. Its agent may still run."""
         if not self._is_dropped:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
@@ -375,7 +369,6 @@ class AttemptLog:
         return can_continue
 
     def check_storage(self) -> None:
-        """Raise StorageError if an earlier write of the journal failed."""
         self._journal.check_storage()
 
     def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
@@ -403,9 +396,7 @@ class AttemptLog:
             await self._journal.write_answer(self.name, call, origin, num_begun=num_begun, request_id=request_id)
 
     async def end(self, trajectory: Trajectory) -> Trajectory:
-        """Write the end of the attempt with its trajectory. Return the trajectory, with the try's name in the
-        journal.
-        """
+        """Write the end of the attempt. Return its trajectory with the try's name in the journal."""
         if self._is_dropped:
             return trajectory
         trajectory = replace(trajectory, journaled_as=self.name)
@@ -415,7 +406,7 @@ class AttemptLog:
 
 @dataclass(frozen=True, slots=True)
 class ReopenedSession:
-    """A program that may have outlived the driver: its session, and its calls in the order of their answers.
+    """The session of a program that may have outlived the driver, and its calls in the order of their answers.
 
     Each of `calls` has the tokens, the request's values, and whether a client has read the answer. `num_started` is the
     highest call number so far, including calls without an answer.

@@ -75,7 +75,7 @@ def prompt_digest(prompt: NDArray[np.int32]) -> str:
 
 
 def completion_values(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON values. Routed experts are left out, because they are stored on their rank."""
+    """Return a completion as JSON values, without routed experts: these are stored on their rank."""
     sets = completion.retained_sets
     return {
         "tokens": _encode(completion.token_ids, np.int32),
@@ -87,9 +87,7 @@ def completion_values(completion: Completion) -> dict[str, Any]:
 
 
 def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
-    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError for invalid
-    values.
-    """
+    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError if invalid."""
     token_ids, logprobs = decode_tokens(values["tokens"]), _decode(values["logprobs"], np.float32)
     versions = decode_tokens(values["versions"])
     if not len(token_ids) == len(logprobs) == len(versions):

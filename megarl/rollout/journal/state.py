@@ -1,4 +1,4 @@
-"""The content of a journal of agents' attempts: tries, their answers, and counts of the sampled tokens."""
+"""The content of a journal: tries of agents' attempts, their answers, and counts of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class JournaledTry:
 
     @property
     def num_answered(self) -> int:
-        """Number of tokens in the answers."""
         return sum(answer.num_tokens for answer in self.answers.values())
 
     @property
@@ -90,7 +89,7 @@ class JournaledTry:
         return self.opened is not None and is_unfinished and has_all
 
     def forget_after(self, version: int) -> int:
-        """Remove answers with tokens sampled by later weights than `version`. Returns the number of removed tokens."""
+        """Remove answers with tokens sampled by later weights than `version`. Return the number of removed tokens."""
         stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
         if stale:
             # Trajectory and program already contain the removed tokens, so neither can be used.
@@ -279,7 +278,7 @@ class JournalState:
         return account
 
     def start(self, version: int) -> None:
-        """Start from the weights of a checkpoint (`version`): undo later steps, remove later answers, close
+        """Start from a checkpoint with weights of `version`: undo later steps, remove later answers, close
         all tries.
         """
         settled_tokens = self._settled_tokens
@@ -453,7 +452,7 @@ class JournalState:
     def _apply_step(self, values: Mapping[str, Any]) -> None:
         """Note the step that trained these tries, and how many of their tokens. Contradictions become faults.
 
-        Tokens of steps before `used_from` are not needed again, so they are removed.
+        Tokens of steps before `used_from` are removed.
         """
         step = _count(values["step"])
         for name, num_trained in values["tries"]:
@@ -473,7 +472,7 @@ class JournalState:
 
 
 def _prompt(agent_try: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
-    """Return the prompt of a record: int32 [prompt]. Raises an exception of `DAMAGE` for damaged tokens."""
+    """Return the prompt of a record: int32 [prompt]. Raises an error of `DAMAGE` for damaged tokens."""
     prompt = decode_tokens(values["new"])
     if values["base"] is not None and (base := agent_try.answers[values["base"]].call) is not None:
         prompt = np.concatenate([base.prompt_token_ids, base.parts[0].token_ids.astype(np.int32), prompt])

@@ -1,4 +1,4 @@
-"""Advantages and importance weights of a training step's batch, by the estimators named in the recipe."""
+"""Advantages and importance weights of a training step's batch."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def weigh(
     kl_coefficient: float,
     role_baselines: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """Set the batch's advantages and importance weights as the recipe says. Return the metrics of both.
+    """Set the batch's advantages and importance weights as the recipe says. Return their metrics.
 
-    `weight_version` is the version of the trainer's weights before the update. If groups may span several versions,
-    this function finally sets the engine's log-probs of earlier versions to NaN. `role_baselines` are the baselines of
+    `weight_version` is the version of the trainer's weights before the update. If groups may span several versions, the
+    engine's log-probs of earlier versions become NaN at the end. `role_baselines` are the baselines of
     algorithm.advantage = rae, by role. They are updated.
     """
     algorithm = recipe.algorithm
@@ -215,8 +215,8 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
 def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return advantages [samples] computed per reward function.
 
-    Each function's scores are normalised within the group. The weighted sum of these is whitened over the batch.
-    Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
+    Each function's scores are normalised within the group. Their weighted sum is whitened over the batch. Source: GDPO
+    (arXiv 2601.05242, eqs. 4 to 6).
     """
     total = torch.zeros(len(batch.rewards), dtype=torch.float64)
     for scores, weight_in in _judgements(batch):
@@ -281,7 +281,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     turn_scores = torch.where(has_turns, returns[:, 0], scores)
     advantages = broadcast_to_tokens(_sample_advantages(turn_scores, batch, algorithm), cu_samples, len(turns))
-    # Turn 0 is done: its return is that of the whole trajectory.
+    # Turn 0 needs no comparison of its own: its return is the whole trajectory's return.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_in_group(num_turns > turn, batch)
         of_turn = broadcast_to_tokens(

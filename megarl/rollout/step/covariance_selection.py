@@ -33,8 +33,7 @@ METRICS = (
 
 
 def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) -> dict[str, float]:
-    """Drop or penalise tokens with a high covariance of log-prob and advantage, if the recipe says so. Return the
-    metrics.
+    """Drop or penalise tokens with a high covariance of log-prob and advantage, if the recipe says so. Return metrics.
 
     Needs the batch's advantages and the log-probs before the first update. Sets some importance weights to zero, so
     call this after they are computed. `weight_version` changes the random draw from step to step.

@@ -1,4 +1,4 @@
-"""The batch of a training step: its trajectories as flat arrays, and its minibatches."""
+"""The batch of a training step, and its minibatches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RLBatch(TokenBatch):
     turn_rewards: NDArray[np.float64]
     """[samples, turns]: rewards of the environment for single turns. `rewards` includes them."""
     state_groups: NDArray[np.int64]
-    """[samples, turns]: number of the turn's step group; -1 without a group. A step group has the turns acting in the
-    same state of the same prompt.
+    """[samples, turns]: number of the turn's step group; -1 without a group. The turns of a step group act in the same
+    state of the same prompt.
     """
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
@@ -45,7 +45,7 @@ class RLBatch(TokenBatch):
     roles: tuple[str | None, ...] = ()
     """Role that the policy played in each trajectory; None: the environment named none."""
     sample_ids: tuple[tuple[int, int], ...] = ()
-    """Two numbers per trajectory: of its prompt in the run, and of the attempt in its group."""
+    """(number of the prompt in the run, number of the attempt in its group) of each trajectory."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Unweighted scores [samples] by reward function; NaN: the function gave none."""
     environment_scores: NDArray[np.float64] | None = None

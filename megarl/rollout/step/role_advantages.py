@@ -1,4 +1,4 @@
-"""Advantages of self-play: each reward is compared with earlier rewards of the same role."""
+"""Advantages of self-play."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megarl.types import ConfigError
 def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: dict[str, float]) -> Tensor:
     """Return advantages by role-conditioned baselines (rae), [samples], like `scores`; zero for unscored samples.
 
-    `baselines` maps a role (in a mixture SOURCE.ROLE) to its baseline, and is updated. A new role starts at 0. Samples
-    are counted in the order of their numbers, in whatever order the batch has them. Raises ConfigError for a sample
-    without a role.
+    `baselines` maps a role (in a mixture SOURCE.ROLE) to its baseline, a mean of earlier rewards, and is updated. A new
+    role starts at 0. Samples are counted in the order of their numbers, in whatever order the batch has them. Raises
+    ConfigError for a sample without a role.
     """
     # `rae` updates a baseline after each sample, so the order matters.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])

@@ -1,4 +1,4 @@
-"""Records of samples for people to read, with whole prompts or token by token."""
+"""Records of samples for people to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step-level advantages of GiGPO. They compare turns of a prompt's samples that act in the same state."""
+"""Step-level advantages of GiGPO."""
 
 from __future__ import annotations
 

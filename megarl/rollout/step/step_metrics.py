@@ -1,4 +1,4 @@
-"""Metrics of a training step: its updates, its sampled trajectories, and the staleness of their tokens."""
+"""Metrics of a training step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Records of training steps (`train.record`), their files, and the comparison of a step with its record.
-
-A record holds a step's inputs and results: arrays of the batch, metrics of the updates, fingerprints of the trainer's
-new state.
-"""
+"""Records of training steps (`train.record`), their files, and the comparison of a step with its record."""
 
 from __future__ import annotations
 
@@ -72,7 +68,7 @@ class StepRecord:
     `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are groups of the same batch
     for later steps. `arrays` are the arrays of the step's batch, [tokens] or [samples]; empty with train.record =
     tokens. `digests` [samples] are CRC-32 numbers of each sample's part of an array. `borders` int64 [samples + 1] are
-    the indices of the samples' first tokens.
+    the indices of the samples' first tokens. `state` has fingerprints of the trainer's new state.
     """
 
     step: int
@@ -98,7 +94,7 @@ class StepRecord:
         return int(self.borders[-1])
 
     def save(self, records: Path) -> int:
-        """Write the record to `step_NNNNNN/` in the folder `records`. Returns the bytes written. Raises StorageError.
+        """Write the record to `step_NNNNNN/` in the folder `records`. Return the bytes written. Raises StorageError.
 
         Replaces an existing record of the step, because a resumed run repeats steps.
         """

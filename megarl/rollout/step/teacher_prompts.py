@@ -42,8 +42,7 @@ class TeacherPrompts:
     context: tuple[str, ...]
     dialogue: Dialogue
     _checked: tuple[bytes, str] | None = None
-    """Token bytes of the newest prompt, and of its messages and tools. The attempts of a group usually share a prompt.
-    """
+    """Token bytes of the newest prompt, and of its messages and tools. A group's attempts usually share a prompt."""
 
     def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.

@@ -1,4 +1,4 @@
-"""Distillation teachers on the driver: each teacher scores the samples of its own sources of problems."""
+"""Distillation teachers on the driver."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class Teachers:
         self._max_tokens = recipe.teacher_tokens
         self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teacher_models]
         self._openings: list[Opening] = []
-        """The teacher's opening of each sequence of the step. If both prompts are equal, the opening replaces nothing.
-        """
+        """The teacher's opening of each sequence of the step. If both prompts are equal, it replaces nothing."""
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
@@ -120,8 +119,7 @@ class Teachers:
         }
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
-        """Exclude tokens missing in their teacher's vocabulary, such as padding ids sampled by the policy, from the
-        loss.
+        """Exclude tokens missing in their teacher's vocabulary, such as padding ids, from the loss.
 
         Returns the metric `distillation/unknown`, the share of excluded tokens.
         """
@@ -134,8 +132,8 @@ class Teachers:
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Return the teachers' log-probs of the batch, float32 [tokens].
 
-        They are zero on a sequence's tokens before the first sampled token. They are also zero on its first token, and
-        in sequences without a trained token.
+        They are zero before a sequence's first sampled token, on its first token, and in sequences without a trained
+        token.
         """
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
