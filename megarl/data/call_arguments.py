@@ -1,7 +1,7 @@
-"""The form of the arguments of tool calls in a chat template: an object, or JSON text.
+"""The form of a tool call's arguments in a chat template: an object, or JSON text.
 
-Most templates write an object as JSON, and would write a text as a JSON string. Others insert a text unchanged, and
-fail on an object.
+Most templates write an object as JSON; a JSON text would be quoted once more. Others insert a text unchanged, and fail
+on an object.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _PROBE_VALUE = "value"
 _PROBE_ARGUMENTS = {"x": _PROBE_VALUE}
 _PROBE_AS_PYTHON_TEXT = repr(_PROBE_ARGUMENTS)
-"""The probe as Python text: what a template that expects JSON text makes of an object."""
+"""The probe as Python text. A template that expects JSON text writes an object like this."""
 
 
 def fit_call_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with tool calls' arguments as text, if the template takes only text."""
+    """Return the messages, with the arguments of tool calls as JSON text if the template takes only text."""
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
     if not _requires_text_arguments(tokenizer, str(tokenizer.chat_template)):
@@ -41,9 +41,9 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _requires_text_arguments(tokenizer: Tokenizer, template: str) -> bool:
-    """Return whether the template renders a tool call correctly only if its arguments are JSON text.
+    """Return whether the template renders a tool call correctly only with arguments as JSON text.
 
-    `template` is the tokenizer's. It is a parameter so that `lru_cache` distinguishes templates: users may replace it.
+    `template` is the tokenizer's template. As a parameter, it is part of the key of `lru_cache`: users may replace it.
     """
     call_from_object = _render_call(tokenizer, template, _PROBE_ARGUMENTS)
     if (
@@ -57,7 +57,7 @@ def _requires_text_arguments(tokenizer: Tokenizer, template: str) -> bool:
 
 
 def _render_call(tokenizer: Tokenizer, template: str, arguments: Any) -> str | None:
-    """Return a turn with one tool call as the template writes it. None: the template fails on it."""
+    """Return a turn with one tool call, rendered. None: the template raises an error."""
     # Nine letters and digits: Mistral's chat templates refuse any other id.
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}

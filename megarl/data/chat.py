@@ -1,8 +1,7 @@
 """Conversations, rendered by the tokenizer's chat template and encoded as tokens.
 
-A special token inside a message (`<|im_end|>` in a user's text) is plain text: only special tokens of the template
-control the model. To distinguish them, `render` puts marks around special tokens in messages, and `encode` treats
-marked ones as text.
+A special token inside a message (`<|im_end|>` in a user's text) is plain text: only the template's special tokens
+control the model. `render` puts marks around special tokens of messages. `encode` encodes marked tokens as text.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ MARKS = "\ufdd0", "\ufdd1"
 """Marks around a special token in a message. They are Unicode noncharacters, so no valid text contains them."""
 
 PREFIX_CHARACTERS = 4
-"""Characters per allowed token in the first prefix that `exceeds` encodes. Most texts have fewer characters per token.
-"""
+"""`exceeds` first encodes this number of characters per allowed token. Most texts have fewer characters per token."""
 BORDER_TOKENS = 16
-"""Maximum difference between the tokens of a text and those of its two parts together, wherever the text is cut."""
+"""If a text is cut in two, the two parts together have at most this number of tokens more or fewer than the text."""
 
 RENDER_SECONDS = 5.0
 """CPU seconds allowed to a chat template for one short message."""
@@ -71,11 +69,11 @@ def load_tokenizer(
 
     `template` is a Jinja file or PLAIN, and replaces the tokenizer's chat template. `defaults` are values of the
     template's variables. Raises DataError if the tokenizer is missing or broken, or has no chat template that renders
-    messages. Raises ConfigError for a missing template file, and for variables that the template does not use.
+    messages. Raises ConfigError for a missing template file, and for variables unknown to the template.
     """
     from transformers import AutoTokenizer
 
-    # First, since transformers would wait forever for the writer of a named pipe.
+    # Check first: transformers would wait forever for the writer of a named pipe.
     check_folder_of_files(Path(folder))
     _refuse_many_values(Path(folder))
     digest = digest_of_folder(Path(folder))
@@ -88,7 +86,7 @@ def load_tokenizer(
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
         raise DataError(f"{config}: model_type is missing; copy the model folder again")
     try:
-        # Not left out: transformers 5.23 then asks on a terminal whether to run code of the folder.
+        # Must be explicit: without it, transformers 5.23 asks on a terminal whether to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except BaseException as error:
         # A panic of the tokenizers library, for example in a regular expression, is not an Exception.
@@ -145,7 +143,7 @@ def _template_of(name: str) -> str:
 def _text_start(tokenizer: Tokenizer) -> str:
     """Return the text of the tokens that the tokenizer puts before each text, like BOS. Empty: none.
 
-    A template must write it, so that texts begin as in pretraining.
+    PLAIN begins with this text, so that texts begin as in pretraining.
     """
     text = "a"
     tokens = tokenizer.encode(text)
@@ -161,7 +159,7 @@ def _text_start(tokenizer: Tokenizer) -> str:
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template with defaults for variables that its caller does not set."""
+    """Return the chat template with default values for variables that its caller does not set."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     if not isinstance(template, str):
@@ -226,7 +224,7 @@ def render(
             [_add_marks(message, special) for message in with_reasoning_key(tokenizer, fitting)],
             tools=[_add_marks(tool, special) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
-            # Text instead of ids: `encode` must see the marks before any special token is recognised.
+            # Return text, not ids: `encode` must see the marks before any special token is recognised.
             tokenize=False,
         )
     except Exception as error:  # a template is a program written by the model's author: it may raise anything
@@ -236,10 +234,10 @@ def render(
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of rendered text. No special tokens are added, because the template writes them.
+    """Return the token ids of rendered text. No special tokens are added: the template has written them.
 
-    Raises ValueError if a message contains a special token's name that the tokenizer cannot encode as text. Raises
-    DataError if the tokenizer's rules fail on the text.
+    Raises ValueError if a message contains a special token that the tokenizer cannot encode as text. Raises DataError
+    if the tokenizer's rules fail on the text.
     """
     with _panics_named(tokenizer):
         # No message contains a special token, so the tokenizer's own encoding is right.
@@ -250,9 +248,9 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
-    """Raise DataError for a panic of the tokenizers library, which is not an Exception.
+    """Raise DataError for a panic of the tokenizers library: the Rust library's panic is not an Exception.
 
-    A regular expression that backtracks too long panics.
+    An example is a regular expression that backtracks too long.
     """
     try:
         yield
@@ -266,14 +264,14 @@ def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Return the tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
+    """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
     return len(encode(tokenizer, _add_marks(text, special_tokens(tokenizer))))
 
 
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     """Return True if rendered text certainly has more than `max_tokens` tokens, False if uncertain.
 
-    Prefixes of growing length are encoded instead of the whole text.
+    Encodes prefixes of growing length, because encoding megabytes takes minutes.
     """
     size = PREFIX_CHARACTERS * max_tokens
     while size < len(text):
@@ -288,10 +286,10 @@ def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LiteralEncoder:
-    """Tokenizer that recognises special tokens only between marks (`MARKS`). All other text is plain text.
+    """Tokenizer that recognises special tokens only between marks (`MARKS`).
 
-    All other rules are the original tokenizer's: normalizer, pre-tokenizer, merges, and added tokens that are not
-    special. So the text around a control token is encoded as before.
+    All other rules are the original tokenizer's: normalizer, pre-tokenizer, merges, added tokens that are not special.
+    So the text around a special token is encoded as before.
     """
 
     backend: Backend
@@ -313,7 +311,7 @@ class _LiteralEncoder:
         return [self.ids.get(token, token) for token in tokens]
 
     def _move_marks(self, text: str) -> str:
-        """Return a text with marks around the template's special tokens instead of those in messages."""
+        """Move the marks from the special tokens of messages to the special tokens of the template."""
         opening, closing = MARKS
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
@@ -325,12 +323,12 @@ class _LiteralEncoder:
 
 
 def remove_marks(text: str) -> str:
-    """Return the text without marks, including single ones of templates that cut a message."""
+    """Return the text without marks. A template that cuts a message may leave a single mark."""
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 
 
 def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
-    """Return a message with marks around its special tokens. Raises ValueError if it has marks."""
+    """Put marks around the special tokens in a message. Raises ValueError if the message has marks already."""
     if isinstance(value, Mapping):
         return {_add_marks(name, special): _add_marks(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -376,9 +374,9 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
 
 
 def _refuse_many_values(folder: Path) -> None:
-    """Raise DataError if a tokenizer's JSON file has more values than tokenizers have.
+    """Raise DataError if a tokenizer's JSON file has more values than any real tokenizer.
 
-    transformers needs up to 140 times the file's size in memory.
+    Loading takes transformers up to 140 times the file's size in memory.
     """
     for file in (folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()):
         try:
@@ -388,7 +386,7 @@ def _refuse_many_values(folder: Path) -> None:
 
 
 def _check_config(folder: str | Path) -> None:
-    """Raise DataError if transformers rejects config.json, which it reads before it loads a tokenizer."""
+    """Raise DataError if transformers rejects config.json. It reads this file before it loads a tokenizer."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -406,7 +404,7 @@ def _check_config(folder: str | Path) -> None:
 def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> None:
     """Raise DataError for a chat template that is not valid Jinja, does not end, or ignores the messages.
 
-    `digest` is the digest of the folder's files.
+    `digest` identifies the folder's content.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -442,7 +440,6 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> No
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's message on one line, with its type if the message alone is not clear."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Chats that were saved as text: a list of messages in JSON, as CSV files and table programs store it."""
+"""Chats that were saved as text: a list of messages in JSON, as in CSV files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CLOSED_LIST = re.compile(r"\}\s*+,?\s*+\]")
 
 
 def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
-    """Return the messages of a chat that was saved as text in JSON. None: the text is not a chat.
+    """Return the messages of a chat that was saved as JSON text. None: the text is not a chat.
 
     A single message counts as a chat. Raises ValueError for a chat in Python's notation, for broken JSON, and for a
-    chat inside another object or list. In an answer (`is_answer`), the last is plain text, because models are asked to
-    write such objects.
+    chat inside another object or list. With `is_answer`, a chat inside another object is plain text: models are asked
+    to write such objects.
     """
     beginning = _BEGINNING.match(text)
     if beginning is None or not _ROLE.search(text):
@@ -56,13 +56,12 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
 
 
 def _quotes_chat(text: str) -> bool:
-    """Return whether a text is a chat in JSON followed by other words, for example a question about it."""
+    """Return whether a text is a chat in JSON followed by other words, like a question about the chat."""
     is_cut = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
     return not is_cut and not text.rstrip().endswith(("]", "}", ")", '"'))
 
 
 def _is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages with known roles."""
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return False
     has_content = any(not message.keys().isdisjoint(_CONTENT_KEYS) for message in value)
@@ -70,9 +69,9 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_list_of_plain_messages(value: Any) -> bool:
-    """Return whether a value is a list of objects with nothing but a role and a content.
+    """Return whether a value is a list of objects with only role and content.
 
-    It is a chat with any roles. A later check names a misspelled role.
+    Any role counts: a later check names a misspelled role.
     """
     return isinstance(value, list) and all(
         isinstance(message, Mapping) and message.keys() in ({"role", "content"}, {"from", "value"}) for message in value

@@ -21,15 +21,15 @@ METRICS = (
 )
 
 Rates = Mapping[str, float]
-"""Measured solve rates, keyed by bucket (problems sharing a rate). Buckets without an attempt are missing."""
+"""Measured solve rates, by bucket (a set of problems with one rate). A bucket without an attempt has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
     """Curriculum of a data source: its problems in buckets with one solve rate each, and the rule for skipping.
 
-    `buckets` [problems] has the bucket of each problem: its number, or its value of the record field `config.by`. It is
-    empty without a band of solve rates.
+    `buckets` [problems] has each problem's bucket: its number, or its record's field `config.by`. Without a band of
+    solve rates, `buckets` is empty.
     """
 
     config: CurriculumConfig
@@ -37,7 +37,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
-        """Return the curriculum for these problems. Every one must have the record field `config.by`, if set."""
+        """Return the curriculum for these problems. If `config.by` is set, each record must have this field."""
         if config.band is None:
             return cls(config, ())
         if config.by is None:
@@ -47,7 +47,7 @@ class Curriculum:
     def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
         """Return whether the problem at `place` in the data is drawn. False: it is skipped.
 
-        `seed` must be unique to the draw.
+        `seed` must differ from draw to draw.
         """
         band = self.config.band
         rate = None if band is None else rates.get(self.buckets[place])
@@ -58,9 +58,10 @@ class Curriculum:
         return bool(np.random.default_rng(seed).random() < self.config.outside)
 
     def update_rates(self, rates: Rates, place: int, solve_rate: float) -> Rates:
-        """Return the solve rates after a group of attempts at the problem at `place`. `solve_rate` is the solved share.
+        """Return the solve rates after a group of attempts at the problem at `place`; `solve_rate` is the group's
+        solved share.
 
-        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate comes from the first group.
+        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. Its first rate is `solve_rate`.
         """
         bucket, memory = self.buckets[place], self.config.memory
         before = rates.get(bucket, solve_rate)

@@ -1,4 +1,4 @@
-"""Conversations that grow turn by turn as token ids. Existing tokens are never encoded again."""
+"""Conversations that grow turn by turn, as token ids. Existing tokens are never encoded again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TURN = "\ufdd2"
 noncharacter."""
 REASONING_OPENINGS = tuple(opening for opening, _ in MARKS)
 REASONING_TOKENS = 8
-"""Number of tokens at a prompt's end among which the opening of a reasoning block is searched."""
+"""The opening of a reasoning block is searched in this number of tokens at a prompt's end."""
 # Placed before a turn to render, because some templates refuse a conversation that begins with the assistant.
 _QUESTION = {"role": "user", "content": "."}
 
@@ -59,19 +59,18 @@ class Dialogue:
         return np.array(encode(self.tokenizer, text), np.int32)
 
     def num_tokens(self, text: str) -> int:
-        """Return the tokens of a text inside a message. Raises ValueError if it cannot be encoded as text."""
+        """Return the number of tokens of a text inside a message. Raises ValueError if the text cannot be encoded."""
         return num_tokens(self.tokenizer, text)
 
     def text_as_written(self, token_ids: NDArray[np.int64]) -> str:
-        """Return the text of a sampled turn [tokens] with special tokens, but without its end token."""
+        """Return the text of a sampled turn [tokens] with special tokens, except its end token."""
         decoded = self.text_with_special_tokens(token_ids)
         special = special_tokens(self.tokenizer)
         last = None if special is None else [*special.finditer(decoded)][-1:]
         return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Return the token ids [new_tokens] of `messages` that answer the assistant's turn at the end of `token_ids`
-        [tokens].
+        """Return the token ids [new_tokens] of `messages`, the answers to the turn at the end of `token_ids` [tokens].
 
         The result ends with the opening of the next turn. If the turn was cut at its length limit, the result begins
         with the turn's end token. All messages are rendered together, because a template may join the results of
@@ -96,9 +95,9 @@ class Dialogue:
     def parse_turn(
         self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], tools: Tools, *, turn: int
     ) -> ParsedTurn:
-        """Return text, reasoning and tool calls of sampled tokens [new_tokens] after the prompt's tokens [prompt].
+        """Return text, reasoning and tool calls of a sampled turn [new_tokens] after the prompt [prompt].
 
-        `turn` is the number of the turn. Raises ConfigError if the format of tool calls is unknown.
+        `turn` is the turn's number. Raises ConfigError if the format of tool calls is unknown.
         """
         return parse(
             self.call_format,
@@ -112,8 +111,8 @@ class Dialogue:
     def ends_in_thoughts(self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], text: str) -> bool:
         """Return whether a completion ends before the model has closed its thoughts.
 
-        The prompt is `prompt_token_ids`, [prompt tokens]. The completion is `token_ids`, [new tokens], and `text` is
-        the completion without special tokens.
+        `prompt_token_ids` are [prompt tokens], `token_ids` [new tokens]. `text` is the completion without special
+        tokens.
         """
         special = special_tokens(self.tokenizer)
         # Marks that are special tokens are missing in `text`. Decoding a long completion again takes milliseconds.
@@ -127,8 +126,8 @@ class Dialogue:
 
     @property
     def call_format(self) -> str:
-        """Return the format of tool calls. Raises ConfigError if none is configured and the template does not
-        show one.
+        """Return the format of tool calls. Raises ConfigError if it is neither configured nor visible in the
+        template.
         """
         name = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
         if name is None:
@@ -139,13 +138,13 @@ class Dialogue:
         return name
 
     def text_with_special_tokens(self, token_ids: NDArray[Any]) -> str:
-        """Return the text of token ids [tokens], with special tokens' names."""
+        """Return the text of token ids [tokens], with special tokens."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         assert isinstance(decoded, str)
         return decoded
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
-        """Return the text that a template writes after a turn without calls, from its end token on."""
+        """Return the template's text after a turn without calls, from its end token on."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
         _, separator, following = text.partition(_TURN)
@@ -154,7 +153,7 @@ class Dialogue:
         return following
 
     def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
-        """Return the text that a template writes after a turn with tool calls. `messages` begin with their results.
+        """Return the template's text after a turn with tool calls. `messages` begin with the calls' results.
 
         None: the template does not write tool calls.
         """
@@ -182,9 +181,9 @@ class Dialogue:
     def _end_of_call(self, alone: str, following: str) -> int:
         """Return the index in `following` at which the turn's tool call ends.
 
-        The placeholder before `following` is the call's last argument. The turn ends with the end token of a turn
-        without calls, else with the first special token after the call. Without special tokens it ends like `alone`,
-        the same turn at the end of a conversation.
+        The placeholder before `following` is the call's last argument. The call ends before the end token of a turn
+        without calls, else before the first special token. Without special tokens, it ends where `alone` ends: the same
+        turn at the end of a conversation.
         """
         special = special_tokens(self.tokenizer)
         if special is None:
@@ -196,9 +195,9 @@ class Dialogue:
 
 
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
-    """Yield an assistant's turn with the tool calls that these messages answer: all calls, then only one.
+    """Yield an assistant's turn with the calls that these messages answer: first all calls, then only one.
 
-    Some templates refuse more than one call per turn.
+    Some templates refuse several calls in a turn.
     """
     for last in (len(answers), 1):
         calls = [

@@ -1,4 +1,4 @@
-"""Formats of records: the field names with which other programs store prompt, answer and so on."""
+"""Formats of records: other programs' field names for prompt, answer and so on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.files.strict_json import MEDIUM, parse, shortened
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
 _PROMPT_ROLES = ("prompt", "input", "system", "history", "tools", "other_prompts")
-"""Roles whose fields together make a record's prompt. No field may have two of them, or it would be read twice."""
+"""Roles whose fields together make a prompt. A field with two of these roles would be read twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Names of a record's fields by role (prompt, answer, ...). The first name that a record has counts.
+    """Names of a record's fields by role (prompt, answer, ...). The first name in the record counts.
 
     A dot in a name selects a field of an inner object.
     """
@@ -43,25 +43,24 @@ class RecordFormat:
     history: tuple[str, ...] = ("history",)
     """Fields with earlier turns, as messages or as pairs of a question and an answer. They come before the prompt."""
     other_prompts: tuple[str, ...] = PROMPTS
-    """Fields that usually hold a prompt. A record is refused if one of them has a text that the format does not read.
-    """
+    """Fields that usually hold a prompt. If the format reads another field, a text in one of them is an error."""
 
     @property
     def names(self) -> frozenset[str]:
         return _names(self)
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
-        """Return a copy of the format with a user's field names. A field that the user named loses its usual role."""
+        """Return a copy with a user's field names. A field that the user named loses its usual role."""
         user_names: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in user_names:
-            # `input` belongs to the format's own prompt field. Who names a prompt field has chosen between several.
+            # `input` belongs to the format's own prompt field. Naming a prompt field is a choice between several.
             user_names = {"input": (), "other_prompts": (), **user_names}
         if answer_field:
             user_names["answer"] = (answer_field,)
         return replace(self, **self._without(user_names), **user_names)
 
     def _without(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Return the field names of all roles that the user did not name, without the fields that the user named."""
+        """Return the field names of the roles that the user did not name, without the user's fields."""
         named = {name for names in user_names.values() for name in names}
         # An answer may also be the response (`output` of alpaca): no training reads both.
         named_in_prompt = {name for role, names in user_names.items() if role in _PROMPT_ROLES for name in names}
@@ -104,7 +103,7 @@ FORMATS = {
         ),
     )
 }
-"""Formats keyed by the name of the program writing them. `colossalrl` is megarl's own format too."""
+"""Formats by the program that writes them. `colossalrl` is megarl's own format too."""
 
 
 _USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -115,31 +114,31 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "loser"),
     "label": ("label", "is_good", "correct"),
 }
-"""Field names of public data sets by role, the most frequent first. Errors suggest them."""
+"""Field names of public data sets by role, the most frequent first. Errors suggest these names."""
 _UNKNOWN = "FIELD"
 """Placeholder in an error for a field name that cannot be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """Field names in a recipe. `format` None: it is recognised from the first record."""
+    """Field names in a recipe. `format` None: the first record shows the format."""
 
     format: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     """The user's field names, keyed by role."""
     answer_field: str | None = None
-    """The user's name of the field with the gold answer. None: the format's name."""
+    """The user's name for the field with the gold answer. None: the format's name."""
     remedy: str = "'data.fields={}'"
-    """Override in an error that would name the fields. `{}` stands for the names by role."""
+    """Override that errors suggest; `{}` stands for the field names by role."""
 
     def format_of(self, first: Mapping[str, Any]) -> RecordFormat:
-        """Return the format of a source. `first` is its first record."""
+        """Return the format of the source with the first record `first`."""
         base = FORMATS[self.format] if self.format else recognise_format(first)
         return base.with_fields(self.fields, self.answer_field)
 
 
 def recognise_format(fields: Mapping[str, Any]) -> RecordFormat:
-    """Return the format whose field names a record has. If none matches, return megarl's own."""
+    """Return the format with the field names of a record. If none matches, return megarl's own."""
     # Use the names alone: a value may be empty in the first record. The order matters: specific names come before
     # names shared by several formats.
     if "reward_model.ground_truth" in fields or value_at(fields, "reward_model.ground_truth") is not None:
@@ -172,7 +171,7 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
-    """Return why a record cannot be read: roles without a field, names searched for, and an override to paste."""
+    """Return why a record cannot be read: the missing roles, the names searched, and an override to paste."""
     user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
     if all(role in user_names for role in missing):
@@ -194,7 +193,7 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 
 
 def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
-    """Return a field by role, by its usual name. Remaining texts are assigned in order, if their number is right."""
+    """Return a field by role, by its usual name. If as many texts as roles remain, assign them in order."""
     guesses: dict[str, str] = {}
     for role in roles:
         free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()]
@@ -209,13 +208,12 @@ def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, 
 
 
 def _first_names(fields: Mapping[str, Any]) -> str:
-    """Return the names of a record's first 20 fields, for an error message."""
     first = [repr(shortened(name)) for name in islice(fields, 20)]
     return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
-    """Return whether the field `label` is a verdict on its response (kto), and not a gold answer. It may be empty."""
+    """Return whether `label` is a verdict on a response (kto), not a gold answer. It may be null."""
     if fields["label"] is None:
         return any(name in fields for name in RESPONSES)
     return isinstance(fields["label"], bool)
@@ -224,8 +222,8 @@ def _is_judgement(fields: Mapping[str, Any]) -> bool:
 def value_at(fields: Mapping[str, Any], name: str) -> Any:
     """Return the value of a record's field, or None.
 
-    A dot in the name selects a field of an inner object, also of one in JSON text. A key that equals the whole name has
-    precedence.
+    A dot in the name selects a field of an inner object, or of an object in JSON text. A key equal to the whole name
+    comes first.
     """
     if name in fields:
         return fields[name]
@@ -239,7 +237,7 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def _object_in_text(text: str) -> Any:
-    """Return the object in a JSON text. Table programs save objects as text."""
+    """Return the object in a JSON text: table programs save objects as text."""
     if not text.lstrip().startswith("{"):
         return None
     try:

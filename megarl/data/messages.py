@@ -1,4 +1,4 @@
-"""Messages of a conversation in one standard form. A key that megarl does not read is refused."""
+"""Messages of a conversation in one standard form. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megarl.files.strict_json import MEDIUM, parse, shown
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant", "developer": "system"}
-"""Usual role names of messages, keyed by the names in ShareGPT data and in OpenAI's newer API."""
+"""Standard role names, by the names in ShareGPT data and in OpenAI's newer API."""
 ROLE_NAMES = (*ROLES, *_ROLES_ELSEWHERE)
 REASONING = "reasoning_content"
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
 """Names under which programs write the reasoning of an assistant's message."""
 WEIGHT = "weight"
-"""Key of a message that is not trained. Its value is 0. Messages in standard form have no other value."""
+"""Key of a message that is not trained. In standard form its value is always 0."""
 WEIGHT_KEYS = (WEIGHT, "loss", "loss_mask", "trainable", "train", "training")
 """Names under which programs say whether an assistant's message is trained."""
 _KEYS = {
@@ -39,15 +39,15 @@ _REMEDIES = {
         ("image", "images", "video", "videos", "audio", "audios"), "megarl trains on text alone, so remove the record"
     ),
 }
-"""Remedies for known but unread keys. For all others: remove the key."""
+"""Remedies for known keys that are not read. For all others: remove the key."""
 
 
 def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, Any]]:
     """Return the messages of a record's field in standard form. Raises ValueError naming the message and its key.
 
     A message in standard form has `role` and `content`, and may have `name`, `tool_calls`, `tool_call_id`,
-    `reasoning_content`, and `weight` = 0. Keys with an empty value are removed, because data sets in columns give every
-    message the same keys.
+    `reasoning_content`, and `weight` = 0. Keys with an empty value are removed: data sets in columns give every message
+    the same keys.
     """
     return [_standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)]
 
@@ -55,7 +55,7 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
 def history_messages(value: Any, field: str) -> list[Mapping[str, Any]]:
     """Return earlier turns in standard form, from messages or from pairs of a question and an answer.
 
-    They may be JSON text. Raises ValueError for other values, and the errors of `standard_messages`.
+    Both may be JSON text. Raises ValueError for other values, and the errors of `standard_messages`.
     """
     turns = value
     if isinstance(value, str):
@@ -101,7 +101,7 @@ def is_blank(value: Any) -> bool:
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value is blank, or a list or object of such values alone, as exports in columns have them."""
+    """Return whether a value is blank, or a list or object of only blank values, as in exports in columns."""
     if isinstance(value, Mapping):
         return all(map(says_nothing, value.values()))
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -156,7 +156,7 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
 
 
 def _is_unsaid(name: str, value: Any) -> bool:
-    """Return whether a message's key counts as absent: its value is empty or only white space.
+    """Return whether a message's key counts as absent: its value is empty or white space.
 
     A list or object of empty values is empty too, except `tool_calls`.
     """
@@ -175,7 +175,7 @@ def _refuse_unread_keys(values: Mapping[str, Any], read_keys: frozenset[str], pl
 
 
 def _joined_text(parts: Sequence[Any], place: str) -> str:
-    """Return the text of a list of content parts. Raises ValueError for a part that is not text."""
+    """Return the text of content parts. Raises ValueError for a part that is not text."""
     texts: list[str] = []
     for number, part in enumerate(parts):
         if not isinstance(part, Mapping):
@@ -225,10 +225,10 @@ def _unify_reasoning(message: dict[str, Any], place: str) -> None:
 
 
 def _unify_weight(message: dict[str, Any], place: str) -> None:
-    """Unify the keys that say whether a message is trained: set `weight` to 0 if it is not, else remove them all.
+    """Unify the keys that say whether a message is trained: `weight` is 0 if not, and absent if it is.
 
-    Raises ValueError for weights other than 0 and 1, for keys that contradict each other, and for a trained message
-    of another role than assistant.
+    Raises ValueError for weights other than 0 and 1, for contradictory keys, and for a trained message of another role
+    than assistant.
     """
     values = {name: message.pop(name) for name in WEIGHT_KEYS if name in message}
     for name, value in values.items():

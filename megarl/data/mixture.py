@@ -1,6 +1,6 @@
 """Draws of problems from several sources, in proportion to their weights.
 
-A draw depends only on the seed and on positions that checkpoints save.
+A draw depends only on the seed and on positions saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MAX_SKIPPED = 10_000_000
 class Position:
     """Position in one source's stream of problems.
 
-    `taken` problems were drawn or skipped; `passed` of them were skipped by the curriculum. `credit` is the number of
-    draws that the source's weight still entitles it to. `rates` are the measured solve rates.
+    `taken` problems were drawn or skipped; the curriculum skipped `passed` of these. `credit` is the number of draws
+    still due to the source by its weight. `rates` are the measured solve rates.
     """
 
     taken: int = 0
@@ -38,7 +38,7 @@ class Position:
 
 
 Positions = Mapping[str, Position]
-"""Positions of all sources, keyed by name."""
+"""Each source's position, by the source's name."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class SourceStream:
     _epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def place(self, number: int) -> int:
-        """Return the position in the data of the n-th problem of the stream."""
+        """Return the n-th problem's position in the data."""
         epoch, place = divmod(number, self.order.num_items)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self.order.epoch(epoch)
@@ -61,10 +61,10 @@ class SourceStream:
 
 
 class Mixture:
-    """Several sources, from which problems are drawn in proportion to the sources' weights.
+    """Several sources. Problems are drawn in proportion to the sources' weights.
 
-    Each draw goes to the source with the largest credit. So after any number of draws, each source has its share, plus
-    or minus one. The initial credits are drawn from the seed. Each source has its own stream.
+    Each draw goes to the source with the largest credit. After any number of draws, each source has its share, plus or
+    minus one. The seed decides the initial credits. Each source has its own stream.
     """
 
     def __init__(self, streams: Sequence[SourceStream], seed: int) -> None:
@@ -80,9 +80,9 @@ class Mixture:
         self._first_credits = {name: float(random.random() * share) for name, share in self._shares.items()}
 
     def draw(self, positions: Positions) -> tuple[Problem, Positions]:
-        """Return the next problem, and the positions of all sources after it.
+        """Return the next problem, and the new positions of all sources.
 
-        Sources without a position start at their beginning. Positions of unknown sources stay unchanged. Raises
+        A source without a position starts at its beginning. Positions of unknown sources stay unchanged. Raises
         MegarlError if the curriculum skips 10 million problems in one draw.
         """
         current_positions = {name: positions.get(name, Position()) for name in self._streams}
@@ -121,13 +121,13 @@ class Mixture:
         return {**positions, problem.source: Position(position.taken, position.passed, position.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:
-        """Return, by source, its drawn or skipped problems divided by its size."""
+        """Return each source's drawn or skipped problems divided by its size."""
         return {
             name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
         }
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
-        """Return, for each source with a curriculum, its metrics and the number of skipped problems (`skipped`)."""
+        """Return each source's curriculum metrics, with the number of skipped problems (`skipped`)."""
         source_positions = {name: positions[name] for name in self._streams if name in positions}
         source_metrics = {
             name: self._streams[name].curriculum.metrics(position.rates) for name, position in source_positions.items()

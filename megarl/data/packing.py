@@ -1,7 +1,7 @@
 """Packing of sequences into microbatches of data-parallel ranks, balanced by compute cost.
 
-Data-parallel ranks synchronise at every microbatch that communicates (pipeline stages, experts), and always at the end
-of the step. The microbatches that the ranks process at the same time form a row. A row lasts as long as its costliest
+Data-parallel ranks synchronise at the end of the step, and at every microbatch that communicates (pipeline stages,
+experts). The microbatches that the ranks process at the same time form a row. A row lasts as long as its costliest
 microbatch. So packing first minimises the number of rows, then the sum of the rows' maximum costs.
 """
 
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 Bins = list[list[int]]
 Costs = Callable[[NDArray[np.int64]], NDArray[np.float64]]
-"""Function from the lengths of sequences to their costs, in any unit: both [sequences]."""
+"""Function from sequence lengths to costs in any unit: both [sequences]."""
 MOST_EXCHANGES = 70
-"""Exchanges of sequences tried for one packing. The limit bounds the time; more improve little."""
+"""Maximum number of exchanges of sequences in one packing. More take time and improve little."""
 MOST_PARTNERS = 12
-"""Rows searched for an exchange. Rows with the most idle time come first."""
+"""Maximum number of rows searched for an exchange, those with the most idle time first."""
 WORTH_ANOTHER_START = 0.0075
-"""Idle share of the ranks' time above which a second packing is balanced too. The better one is used."""
+"""Idle share of the ranks' time above which a second packing is tried. The better packing is used."""
 
 
 class BalancedRows(NamedTuple):
-    """Sets of sequences grouped into rows, which all ranks process one after the other."""
+    """Sets of sequences grouped into rows. All ranks process one row after the other."""
 
     rows: list[Bins]
     """[rows][num_ranks][sets]: the sets of each microbatch."""
@@ -36,7 +36,7 @@ class BalancedRows(NamedTuple):
 
 
 def count_tokens(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the lengths as costs, for a model whose sizes are unknown: both [sequences]."""
+    """Return the lengths as costs, for a model of unknown size: both [sequences]."""
     return lengths.astype(np.float64)
 
 
@@ -54,13 +54,13 @@ def pack(
 
     Every sequence is in exactly one microbatch. Every rank has the same number of microbatches, a multiple of
     `rows_multiple`. No microbatch exceeds `max_tokens`, with each length rounded up to `multiple`. No microbatch is
-    empty while another holds two sequences. `costs` gives the cost of a sequence for its rounded length.
+    empty while another holds two sequences. `costs` gets the rounded lengths.
 
     `together` keeps adjacent sequences in one microbatch: n for sets of n, or an array [sets] of set sizes. The same
     arguments give the same packing.
 
-    Raises ValueError for a sequence longer than `max_tokens`. Raises ValueError if `rows_multiple` is above 1 and there
-    are fewer sequences than microbatches.
+    Raises ValueError for a sequence longer than `max_tokens`, and for fewer sequences than microbatches if
+    `rows_multiple` is above 1.
     """
     padded_lengths = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sizes = np.full(len(padded_lengths) // together, together) if isinstance(together, int) else together
@@ -123,7 +123,7 @@ def balance_sets(
 
 
 def _order_key(together: int | NDArray[np.int64]) -> str:
-    """Return in words how sequences are grouped into sets, for an error."""
+    """Describe, for an error, how sequences are grouped into sets."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
     return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""
@@ -132,7 +132,7 @@ def _order_key(together: int | NDArray[np.int64]) -> str:
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
     """Put each sequence into the fullest bin with enough space, else into a new bin (best-fit decreasing).
 
-    This needs few bins. A sequence longer than `max_tokens` gets a bin alone.
+    A sequence longer than `max_tokens` gets its own bin.
     """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
@@ -149,9 +149,9 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
 
 
 def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
-    """Fill bins up to a common level, about the lowest for which `num_bins` bins are enough (MULTIFIT).
+    """Fill bins up to a common level, about the lowest level at which `num_bins` bins suffice (MULTIFIT).
 
-    Later exchanges of sequences need free space in all bins.
+    So all bins have free space for later exchanges.
     """
     low, high, best = sum(tokens) // num_bins, max_tokens, None
     # Five halvings find the level to 1/32 of its range; the exchanges even out the remainder.
@@ -169,7 +169,7 @@ def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: 
 def _fill_evenly(
     order: list[int], tokens: list[int], costs: list[float], max_tokens: int, num_bins: int
 ) -> Bins | None:
-    """Put each sequence into the cheapest bin with enough space. Returns None if a sequence fits nowhere."""
+    """Put each sequence into the cheapest bin with enough space. None: a sequence fits nowhere."""
     bins: Bins = [[] for _ in range(num_bins)]
     free_tokens = [max_tokens] * num_bins
     loads = [(0.0, bin) for bin in range(num_bins)]
@@ -226,7 +226,7 @@ def _exchange_one(
     loads: NDArray[np.float64],
     free_tokens: NDArray[np.int64],
 ) -> bool:
-    """Exchange one sequence of a row's costliest bin for one of another bin. Returns False if no exchange saves 0.02 %.
+    """Exchange one sequence of a row's costliest bin for a sequence of another bin. False: no exchange saves 0.02 %.
 
     A bin of another row may grow only up to its row's maximum. In the same row, both bins must end below the old
     maximum.

@@ -1,7 +1,7 @@
-"""Trees of shared prefixes: the distinct prefixes of a row's sequences, each stored once.
+"""Trees of shared prefixes: each distinct prefix of a row's sequences is stored once.
 
 In lexicographic order, a sequence shares its longest prefix with the sequence before it, and only its remaining tokens
-are new. So the new tokens of all sequences, in this order, are the tree's tokens in depth-first order.
+are new. These new tokens, in this order, are the tree's tokens in depth-first order.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Order = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Sequences in lexicographic order, and the tokens that each shares with the one before it; both [sequences]."""
+"""Sequences in lexicographic order, and each one's number of tokens shared with the sequence before: both
+[sequences].
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
     """The tree of a row's sequences. Its tokens are stored in depth-first order: children follow their parent.
 
-    Shapes: `source` [stored tokens], the index of one represented token for each stored one; `parent` [stored tokens],
-    the stored token before it, -1 at a root; `depth` [stored tokens], the position in the sequence; `reach` [stored
-    tokens], the end of the tokens that attend to it: token q attends to token k if k <= q < reach[k]. `stored_of`
-    [represented tokens] is the stored token of each token of the sequences.
+    Arrays [stored tokens]: `source` is the index of one represented token. `parent` is the stored token before it, -1
+    at a root. `depth` is its position in the sequence. `reach` is the end of the tokens that attend to it: token q
+    attends to token k if k <= q < reach[k]. `stored_of` [represented tokens] is the stored token of each token of the
+    sequences.
 
-    A segment is a longest run of stored tokens without a branch between them. `starts` and `ends` [segments] are its
-    stored tokens.
+    A segment is a longest run of stored tokens without a branch. Its stored tokens are `starts` to `ends` [segments].
     """
 
     source: NDArray[np.int64]
@@ -40,7 +41,7 @@ class PrefixTree:
 
     @property
     def num_represented(self) -> NDArray[np.int64]:
-        """Return how many tokens of the sequences each stored token represents: [stored tokens]."""
+        """Return the number of the sequences' tokens that each stored token represents: [stored tokens]."""
         return np.bincount(self.stored_of, minlength=len(self.parent))
 
 
@@ -54,10 +55,10 @@ def digests(values: NDArray[np.integer]) -> NDArray[np.uint32]:
 
 
 def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Order:
-    """Return the sequences in lexicographic order, and the prefixes shared with the sequence before, in tokens.
+    """Return the sequences in lexicographic order, and the number of tokens shared with the sequence before.
 
-    Equal sequences keep their order. `keys` [tokens] are token ids or other numbers from 0 on, equal where tokens may
-    be shared. `cu_seqlens` is [sequences + 1].
+    Equal sequences keep their order. `keys` [tokens] are token ids or other numbers from 0 on. Tokens with different
+    keys are never shared. `cu_seqlens` is [sequences + 1].
     """
     sequences = [keys[start:end] for start, end in pairwise(cu_seqlens)]
     # Big-endian bytes of numbers, which are not negative, compare like the numbers themselves.
@@ -89,8 +90,8 @@ def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> ND
 
 
 def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> PrefixTree:
-    """Return the tree of sequences with boundaries `cu_seqlens` [sequences + 1]. `lexicographic_order` describes `keys`
-    [tokens].
+    """Return the tree of the sequences with keys [tokens] and boundaries [sequences + 1] as in
+    `lexicographic_order`.
     """
     order, shared = lexicographic_order(keys, cu_seqlens)
     stored_of = np.empty(len(keys), np.int64)
@@ -104,14 +105,14 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
             parent = added - 1
             parent[0] = path[common - 1] if common else -1
             if common < len(path) or not common:
-                # The path so far and the new tokens part here, so both go on in a segment of their own.
+                # The path so far and the new tokens diverge here. Each continues in a new segment.
                 starts += [num_stored, *path[common : common + 1].tolist()]
             sources.append(np.arange(first + common, end))
             parents.append(parent)
             depths.append(np.arange(common, length))
             path = np.concatenate([path[:common], added])
             num_stored += length - common
-        # Only an equal sequence adds nothing: a prefix of another one comes before it.
+        # Only a sequence equal to the one before adds nothing: a mere prefix is sorted earlier.
         stored_of[first:end] = path
     segments = np.unique(np.array(starts, np.int64))
     ends = np.append(segments[1:], num_stored)[: len(segments)]
@@ -130,8 +131,8 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
 def chunk_owners(cp: int) -> NDArray[np.int64]:
     """Return the context-parallel rank of each chunk of a segment: [chunks].
 
-    One rank has the whole segment. Rank r of several has chunks r and 2 * cp - 1 - r (zigzag), so attention costs all
-    ranks about the same.
+    A single rank has the whole segment. Rank r of several has chunks r and 2 * cp - 1 - r (zigzag), so attention costs
+    all ranks about the same.
     """
     ranks = np.arange(cp)
     return np.concatenate([ranks, ranks[::-1]]) if cp > 1 else ranks
@@ -140,8 +141,8 @@ def chunk_owners(cp: int) -> NDArray[np.int64]:
 def chunk_sizes(sizes: NDArray[np.int64], owners: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of tokens in each chunk of each segment, for context parallelism: [segments, chunks].
 
-    `sizes` [segments] are the segments' numbers of tokens, `owners` [chunks] the ranks of `chunk_owners`. Tokens that
-    do not divide evenly go one by one to the ranks with the fewest tokens in earlier segments.
+    `sizes` [segments] are in tokens, `owners` [chunks] are the ranks of `chunk_owners`. The remainder of an uneven
+    division goes, token by token, to the ranks with the fewest tokens in earlier segments.
     """
     count = len(owners)
     chunks = np.repeat(sizes[:, None] // count, count, axis=1)

@@ -1,6 +1,6 @@
 """Reads data sources: files become records, and records become training examples.
 
-`data.kinds` has the kinds of examples. Every error names the file and the line or row.
+Every error names the file and the line or row.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ Example = TypeVar("Example", covariant=True)
 OnLong = Callable[[TooLongError], object]
 """Called with the error of each record that is left out because it is too long."""
 OnFault = Callable[[DataError, Path, str], object]
-"""Called with an error, its file, and its place in the file (`line 7`). An empty place: the rest of the file is
-unreadable."""
+"""Called with an error, its file, and its place in the file (`line 7`). Empty place: the file's rest is unreadable."""
 
 
 class Kind(Protocol[Example]):
     """A kind of training examples, with the settings for making them."""
 
     is_judged: ClassVar[bool]
-    """Whether each record has a label, good or bad, so that a source needs both."""
+    """Whether each record has a label, good or bad. A source then needs both."""
 
     def make(self, index: int, record: Record) -> Example:
-        """Return the training example of a record. `index` is the record's number in its source, from 0.
+        """Return the training example of record number `index` of its source, from 0.
 
-        Raises DataError, with the line, for an invalid record, and TooLongError for one with too many tokens.
+        Raises DataError, with the line, for an invalid record, and TooLongError for too many tokens.
         """
         ...
 
@@ -55,11 +54,10 @@ def read_examples(
     on_long: OnLong | None = None,
     collect: Collect | None = None,
 ) -> Sequence[Example]:
-    """Return the training examples of a data source. `collect` collects them; None: in memory.
+    """Return the training examples of a data source. `collect` None: in memory.
 
     Raises DataError, with the line, for an invalid record, and for judged answers that are all good or all bad. A
-    record with too many tokens is never truncated: `on_long` is called with the error, or without `on_long` it is
-    raised.
+    record with too many tokens is never truncated: its error goes to `on_long`, or is raised without `on_long`.
     """
     labels: set[bool] = set()
 
@@ -104,8 +102,8 @@ def make_results(
 ) -> Iterator[Made]:
     """Yield the result of `make` for each record and its number, counted from 0.
 
-    `on_long` is called with the error of each record with too many tokens, `on_fault` with other errors and their
-    place. Without them the errors are raised.
+    Errors of records with too many tokens go to `on_long`, other errors and their place to `on_fault`. Without these
+    functions the errors are raised.
     """
     for index, record in enumerate(records):
         try:
@@ -126,9 +124,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the records of a data source in order. Blank lines are skipped.
 
-    Without `names`, the format is recognised from the first record. Raises DataError if the source is missing or empty,
-    or if a row is not a JSON object. With `on_fault`, only a missing source is raised: reading goes on with the next
-    row or file.
+    Without `names`, the first record shows the format. Raises DataError if the source is missing or empty, or if a row
+    is not a JSON object. With `on_fault`, only a missing source is raised: reading continues with the next row or file.
     """
     format: RecordFormat | None = None
     for path in data_files(source):
@@ -153,10 +150,9 @@ def read_records(
 
 
 def _make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
-    """Return the record in a row. `format` is the format of the source's first record; None: the row is the first.
+    """Return the record in a row. `format` None: the row is the source's first, and shows the format.
 
-    Raises DataError for a row that is not a JSON object, and for a field that would change the training but is not
-    read.
+    Raises DataError for a row that is not a JSON object, and for an unread field that would change the training.
     """
     if isinstance(row.value, DataError):
         raise row.value

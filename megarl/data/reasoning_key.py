@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def with_reasoning_key(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return messages with their reasoning under the key that the chat template reads."""
     if not any(REASONING in message for message in messages):
         return messages
     key = _reasoning_key(str(tokenizer.chat_template))

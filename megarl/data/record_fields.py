@@ -1,4 +1,4 @@
-"""Record fields that change the training in other programs, but that megarl does not read. A value there is refused."""
+"""Record fields that change the training in other programs, but not in megarl. A value in such a field is an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
 
 
 def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
-    """Return an error for the first field that would change the training but is not read, or None.
+    """Return an error for the first unread field that would change the training, or None.
 
     Fields that the record's format reads are exempt.
     """

@@ -1,6 +1,4 @@
-"""A record of a data source (line or row), with access to its fields. Every error names the file and the line
-or row.
-"""
+"""A record of a data source (line or row), with access to its fields. Every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ from megarl.files.strict_json import shown
 from megarl.types import DataError
 
 BY_FORMAT = FieldNames()
-"""Field names of a recipe that sets none: the format is recognised from the first record."""
+"""Field names of a recipe without any: the first record shows the format."""
 _LABEL = re.compile(r"[\w.-]{0,20}", re.ASCII)
-"""Regular expression of a short word or nothing. ASCII, because other scripts write sentences without spaces."""
+"""A short word or nothing. ASCII, because other scripts write sentences without spaces."""
 
 
 class TooLongError(DataError):
@@ -68,13 +66,13 @@ class Record:
         return value_at(self.fields, name)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """Return the first of these fields that the record has, else the first name. Empty: no names."""
+        """Return the first of these fields in the record, else the first name. Empty: no names."""
         return first_name_with_value(self.fields, names) or next(iter(names), "")
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
-        """Raise a DataError that lists each of these roles for which the record has no field.
+        """Raise a DataError that lists the roles without a field in the record.
 
-        If a role is missing, the error also lists the missing ones of the optional roles `also`.
+        If a role is missing, the error also lists missing optional roles `also`.
         """
         if missing_roles(self.fields, self.format, roles):
             missing = missing_roles(self.fields, self.format, (*also, *roles))
@@ -111,10 +109,10 @@ class Record:
         return self.with_opening(messages, system_prompt)
 
     def messages(self, field: str = "messages", *, role: str | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return the messages in a field, from one message or a list of them, as objects or as text in JSON.
+        """Return the messages in a field: one message or a list of them, as objects or as JSON text.
 
-        With `role`, any other text becomes a message of this role. If the format has an `input` field, its text is
-        appended to the prompt. Raises DataError for invalid messages, and for keys that are not read.
+        With `role`, any other text becomes a message of this role. A format's `input` field is appended to the prompt.
+        Raises DataError for invalid messages, and for unknown keys.
         """
         value = self._read_text(field, self.at(field), is_answer=role == "assistant")
         if field in self.format.prompt:
@@ -136,14 +134,13 @@ class Record:
     def with_opening(
         self, messages: Sequence[Mapping[str, Any]], system_prompt: str | None
     ) -> tuple[Mapping[str, Any], ...]:
-        """Return the messages after the record's system message and its earlier turns.
+        """Return the record's system message and earlier turns, followed by the messages.
 
-        `system_prompt` is the system message if neither the record nor the messages have one. Raises DataError for two
-        different system messages.
+        `system_prompt` replaces a missing system message. Raises DataError for two different system messages.
         """
         history = self._history()
         systems = [turn for turn in (*self._system(), *history, *messages) if turn["role"] == "system"]
-        # A blank message says nothing beside a filled one.
+        # A blank system message does not contradict a filled one.
         systems = [system for system in systems if system["content"].strip()] or systems
         for system in systems:
             if system["content"].strip() != systems[0]["content"].strip():
@@ -156,7 +153,7 @@ class Record:
         return (*systems[:1], *(turn for turn in (*history, *messages) if turn["role"] != "system"))
 
     def _system(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the record's system message, or nothing. Raises DataError for two fields with different ones."""
+        """Return the record's system message, or nothing. Raises DataError for two different ones."""
         names = self.format.system
         # Most records have none of the fields.
         if not any(name in self.fields or "." in name for name in names):
@@ -179,7 +176,7 @@ class Record:
             raise self.error(str(error)) from error
 
     def _read_text(self, field: str, value: Any, *, is_answer: bool) -> Any:
-        """Return a field's value, or the messages of its chat in JSON."""
+        """Return a field's value, or the messages of a chat saved in it as JSON."""
         if not isinstance(value, str):
             return value
         try:
@@ -188,9 +185,9 @@ class Record:
             raise self.error(f"'{field}' {error}") from error
 
     def refuse_other_prompts(self, messages: Sequence[Mapping[str, Any]], *, answers: bool) -> None:
-        """Raise DataError if another field has a prompt whose texts are not in `messages`.
+        """Raise DataError if another prompt field has texts that `messages` lack.
 
-        With `answers`, the texts of assistant's messages in that field count too.
+        With `answers`, texts of the assistant's messages in that field count too.
         """
         field = self.field(self.format.prompt)
         for name in self.format.other_prompts:
@@ -205,9 +202,9 @@ class Record:
             )
 
     def refuse_other_responses(self, field: str) -> None:
-        """Raise DataError if another usual field of responses has another answer than `field`, which is read.
+        """Raise DataError if another usual response field has another answer than `field`, the field that is read.
 
-        Who names the field in the recipe has chosen between several.
+        Nothing is checked if the recipe names the response field.
         """
         if "response" in self.names.fields:
             return
@@ -219,7 +216,7 @@ class Record:
             )
 
     def _is_repeated(self, name: str, messages: Sequence[Mapping[str, Any]], answers: bool) -> bool:
-        """Return whether `messages` have all texts in a field. Without `answers`, only texts of questions count."""
+        """Return whether `messages` have all texts of a field. Without `answers`, only texts of questions count."""
         try:
             turns = self.messages(name, role="user")
         except DataError:
@@ -229,9 +226,9 @@ class Record:
         return all((turn.get("content") or "").strip() in texts for turn in questions)
 
     def refuse_reasoning_field(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise DataError if a field has reasoning that `messages` do not have.
+        """Raise DataError if a field has reasoning that `messages` lack.
 
-        An answer has it in `reasoning_content`, or its text begins with it. One short word is a label, like off.
+        Reasoning of an answer is in `reasoning_content`, or begins its text. One short word is a label, like off.
         """
         for name in REASONING_KEYS:
             reasoning = self.fields.get(name)
@@ -245,7 +242,7 @@ class Record:
                 )
 
     def _with_input(self, field: str, prompt: Any) -> Any:
-        """Return the prompt with the text of the format's `input` field appended, if the record has one."""
+        """Return the prompt, with the text of the format's `input` field appended."""
         added = self.value(self.format.input)
         if added is None or (isinstance(added, str) and not added.strip()):
             return prompt
@@ -257,7 +254,7 @@ class Record:
         return f"{prompt}\n\n{added}" if prompt.strip() else prompt
 
     def tools(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools of a conversation: JSON schemas in OpenAI's form, or none if the field is missing."""
+        """Return the conversation's tools: JSON schemas in OpenAI's form. Empty: the field is missing."""
         value = self.value(self.format.tools)
         try:
             return standard_tools(value)

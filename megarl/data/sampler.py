@@ -45,7 +45,7 @@ class DataOrder:
         return self.start(step + 1) / self.num_items
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the item indices of an epoch, counted from 0, in the epoch's order: [num_items]."""
+        """Return the item indices of an epoch (from 0) in its order: [num_items]."""
         if not self.shuffle:
             return np.arange(self.num_items)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_items)

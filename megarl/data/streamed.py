@@ -1,4 +1,4 @@
-"""Data sets on disk. Records are validated once at the start, and tokenised each time they are drawn."""
+"""Data sets on disk. Records are validated once at the start, and tokenised at each draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Streamed(Sequence[Made], Generic[Made]):
     """A sequence of results (tokenised examples), computed from records on disk at each access.
 
     Each record takes 16 bytes of memory. The records are copied as JSON lines into an unnamed temporary file, deleted
-    with this object. So every kind of source allows random access, and the source may change during the run.
+    with this object. So every kind of source allows random access, and may change during the run.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         *,
         folder: str | Path,
     ) -> None:
-        """Make an example of each record once, to validate it, and store the records in a file in `folder`.
+        """Make each record's example once, to validate it, and store the records in a file in `folder`.
 
         Examples that are too long are left out and reported to `on_long`. Raises OSError and the errors of `make`.
         """
@@ -79,9 +79,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
 
     def values(self, field: str) -> Iterator[Any]:
-        """Yield a field's value of each record, without computing results. Raises KeyError if a record lacks
-        the field.
-        """
+        """Yield a field's value of each record, without computing results. Raises KeyError for a missing field."""
         for start in self._starts:
             self._file.seek(start)
             _, fields = json.loads(self._file.readline())
@@ -101,7 +99,7 @@ def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
 
 
 def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
-    """Yield a field's value of each problem's record. Records on disk are read without tokenising them."""
+    """Yield a field's value of each problem's record. Problems on disk are not tokenised."""
     if isinstance(problems, Streamed):
         return problems.values(field)
     return (problem.record[field] for problem in problems)

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MAX_TOKENS = 1 << 17
-"""Most tokens of a record that a survey measures if no recipe limits them. Encoding megabytes takes minutes."""
+"""Maximum number of tokens of a record, if no recipe limits it. Encoding megabytes takes minutes."""
 MAX_LISTED_FAULTS = 20
-"""Most listed errors, duplicates and overlaps, of each kind. All are counted."""
+"""Maximum number of errors, of duplicates and of overlaps listed. All are counted."""
 MAX_LISTED_PLACES = 5
-"""Most listed records of an error, after the first."""
+"""Maximum number of records listed for an error, after the first."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _RepeatedError:
     place: str
     """First record with the error: `train.jsonl, line 7`. Empty: the error is about a whole file."""
     further: list[str] = field(default_factory=list)
-    """Places of the next records with the same error, at most `MAX_LISTED_PLACES`: `line 8`."""
+    """Places of the next records with this error, at most `MAX_LISTED_PLACES`: `line 8`."""
     count: int = 1
 
     @property
@@ -53,8 +53,6 @@ class _RepeatedError:
 
 @dataclass(slots=True)
 class Survey:
-    """Results of the survey of one data source."""
-
     source: str
     kind: KindName
     format: RecordFormat | None = None
@@ -64,16 +62,17 @@ class Survey:
     """Number of records left out as too long (data.overlong: drop)."""
     num_faults: int = 0
     faults: list[Finding] = field(default_factory=list)
-    """The first different errors, at most `MAX_LISTED_FAULTS`, each with the records having it."""
+    """The first different errors with their records, at most `MAX_LISTED_FAULTS`."""
     num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Lengths in tokens (without a tokenizer: in characters) of each prompt, conversation or pair (both answers
-    together)."""
+    """Length of each prompt, conversation or pair (both answers together), in tokens; without a tokenizer, in
+    characters.
+    """
     num_duplicates: int = 0
     duplicates: list[str] = field(default_factory=list)
-    """Records equal to an earlier one in everything used for training: `line 7 (as line 3)`."""
+    """Records whose trained content equals an earlier record's: `line 7 (as line 3)`."""
     num_overlaps: dict[str, int] = field(default_factory=dict)
-    """Number of records with a prompt also in another source, keyed by that source."""
+    """Number of records whose prompt another source has too, by that source."""
     overlaps: list[str] = field(default_factory=list)
     first: list[tuple[str, bool]] = field(default_factory=list)
     """Text of the first record in pieces: (text, whether its tokens are trained)."""
@@ -98,10 +97,10 @@ def survey(
 ) -> Survey:
     """Return a survey of all records of a data source. Records with errors are counted, and the survey continues.
 
-    Without a tokenizer, records are only read, and lengths are in characters. Prompts of `other_sources` (held-out
-    sets, each with its field names) must not occur in this source. Without `has_answers`, problems need no gold answer.
-    A record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted. Raises
-    DataError for a missing source.
+    Without a tokenizer, records are only read, and lengths are in characters. `other_sources` are held-out sets with
+    their field names; this source must not repeat their prompts. Without `has_answers`, problems need no gold answer. A
+    record above `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted. Raises DataError for a
+    missing source.
     """
     prompts = {
         other_source: _places_by_prompt(other_source, other_names, system_prompt)
@@ -162,7 +161,7 @@ class _Surveyed:
     length: int
     """Tokens in all sequences. Without a tokenizer: characters."""
     digest: bytes
-    """Digest of everything used for training."""
+    """Digest of the content used for training."""
     prompt: bytes
     """Digest of the messages before the assistant's first one."""
     sequences: Sequence[TrainingSequence]
@@ -172,7 +171,7 @@ class _Surveyed:
 class _RecordReader:
     """Reads one record for the survey. Raises DataError for each record that a run would refuse.
 
-    Without a tokenizer, errors that only a tokenizer shows are not noticed.
+    Without a tokenizer, errors that need one remain unnoticed.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ def _make_kind(
 
 
 def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
-    """Return the text of a token sequence in pieces: (text, whether it is trained)."""
+    """Return a sequence's text in pieces: (text, whether it is trained)."""
     borders = [0, *(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence)]
     return [
         (str(tokenizer.decode(sequence.token_ids[start:end].tolist())), bool(sequence.loss_mask[start]))
@@ -237,7 +236,7 @@ def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tup
 
 
 def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path, place: str) -> None:
-    """Count an error under its message, without the place. An empty place: the error is about the whole file."""
+    """Count an error under its message. An empty place: the error is about the whole file."""
     if not place:
         faults[str(error)] = _RepeatedError(str(error), "")
         return
@@ -272,5 +271,4 @@ def _before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def _digest(value: Any) -> bytes:
-    """Return the digest of a JSON value: 16 bytes, so that millions of prompts fit in memory."""
     return blake2b(json.dumps(value, ensure_ascii=False, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Batches of sequences in flat arrays, as they are sent to data-parallel replicas and trained on.
+"""Batches of sequences in flat arrays, as sent to data-parallel replicas and trained on.
 
 Entry t of a log-prob, weight or advantage belongs to the prediction of token t from the tokens before it. So the first
 entry of each sequence is never trained.
@@ -19,9 +19,9 @@ from megarl.types import PER_TOKEN, RetainedSets, TrainingSequence
 class TokenBatch:
     """A batch of sequences, concatenated into flat arrays.
 
-    `token_ids` and `loss_mask` are [tokens]. `loss_mask` is True where the log-prob of this token, predicted from those
-    before it, is trained. `cu_seqlens` [sequences + 1] holds the sequence boundaries, from 0 to tokens. `per_token`
-    holds the float32 arrays [tokens] named in `types.PER_TOKEN`.
+    `token_ids` and `loss_mask` are [tokens]. `loss_mask` is True where the token's log-prob is trained. `cu_seqlens`
+    [sequences + 1] holds the sequence boundaries, from 0 to tokens. `per_token` holds the float32 arrays [tokens] named
+    in `types.PER_TOKEN`.
     """
 
     token_ids: NDArray[np.int64]
@@ -30,35 +30,38 @@ class TokenBatch:
     samples: NDArray[np.int64]
     """Sample number of each sequence, in ascending order: [sequences].
 
-    A sample has one or more sequences (segments). Losses and advantages treat these together."""
+    Losses and advantages treat a sample's sequences (segments) together.
+    """
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
     """[sequences, 2]: handle (`types.ExpertsHandle`) of the experts that the engine chose for each sequence. Training
-    routes the same way."""
+    routes the same way.
+    """
     expert_digests: NDArray[np.uint32] | None = None
-    """[tokens]: a hash of each token's experts. Sequences share no token with different experts."""
+    """[tokens]: a hash of each token's experts. Tokens with different experts are not shared."""
     retained_sets: RetainedSets | None = None
-    """The tokens left by top-p, top-k and min-p, over which policy and reference renormalise each log-prob. None: all
-    tokens of the vocabulary."""
+    """The tokens left by top-p, top-k and min-p; policy and reference renormalise each log-prob over them. None: all
+    tokens of the vocabulary.
+    """
     temperatures: NDArray[np.float64] | None = None
     """Temperature of the log-probs of policy and reference: [sequences]. None: 1 for all."""
     target_keys: NDArray[np.int64] | None = None
-    """For distillation: the teacher's number, and the sequence's number in the step: [sequences, 2]."""
+    """For distillation, [sequences, 2]: the teacher's number, and the sequence's number in the step."""
     labels: NDArray[np.int64] | None = None
-    """[tokens]: the token whose log-prob is computed at the place of each token. None: the token itself."""
+    """[tokens]: the token whose log-prob is computed at each position. None: the token at that position."""
     shares_prefixes: bool = False
-    """Whether the model computes shared prefixes of the sequences once, as a tree. For batches of one row."""
+    """Whether the model computes shared prefixes once, as a tree. For batches of one row."""
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sequence[TrainingSequence]]) -> TokenBatch:
-        """Return a batch of samples, each with one or more sequences. All must have the same optional arrays."""
+        """Return a batch of samples with one or more sequences each. All must have the same optional arrays."""
         batch = cls.from_sequences([sequence for sample in samples for sequence in sample])
         batch.samples = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])
         return batch
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
-        """Return a batch with one sample per sequence. All sequences must have the same optional arrays."""
+        """Return a batch with one sample per sequence. All must have the same optional arrays."""
         return cls(
             token_ids=np.concatenate([sequence.token_ids for sequence in sequences]),
             loss_mask=np.concatenate([sequence.loss_mask for sequence in sequences]),
@@ -75,7 +78,7 @@ class TokenBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the lengths of the sequences in tokens, [sequences]."""
+        """Return the number of tokens of each sequence, [sequences]."""
         return np.diff(self.cu_seqlens)
 
     @property
@@ -86,8 +89,8 @@ class TokenBatch:
     def prefix_keys(self) -> NDArray[np.int64]:
         """Return a key for each token, an integer from 0 on: [tokens].
 
-        Two tokens have equal keys if they have the same id and, under router replay, the same experts in all layers.
-        Two sequences share their tokens before the first unequal key.
+        Tokens have equal keys if they have the same id and, under router replay, the same experts in all layers. Two
+        sequences share their tokens before the first unequal key.
         """
         if self.expert_digests is not None:
             return self.token_ids | self.expert_digests.astype(np.int64) << 32
@@ -98,7 +101,7 @@ class TokenBatch:
 
     @property
     def cu_samples(self) -> NDArray[np.int64]:
-        """Return the boundaries of the samples (each with all its segments), from 0 to tokens: [samples + 1]."""
+        """Return the boundaries of the samples (with all segments), from 0 to tokens: [samples + 1]."""
         first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
         return np.append(self.cu_seqlens[first_segments], self.cu_seqlens[-1])
 
@@ -113,7 +116,7 @@ class TokenBatch:
         return np.flatnonzero(np.diff(self.samples, append=-1))
 
     def tokens_of(self, sequences: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of these sequences' tokens, in this order: [tokens of these sequences]."""
+        """Return the positions of these sequences' tokens: [tokens of these sequences]."""
         selection = np.asarray(sequences, np.int64)
         return ranges(self.cu_seqlens[selection], self.lengths[selection])
 
@@ -136,7 +139,7 @@ class TokenBatch:
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
-        """Return a batch of these samples (numbered by position) with all their segments, in this order."""
+        """Return a batch of these samples (by position) with all their segments, in this order."""
         counts = self.num_segments
         first_segments = np.cumsum(counts) - counts
         selection = np.asarray(samples, np.int64)
@@ -146,7 +149,7 @@ class TokenBatch:
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """Return the same sequences with only these per-token arrays, without the keys of distillation targets."""
+        """Return the same sequences with only these per-token arrays, and without the keys of distillation targets."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
             self.expert_digests, self.retained_sets, self.temperatures, labels=self.labels,
@@ -155,10 +158,7 @@ class TokenBatch:
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Return one batch of all sequences, with the samples renumbered.
-
-    All batches must have the same per-token arrays.
-    """
+    """Return one batch of all sequences, with the samples renumbered. The per-token arrays must be the same."""
     samples, starts, num_samples, num_tokens = [], [np.zeros(1, np.int64)], 0, 0
     for batch in batches:
         # Sample numbers may have holes after `select`, so count their changes instead of using the numbers.
@@ -192,7 +192,7 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
 
 
 def select_retained(retained: RetainedSets, places: NDArray[np.int64]) -> RetainedSets:
-    """Return the retained sets of the tokens at the positions `places` [tokens], in this order.
+    """Return the retained sets of the tokens at the positions `places` [tokens].
 
     Position -1 gives an empty set: nothing was cut off.
     """
@@ -204,7 +204,7 @@ def select_retained(retained: RetainedSets, places: NDArray[np.int64]) -> Retain
 
 
 def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedSets | None:
-    """Return the concatenated retained sets of several parts (number of tokens, sets), or None if no part has sets.
+    """Concatenate the retained sets of parts (number of tokens, sets). None: no part has sets.
 
     A part without sets gets an empty set for each token.
     """
@@ -219,7 +219,7 @@ def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedS
 def places_by_rank(ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """Return each item's index in the items of all ranks, rank after rank, and the number of items per rank.
 
-    `ranks` [items] has the rank of each item; the index is [items]. Ranks are padded to the items of the fullest.
+    `ranks` [items] has each item's rank; the index is [items]. Ranks are padded to the fullest rank's number of items.
     """
     counts = np.bincount(ranks)
     longest = int(counts.max())

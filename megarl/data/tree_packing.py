@@ -1,8 +1,8 @@
-"""Packing of sequences with shared prefixes: those beginning alike come into one microbatch, stored as a tree.
+"""Packing of sequences with shared prefixes: similar beginnings come into one microbatch, stored as a tree.
 
 Sequences are first collected into clusters, in lexicographic order. Clusters are then packed like single sequences, by
-the tokens and the cost of their trees. Large clusters store fewer tokens, small ones balance ranks better, so several
-sizes are tried.
+the tokens and the cost of their trees. Large clusters store fewer tokens, small clusters balance ranks better. So
+several sizes are tried.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from megarl.data.packing import Costs, balance_sets, count_tokens, expand, pack
 from megarl.data.prefixes import lexicographic_order
 
 WORTH_SHARING = 0.05
-"""Saved share of the cost above which a prefix is shared. Below, a tree's gathers cost as much as it saves."""
+"""Minimum share of the cost that sharing a prefix must save. A tree's gathers cost about as much."""
 _CLUSTERS_PER_RANK = (0, 1, 4, 16)
-"""Clusters per rank, which limit a cluster's cost: the cost of all sequences divided by ranks and by this number. 0: no
-limit."""
+"""Numbers of clusters per rank to try. A cluster costs at most the whole cost / (ranks * number). 0: no limit."""
 
 
 def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], costs: Costs) -> float:
-    """Return the share of the cost that a tree saves if it stores the first `shared` tokens of each sequence once.
+    """Return the share of the cost that a tree saves by storing the first `shared` tokens of each sequence once.
 
     `lengths` and `shared` are [sequences].
     """
@@ -48,7 +47,7 @@ def pack_trees(
 
     A microbatch holds at most `max_tokens` stored tokens. `prefixes.lexicographic_order` describes `keys` [tokens] and
     `cu_seqlens` [sequences + 1]. `together` keeps adjacent sequences in one microbatch. Without prefixes worth sharing,
-    `pack` gives the result, with each length rounded up to `multiple`. A tree needs no such padding.
+    the result is that of `pack`, with each length rounded up to `multiple`. A tree needs no such padding.
 
     Raises ValueError for sequences that must share a microbatch and do not fit.
     """
@@ -66,7 +65,7 @@ def pack_trees(
         if tokens.sum() == lengths.sum() or len(clusters) in tried:
             continue
         tried.add(len(clusters))
-        # A set of its own too large is reported by `pack`, below.
+        # `pack`, below, reports a set that alone is too large.
         if tokens.max() > max_tokens or len(clusters) < num_ranks * rows_multiple:
             continue
         cluster_costs = np.array([cluster.cost for cluster in clusters])
@@ -93,7 +92,7 @@ def pack_trees(
 
 
 class _Prefixes:
-    """Lengths of the prefixes that any two sequences share, from the lexicographic order of all."""
+    """Lengths of the prefixes shared by any two sequences, from the lexicographic order."""
 
     def __init__(
         self, lengths: NDArray[np.int64], order: NDArray[np.int64], shared: NDArray[np.int64], costs: Costs
@@ -109,7 +108,9 @@ class _Prefixes:
         return float(self.cost_of_length[self.lengths[members]].sum())
 
     def common(self, low: int, high: int) -> int:
-        """Return the tokens of the prefix shared by the sequences at two places of the order, the lower place first."""
+        """Return the number of prefix tokens shared by the sequences at two places of the order, the lower place
+        first.
+        """
         return int(self.shared[low + 1 : high + 1].min())
 
 
@@ -144,7 +145,7 @@ def _clusters(
 ) -> list[_Cluster]:
     """Collect sets of sequences into clusters, in lexicographic order of each set's first sequence.
 
-    A set joins the cluster before it if this saves enough, and the cluster stays within `max_tokens` stored tokens and
+    A set joins the cluster before it if this saves enough. The cluster must stay within `max_tokens` stored tokens and
     `max_cost`.
     """
     order = np.argsort([prefixes.rank[members].min() for members in sets], kind="stable")

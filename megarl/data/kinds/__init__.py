@@ -1,4 +1,4 @@
-"""The kinds of training examples that data records become, by their names in `KINDS`.
+"""The kinds of training examples, by their names in `KINDS`.
 
 A kind has four functions of a record. `make` returns the example. `parts` returns everything that is trained on, and
 raises the errors needing no tokenizer. `prompt` returns the messages before the answer. `sequences` returns an
@@ -28,7 +28,7 @@ KINDS: dict[KindName, type[AnyKind]] = {
 
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> KindName:
-    """Return the kind of training examples that a record's fields can be used for."""
+    """Return the kind of training examples that fits a record's fields."""
     if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
         return "pairs"
     label = first_name_with_value(fields, format.label)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 Conversation = tuple[TrainingSequence, ...]
-"""The sequences of a record: one, or several if the chat template rewrites earlier turns."""
+"""A record's sequences: one, or several if the chat template rewrites earlier turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Conversations(TokenisedKind):
 def make_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> Conversation:
-    """Return a record's messages as tokens, as `train_on_assistant` encodes them.
+    """Return a record's messages as tokens, encoded by `train_on_assistant`.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """
@@ -64,10 +64,10 @@ def make_conversation(
 def encode_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
 ) -> Conversation:
-    """Return messages as tokens, as `train_on_assistant` encodes them.
+    """Return messages as tokens, encoded by `train_on_assistant`.
 
-    Raises DataError, with the line, for invalid messages. Raises TooLongError before encoding, which could take
-    minutes, if a conversation is far longer than `max_tokens`.
+    Raises DataError, with the line, for invalid messages. Raises TooLongError for a conversation far longer than
+    `max_tokens`, before encoding it takes minutes.
     """
     tools = record.tools()
     try:
@@ -93,7 +93,7 @@ def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
 
 
 def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """Return a record's conversation: its messages, or its prompt followed by its response. Raises DataError."""
+    """Return a record's conversation: its messages, or its prompt and its response. Raises DataError."""
     if not first_name_with_value(record.fields, record.format.prompt):
         record.require("prompt", "response")
     prompt = record.prompt(system_prompt)
@@ -104,7 +104,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
 
 
 def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages that a record's response adds to its prompt. Empty: the prompt is a whole conversation."""
+    """Return the messages that a record's response adds to its prompt. Empty: the prompt is the whole conversation."""
     if record.value(record.format.response) is None:
         # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its
         # line.
@@ -140,12 +140,12 @@ def train_on_assistant(
     the earlier messages with a generation prompt. White space after the end of a turn (a newline in ChatML) belongs to
     the next prompt.
 
-    Some templates render earlier messages differently once more messages follow (they drop old reasoning). Then no
+    Some templates render a message differently once more messages follow, for example without its reasoning. Then no
     single sequence has the right prompt for every turn, and a new sequence begins. Sequences without a turn to train
     are left out.
 
-    Raises ValueError without a turn to train, if the template leaves out a text of such a turn, or if a rendered turn
-    does not begin with its prompt.
+    Raises ValueError if no turn is to be trained, if the template leaves out a text of a trained turn, or if a rendered
+    turn does not begin with its prompt.
     """
     refuse_untrained(messages, first=first)
     sequences = [_Sequence()]
@@ -163,7 +163,7 @@ def train_on_assistant(
                 "trained would never be sampled; use a template that only appends"
             )
         if not has_texts(turn[len(prompt) :], message):
-            # The generation prompt may have the beginning of the message. This check renders once more.
+            # The generation prompt may contain the message's beginning, so this check renders once more.
             check_answer_written(tokenizer, messages[: place + 1], tools, turn)
         if not prompt.startswith(sequences[-1].text):
             sequences.append(_Sequence())
@@ -177,7 +177,7 @@ def train_on_assistant(
 
 
 def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int) -> None:
-    """Call `refuse_untrained`. Raises its error as DataError with the line."""
+    """Raise the error of `refuse_untrained` as DataError with the line."""
     try:
         refuse_untrained(messages, first=first)
     except ValueError as error:
@@ -185,7 +185,7 @@ def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, f
 
 
 def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
-    """Raise ValueError if no assistant's message from number `first` on is to be trained."""
+    """Raise ValueError if no assistant's message from number `first` on is trained."""
     if any(message["role"] == "assistant" and WEIGHT not in message for message in messages[first:]):
         return
     if any(WEIGHT in message for message in messages):
@@ -203,7 +203,7 @@ class _Sequence:
     mask: list[bool] = field(default_factory=list)
 
     def extend(self, tokenizer: Tokenizer, text: str, *, is_trained: bool) -> None:
-        """Add the tokens of a longer text after those of the text so far."""
+        """Append the tokens that `text` adds to the text so far."""
         piece = encode(tokenizer, text[len(self.text) :])
         self.tokens += piece
         self.mask += [is_trained] * len(piece)
@@ -214,6 +214,6 @@ class _Sequence:
 
 
 def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
-    """Return a text without white space at its end, if a special token precedes the white space."""
+    """Return a text without white space after a special token at its end."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

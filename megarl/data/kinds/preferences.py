@@ -57,9 +57,9 @@ class Pairs(TokenisedKind):
 class Judged(TokenisedKind):
     """Answers labelled good or bad as tokens, with the answers marked for training.
 
-    A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`,
-    and `label` is true for a good answer (`data.formats` lists other names). A conversation longer than `max_tokens` is
-    an error.
+    A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`.
+    `label` is true for a good answer. `data.formats` lists other names. A conversation longer than `max_tokens` is an
+    error.
     """
 
     is_judged: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class Judged(TokenisedKind):
 
 
 def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
-    """Return the chosen and the rejected conversation of a record. Raises DataError for an invalid record."""
+    """Return the chosen and the rejected conversation of a record. Raises DataError."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
     if record.fields.get("margin"):
@@ -102,7 +102,7 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
 def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages) -> None:
     """Raise DataError if two conversations differ before an answer, or do not end with one.
 
-    The results of equal calls may differ: an environment gave them, and no prompt.
+    Results of equal tool calls may differ: they come from the environment.
     """
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
@@ -135,7 +135,7 @@ def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | Non
 
 
 def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
-    """Return the conversation of a labelled answer, and its label. Raises DataError for an invalid record."""
+    """Return the conversation of a labelled answer, and its label. Raises DataError."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
@@ -150,7 +150,7 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
 
 
 def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequence:
-    """Return an answer's one sequence. Raises DataError for several, because a loss compares whole answers."""
+    """Return an answer's sequence. Raises DataError for several sequences, because a loss compares whole answers."""
     sequence, *further_sequences = conversation
     if further_sequences:
         raise record.error(
@@ -161,18 +161,16 @@ def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequen
 
 
 def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
-    """Return the sequence up to the end of its answer, with one more position. The value there is the
-    sequence's score.
-    """
+    """Return the sequence up to its answer's end, plus one position for the sequence's score."""
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
-    # Entry t is predicted from the tokens before t, so any token can stand at the end: the first is at hand.
+    # Entry t is predicted from the tokens before t, so any token can stand at the end.
     tokens = np.append(sequence.token_ids[:length], sequence.token_ids[0])
     return TrainingSequence(tokens, np.arange(length + 1) == length)
 
 
 def with_score_masks(batch: TokenBatch) -> TokenBatch:
-    """Apply `with_score_mask` to the sequences."""
+    """Return the batch with each sequence changed like `with_score_mask`."""
     lengths = batch.lengths + 1
     cu_seqlens = borders(lengths)
     is_token = np.ones(cu_seqlens[-1], np.bool_)
@@ -187,7 +185,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation ending with the answer in `field`.
 
-    The field has the whole conversation, or only the answer, or the answer after a repetition of the prompt.
+    The field has the whole conversation, or only the answer, or a repetition of the prompt and the answer.
     """
     prompt_field = _prompt_field(record)
     answer = record.messages(field, role="assistant")
@@ -218,7 +216,7 @@ def _system(messages: Messages) -> Messages:
 def _prompt_field(record: Record) -> str | None:
     """Return the field with the prompt, or None.
 
-    A list of messages that repeats an answer's conversation is not the prompt: `ultrafeedback_binarized` has the chosen
+    Messages that repeat an answer's conversation are not the prompt: `ultrafeedback_binarized` has the chosen
     conversation in `messages` too. A text is the prompt even if an answer repeats it.
     """
     format = record.format

@@ -1,4 +1,4 @@
-"""Lines of text files, plain or compressed by gzip (`.gz`) or Zstandard (`.zst`), read one after another."""
+"""Lines of text files, plain or compressed by gzip (`.gz`) or Zstandard (`.zst`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 1 << 28
 
 
 def extension_of(path: Path) -> str:
-    """Return a file's extension in lower case, with that of its compression: `.jsonl.gz`."""
+    """Return a file's extension in lower case, with the compression's: `.jsonl.gz`."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() + last if last in COMPRESSIONS else last
 

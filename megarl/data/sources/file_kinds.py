@@ -1,4 +1,4 @@
-"""Recognises data files of unsupported kinds by their first bytes, so that an error can name the kind."""
+"""Recognises unsupported data files by their first bytes, so that an error can name their kind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ _CONVERT = "convert it to JSON lines, Parquet, or CSV with commas"
 
 
 def refuse_other_text(path: Path) -> None:
-    """Raise DataError for a text file in another encoding, with other delimiters than commas, or compressed under a
-    name that hides it.
-    """
+    """Raise DataError for another encoding, another delimiter than commas, or a compression that the name hides."""
     start = first_bytes(path, _FIRST_BYTES)
     _refuse_compressed(path, start)
     encoding = "UTF-32" if start.startswith(_UTF32) else "UTF-16" if start.startswith(_UTF16) else None
@@ -56,7 +54,7 @@ def _refuse_compressed(path: Path, start: bytes) -> None:
 
 
 def _delimiter(path: Path, start: bytes) -> str | None:
-    """Return the name of the delimiter in the first line of a table without commas, or None."""
+    """Return the name of the delimiter in a table's first line if it is no comma, else None."""
     header = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
     # JSON lines begin with a brace, and a CSV header of one column has none of these characters.
     if header.startswith((b"{", b"[")) or (extension_of(path) == ".csv" and b"," in header):

@@ -23,7 +23,7 @@ _UNSUPPORTED = {
     # `memory` and `storage` are older names, with units.
     "environment": ("env", "healthcheck", "mcp_servers", "gpus", "memory", "storage"),
 }
-"""Settings that megarl ignores, by section. A task that needs one would be graded in another state."""
+"""Unsupported settings, by section. Without them, a task would be graded in another state."""
 _REMEDIES = {"memory": "write memory_mb", "storage": "write storage_mb"}
 """Remedies for a setting, if not removing it."""
 _VERIFIER_SECONDS = 600.0
@@ -31,14 +31,14 @@ _VERIFIER_SECONDS = 600.0
 
 
 def task_files(folder: Path) -> list[Path]:
-    """Return the description file of each task in a folder, or of the task that the folder is. Empty: no task."""
+    """Return the description file of each task in a folder, or of the folder's own task. Empty: no task."""
     if (folder / TASK_FILE).is_file():
         return [folder / TASK_FILE]
     return sorted(folder.glob(f"*/{TASK_FILE}"))
 
 
 def read_task(path: Path) -> dict[str, Any]:
-    """Return the record of a task, described by the file `path`. Raises DataError."""
+    """Return the record of the task with the description file `path`. Raises DataError."""
     folder = path.parent
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def read_task(path: Path) -> dict[str, Any]:
 def task_image(task: Mapping[str, Any], image: str | None, *, is_file: bool) -> str | None:
     """Return the image of a task's container: `image` with the task's name for {task}, else the task's image.
 
-    `is_file`: images are files or folders, so an image name in a registry is useless.
+    `is_file`: images are files or folders, so a registry's image name is useless.
     """
     if image is not None:
         return image.replace("{task}", Path(task["folder"]).name)

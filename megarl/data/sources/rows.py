@@ -1,7 +1,7 @@
 """Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder, or a data set of the Hub.
 
 JSON lines may be compressed. A source is a path, or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER), read from the
-local cache. SPLIT@ may stand before either. Rows are read one after another: only a JSON file is in memory as a whole.
+local cache. SPLIT@ may stand before either. Rows are read one after another: only a JSON list is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megarl.files.strict_json import MEDIUM, parse
 from megarl.types import ConfigError, DataError
 
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
-"""Names of splits. They are searched in the names of files and folders: as the whole name, its start or its end."""
+"""Names of splits. The name of a file or folder may be, begin with, or end with one."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that `datasets` writes next to the data."""
 _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
 _PART = re.compile(r"([-_.](part)?\d+)+$")
-"""Regular expression for the number of a file among several: `train-1`."""
+"""Number of a file among several: `train-1`."""
 _SEPARATORS = re.compile(r"[-_.]")
 _GENERATED_FILES = ("cache-", "tmp")
 """Prefixes of Arrow files with intermediate results of `datasets`."""
 _ARROW_ROWS = 32
-"""Rows of a Parquet or Arrow file that are read at once. Few, because a row with long texts may have megabytes."""
+"""Rows of a Parquet or Arrow file read at once. Few, because a row with long texts may have megabytes."""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
 # 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
@@ -49,22 +49,21 @@ _LONGEST_CELL = 1 << 27
 class Row(NamedTuple):
     """A row of a file: its number (from 1, in the unit `unit`) and its value.
 
-    The value of an invalid row is a DataError, so later rows can still be read.
+    An invalid row has a DataError as value, so later rows can still be read.
     """
 
     number: int
     unit: str
     value: Any
     columns: tuple[str, ...] = ()
-    """Field names that the file declares for its rows, nested ones with dots. Empty: it declares none."""
+    """The file's declared field names, nested ones with dots. Empty: none are declared."""
 
 
 def data_files(source: str | Path) -> list[Path]:
     """Return the files of a data source, sorted by name.
 
-    Raises DataError if there are none; for a possible name on the Hub, the error has the download command. Raises
-    DataError for a folder with several splits, configurations or kinds of files if the source names none. Raises
-    DataError if shards are missing.
+    Raises DataError if there are none; for a possible Hub name, with the download command. Raises DataError if shards
+    are missing, or if a folder has several splits, configurations or kinds of files and the source names none.
     """
     split, place = _partition_source(str(source))
     path = _existing_place(place)
@@ -83,7 +82,7 @@ def data_files(source: str | Path) -> list[Path]:
     # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_GENERATED_FILES))]
-    # A compressed file beside the same file decompressed holds the same rows.
+    # A compressed file next to its decompressed copy holds the same rows.
     plain = {file for file in inside if file.suffix.lower() not in COMPRESSIONS}
     inside = [file for file in inside if file in plain or file.with_suffix("") not in plain]
     files = _files_of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
@@ -104,7 +103,7 @@ def data_files(source: str | Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file, read by its extension. Unknown extensions are JSON lines. Raises DataError."""
+    """Yield the rows of a file. Unknown extensions are read as JSON lines. Raises DataError."""
     yield from READERS.get(extension_of(path), _json_lines)(path)
 
 
@@ -125,7 +124,7 @@ class HubDataSet(NamedTuple):
 
 
 def missing_data_set(source: str) -> HubDataSet | None:
-    """Return the Hub's data set that a data source names, if the local cache lacks some of its files, else None."""
+    """Return the source's data set on the Hub if the local cache lacks some of its files, else None."""
     data_set = _on_hub(_partition_source(source)[1])
     if (
         data_set is None
@@ -143,7 +142,7 @@ def hub_data_set(source: str) -> str | None:
 
 
 def _on_hub(place: str) -> HubDataSet | None:
-    """Return the data set of a path with the form of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
+    """Return the data set of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
     name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
     if not is_hub_name(name) or Path(place).exists() or extension_of(Path(place)) in READERS:
@@ -175,8 +174,7 @@ def _existing_place(place: str) -> Path:
 
 
 def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
-    """Return the files of a split, with their paths relative to the folder. Raises DataError if there is no such
-    split."""
+    """Return the files of a split, with their paths relative to the folder. Raises DataError for an unknown split."""
     named = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
     if split is None:
         if len(named) > 1:
@@ -208,7 +206,7 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
 
 
 def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool) -> None:
-    """Raise DataError if a split's files are in several folders, as in a data set with several configurations.
+    """Raise DataError if a split has files in several folders, like a data set with several configurations.
 
     A local folder without split names may have files in several subfolders.
     """
@@ -254,7 +252,7 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
 
 
 def _name_parts(path: Path) -> tuple[str, ...]:
-    """Return the names in which a split's name is searched: the file's, then its folders', innermost first.
+    """Return the names to search for a split: the file's, then its folders', innermost first.
 
     The file's name has no extension and no shard number.
     """
@@ -287,7 +285,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON list, or of JSON lines in a file with the extension of JSON."""
+    """Yield the objects of a JSON list, or of JSON lines under the extension of JSON."""
     # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
     is_list = first_bytes(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:
@@ -346,7 +344,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow file, in Arrow's file format or in its stream format (written by `datasets`)."""
+    """Yield the rows of an Arrow file, in the file format or in the stream format (written by `datasets`)."""
     ipc = _arrow_module("ipc", path)
     with _arrow_faults(path), _WholeReads(io.FileIO(path)) as file:
         # The file format begins with this magic number; the stream format has none.
@@ -362,7 +360,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 class _WholeReads(io.BufferedReader):
-    """A file that allocates no more than the rest of its bytes.
+    """A file whose reads allocate at most the file's remaining size.
 
     A damaged Arrow file may name a message of any size. Python (3.11) allocates the whole size before it reads.
     """
@@ -397,7 +395,7 @@ def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
 
 
 def _arrow_module(name: str, path: Path) -> Any:
-    """Import and return a module of pyarrow. It loads slowly, so it is imported only when needed."""
+    """Import a module of pyarrow only when needed: it loads slowly."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
@@ -420,7 +418,7 @@ def _arrow_faults(path: Path) -> Iterator[None]:
 def _to_python(value: Any) -> Any:
     """Return an Arrow value as JSON: null is a missing field, dates are ISO 8601 text.
 
-    Bytes are the text that they encode in UTF-8, as some programs write text, else base64.
+    Bytes become text if they are UTF-8 (some programs write text as bytes), else base64.
     """
     if isinstance(value, dict):
         plain = {name: _to_python(item) for name, item in value.items()}

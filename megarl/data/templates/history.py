@@ -1,8 +1,7 @@
 """Tests on sample conversations whether a chat template changes earlier turns.
 
-Templates change earlier turns in three ways. They drop reasoning before a new question, close a conversation with their
-own token, or begin a turn differently from the generation prompt. The tokens that a model sampled then differ from the
-template's text.
+Templates drop reasoning before a new question, close a conversation with their own token, or begin a turn differently
+from the generation prompt. Then the template's text differs from the tokens that a model sampled.
 """
 
 from __future__ import annotations
@@ -49,15 +48,14 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 
 
 REFUSES = "refuses"
-"""Result for a template raising an error."""
+"""Result for a template that raises an error."""
 
 
 def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
     """Return how a chat template changes earlier turns, by kind of sample conversation.
 
-    "rewrites the answer": the rendered answer does not begin with the prompt that asked for it. "rewrites history": a
-    later prompt does not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template
-    raises an error.
+    "rewrites the answer": the rendered answer does not begin with its prompt. "rewrites history": a later prompt does
+    not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template raises an error.
     """
     faults = {kind: _faults(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
     return {kind: fault for kind, fault in faults.items() if fault}
@@ -79,7 +77,9 @@ def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def history_notice(faults: Mapping[str, str], history: str) -> str:
-    """Return the notice at a run's start: what `rollout.history` does with a template that changes earlier turns."""
+    """Return the notice at a run's start: the effect of `rollout.history` with a template that changes earlier
+    turns.
+    """
     rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
     refused = [kind for kind, fault in faults.items() if fault == REFUSES]
     refusal = f" It refuses: {'; '.join(refused)}." if refused else ""

@@ -1,4 +1,4 @@
-"""Tokens that end the assistant's turns in a chat template, and the tokens at which an engine stops.
+"""Tokens that end the assistant's turns in a chat template, and tokens at which an engine stops.
 
 They may differ: a base model of Qwen2.5 stops at `<|endoftext|>`, and its template ends turns with `<|im_end|>`. An
 engine that does not know the template's tokens samples up to the length limit.
@@ -43,14 +43,14 @@ _TURNS: Sequence[Mapping[str, Any]] = (
     _calling(_TURN, reasoning_content="hm"),
     _calling(".", _TURN),
 )
-"""Sample turns. A special token inside one of them does not end a turn."""
+"""Sample turns. A special token inside a sample turn does not end it."""
 
 
 def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the special tokens with which the chat template ends an answer, and a turn with tool calls.
 
-    If the template writes none after the turn, the first special token of the next message counts: in GLM's templates
-    the next role ends a turn. Tokens that the template also writes inside a turn do not count.
+    If the template writes none after the turn, the next message's first special token counts: in GLM's templates the
+    next role ends a turn. Tokens that the template also writes inside a turn do not count.
     """
     names = _end_of_answer(tokenizer), _end_of_calls(tokenizer)
     ends = dict.fromkeys(name for name in names if name and not _is_inside_turns(tokenizer, name))
@@ -59,13 +59,13 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def added_turn_ends(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of `turn_ends` at which an engine with this model folder does not stop by itself."""
+    """Return the `turn_ends` at which an engine with this model folder does not stop by itself."""
     engine_ends = _engine_ends(Path(folder), tokenizer)
     return tuple(token for token in turn_ends(tokenizer) if token not in engine_ends)
 
 
 def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
-    """Return the notice at a run's start: which tokens of `added_turn_ends` also end completions."""
+    """Return the notice at a run's start about `added_turn_ends`: these tokens also end completions."""
     names = _names(_engine_ends(Path(folder), tokenizer), tokenizer)
     return (
         f"the chat template ends turns with {_names(added, tokenizer)}, the model with {names or 'no token'}: "
@@ -74,7 +74,7 @@ def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokeni
 
 
 def own_files(model: ModelConfig) -> dict[str, str]:
-    """Return the files of an export differing from those of the model folder, as text by file name.
+    """Return the texts, by file name, of an export's files that differ from the model folder's.
 
     They are the recipe's chat template, and the generation config with the template's ends of turns.
     """
@@ -91,9 +91,9 @@ def own_files(model: ModelConfig) -> dict[str, str]:
 
 
 def _engine_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens at which vLLM stops by itself.
+    """Return the tokens at which vLLM stops by itself: the end tokens of the generation config and of the tokenizer.
 
-    They are the end tokens of generation_config.json (if it is missing, of config.json) and the tokenizer's end token.
+    Without generation_config.json, config.json has the end tokens.
     """
     path = next((folder / name for name in (_GENERATION_CONFIG, "config.json") if (folder / name).is_file()), None)
     stored = read_object(path).get("eos_token_id") if path is not None else None
@@ -106,7 +106,7 @@ def _names(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def _end_of_answer(tokenizer: Tokenizer) -> str | None:
-    """Return the special token that the template writes after an answer, or None if there is none.
+    """Return the special token that the template writes after an answer, or None.
 
     The answer is first tried as the last turn, then before another question.
     """

@@ -20,11 +20,10 @@ _QUESTION = {"role": "user", "content": "."}
 def check_prompt_written(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
 ) -> None:
-    """Raise ValueError for a text of a prompt, or a tool's name, that the rendered prompt lacks.
+    """Raise ValueError for a text of a prompt, or a tool's name, missing in the rendered prompt.
 
-    Templates may drop reasoning before a later question. So each assistant's message is searched in a rendering that
-    ends with it, first after a single question, which makes the cost linear. Only if a text is missing there, the
-    earlier messages are rendered too.
+    Templates may drop reasoning before a later question. So each assistant's message is first rendered after one short
+    question, to make the cost linear. If a text is missing there, the message is rendered after its earlier messages.
     """
     check_tools_written(tools, rendered)
     texts = _WrittenText(rendered)
@@ -51,7 +50,7 @@ def _is_written_alone(tokenizer: Tokenizer, message: Mapping[str, Any], tools: S
 def check_answer_written(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
 ) -> None:
-    """Raise ValueError for a text of the last message, the assistant's, that is missing in its turn.
+    """Raise ValueError for a text of the last message, the assistant's, missing in its turn.
 
     `rendered` is the text of all messages. The turn includes its generation prompt, which may open the thoughts.
     """
@@ -61,7 +60,7 @@ def check_answer_written(
 
 
 def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
-    """Raise ValueError for a text of message `number` that is missing in the rendered text."""
+    """Raise ValueError for a text of message `number` missing in the rendered text."""
     _check_texts(number, message, _WrittenText(rendered))
 
 
@@ -72,13 +71,12 @@ def _check_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText
 
 
 def has_texts(rendered: str, message: Mapping[str, Any]) -> bool:
-    """Return whether a rendered text has all texts of a message."""
     written = _WrittenText(rendered)
     return all(written.contains(text) for _, text in _required_texts(message))
 
 
 def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> None:
-    """Raise ValueError for a tool whose name is missing in the rendered text."""
+    """Raise ValueError for a tool's name missing in the rendered text."""
     written = _WrittenText(rendered)
     for tool in tools:
         if not written.contains(name := tool["function"]["name"]):
@@ -93,7 +91,7 @@ def _missing(subject: str, text: str) -> str:
 
 
 def _required_texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yield the texts of a message that the rendered text must contain, each after its label for errors.
+    """Yield the texts of a message that a template must write, each after its label for errors.
 
     Arguments of calls are left out, because templates write them in various forms.
     """
@@ -114,10 +112,10 @@ class _WrittenText:
     def __init__(self, rendered: str) -> None:
         self._rendered = rendered
         self._place = 0
-        """End of the last text that was found."""
+        """End of the last match."""
 
     def contains(self, text: str) -> bool:
-        """Return whether the rendered text has a message's text. Its white space may differ, or it is written as JSON.
+        """Return whether the rendered text has a message's text, as JSON or with other white space.
 
         The search begins at the end of the last match, then at the start.
         """

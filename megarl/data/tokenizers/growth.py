@@ -11,11 +11,11 @@ from typing import Any
 from megarl.types import DataError
 
 _MOST_GROWTH = 64.0
-"""Largest accepted factor of a text's length. Published tokenizers have at most 4; a factor of 64 is an attack."""
+"""Largest accepted factor of a text's length. Published tokenizers have at most 4; 64 is an attack."""
 
 
 def refuse_growth(definition: Mapping[str, Any], path: Path) -> None:
-    """Raise DataError if the rules of a tokenizer.json can multiply the length of a text."""
+    """Raise DataError if the rules of a tokenizer.json can lengthen a text more than `_MOST_GROWTH` times."""
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         if (factor := _growth(definition.get(part))) > _MOST_GROWTH:
             raise DataError(
@@ -25,7 +25,7 @@ def refuse_growth(definition: Mapping[str, Any], path: Path) -> None:
 
 
 def _growth(rule: Any) -> float:
-    """Return the largest factor by which a rule can multiply the number of characters of a text."""
+    """Return the largest factor by which a rule can multiply a text's number of characters."""
     if not isinstance(rule, Mapping):
         return 1.0
     if rule.get("type") == "Sequence":
@@ -34,7 +34,7 @@ def _growth(rule: Any) -> float:
             for inner in _items(rule.get(name)):
                 factor *= _growth(inner)
         return factor
-    # A text of one character is the worst case of what is added once.
+    # Text that is added once lengthens a text of one character most.
     if rule.get("type") == "Prepend":
         return 1.0 + len(str(rule.get("prepend") or ""))
     if rule.get("type") == "TemplateProcessing":
@@ -49,25 +49,25 @@ def _growth(rule: Any) -> float:
         return 1.0
     if isinstance(literal := pattern.get("String"), str) and literal:
         return max(1.0, len(content) / len(literal))
-    # A regular expression may match nothing, between any two characters.
+    # A regular expression may match the empty text between any two characters.
     return 1.0 + len(content)
 
 
 def _longest_replacement(charsmap: Any) -> float:
-    """Return the length of the longest replacement of one character in a compiled table of SentencePiece.
+    """Return the length of the longest replacement of a character in a compiled table of SentencePiece.
 
-    The table has the size of a trie in four bytes, the trie, and the texts, each followed by a zero byte.
+    The table is a trie's size in four bytes, the trie, and the texts, each followed by a zero byte.
     """
     try:
         table = base64.b64decode(str(charsmap), validate=True)
     except (binascii.Error, ValueError):
-        return 1.0  # Loading it names the fault.
+        return 1.0  # Loading the table reports the fault.
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return max(1.0, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
 def _template_length(rule: Mapping[str, Any], name: str) -> float:
-    """Return the number of tokens and texts that a post-processor's template joins."""
+    """Return the number of tokens and texts in a post-processor's template."""
     special = rule.get("special_tokens")
     length = 0.0
     for piece in _items(rule.get(name)):

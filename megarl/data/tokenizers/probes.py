@@ -1,6 +1,6 @@
 """Tries a tokenizer's rules on probe texts, in a child process with limits of time and memory.
 
-Regular expressions of a tokenizer.json may backtrack without an end. Its other rules may fail, or multiply a text.
+Regular expressions of a tokenizer.json may backtrack endlessly. Its other rules may fail, or multiply a text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ PROBE_SECONDS = 5.0
 """CPU seconds allowed for all probe texts. Published tokenizers take about 0.1."""
 _PROBE_BYTES = 1 << 30
 _MAX_TOKENS_PER_CHARACTER = 64
-"""Most tokens that a tokenizer may make of one character. The longest known case is 33: a ligature of 18 letters, as
-bytes."""
+"""Maximum number of tokens of one character. The longest known case is 33: a ligature of 18 letters, as bytes."""
 
 _SENTENCES = (
     "The quick brown fox jumps over 13 lazy dogs; it's 7:45 o'clock, isn't it?\n\n\tdef f(x): return x**2 # 1e-10\r\n",
@@ -41,27 +40,28 @@ _CHARACTERS = (
 """One character of each class that patterns name: letters of scripts, digits, white space, punctuation, marks."""
 _RUN_LENGTH = 100
 _RUN_ENDS = "\n", "\u0001"
-"""Characters after a run of equal ones. An expression backtracks where a run ends with a character that does not match.
-"""
+"""Characters after a run of equal ones. An expression backtracks where the character after a run does not match."""
 _MAX_UNITS = 1000
-"""Most repeated characters and words of the patterns. Patterns of published tokenizers have fewer than 300."""
+"""Maximum number of characters and words of the patterns that are repeated. Published tokenizers have fewer than
+300.
+"""
 _SURROGATES = range(0xD800, 0xE000)
-"""Code points without a character."""
 _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[pP]\{[^}]*\}|(.))", re.DOTALL)
 _WORD = re.compile(r"\w{2,20}")
 
 
 def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
-    """Raise DataError if the rules of a tokenizer.json fail on probe texts, or exceed the limits of the child.
+    """Raise DataError if the rules of a tokenizer.json fail on probe texts, or exceed the child's limits.
 
-    The vocabulary is left out to save time. Loading already applies the rules, to added tokens.
+    The rules are tried without the vocabulary, to save time, and before loading, because it applies them to added
+    tokens.
     """
     from tokenizers import Tokenizer as Backend
 
     unknown = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
     rules = json.dumps({**definition, "model": unknown, "truncation": None, "padding": None})
     texts = make_probe_texts(definition)
-    # A compiled table of replacements may lead anywhere for a single character.
+    # A compiled table of replacements may fail on any single character, so all are tried.
     if '"Precompiled"' in rules:
         texts.append(" ".join(map(chr, range(_SURROGATES.start))))
     _refuse_fault(path, ("rules", rules, *texts), lambda: _encode_texts(Backend.from_str(rules), texts))
@@ -70,7 +70,7 @@ def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
 def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path, *, digest: str) -> None:
     """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens.
 
-    `digest` is the digest of the tokenizer's folder.
+    `digest` identifies the content of the tokenizer's folder.
     """
     texts = make_probe_texts(definition)
     _refuse_fault(path, ("encoding", digest, *texts), partial(_count_tokens, tokenizer, texts))
@@ -103,7 +103,7 @@ def _iterate_patterns(rule: Any) -> Iterator[str]:
 
 
 def _decode_escape(escape: re.Match[str]) -> str:
-    """Return the character of a regular expression's escape. Empty: it is a class of characters."""
+    """Return the character of a regular expression's escape. Empty: the escape is a class of characters."""
     number = escape[1] or escape[2] or escape[3]
     if number:
         code = int(number, 16)

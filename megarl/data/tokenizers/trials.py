@@ -1,7 +1,7 @@
 """Tries tokenizers and chat templates in a forked process, once for equal content.
 
-A driver loads its tokenizer two or three times, each time with three trials. In a process with torch in memory, the
-fork for one trial takes 0.05 to 0.15 s of CPU time.
+A driver loads its tokenizer two or three times, each time with three trials. With torch in memory, the fork for one
+trial takes 0.05 to 0.15 s of CPU time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _passed: set[bytes] = set()
 
 
 def digest_of_folder(folder: Path) -> str:
-    """Return a digest of all files of a model folder except weights. They decide how its tokenizer behaves.
+    """Return a digest of the files that decide a tokenizer's behaviour: all files of a model folder except weights.
 
     If a file cannot be read, the digest equals no other one.
     """
@@ -40,7 +40,7 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def trial_fault(content: Sequence[str], work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
-    """Return the fault of `work` in a forked process, or None if it stays within its limits.
+    """Return the fault of `work` in a forked process. None: `work` stays within its limits.
 
     `content` is the input of `work`, beginning with the kind of the trial. Content that passed in this process is not
     tried again, because `work` is deterministic.

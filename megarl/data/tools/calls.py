@@ -2,7 +2,7 @@
 
 The text is decoded with special tokens, because several formats mark calls with them. Reasoning is removed first: a
 call inside it was considered, not made. Every begun call is returned in order, with its arguments or an error. A broken
-call does not affect others. `data.tools.formats` has the formats.
+call does not affect others.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with wide bars)
@@ -22,7 +22,7 @@ END_TOKENS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<|user|>", "<|observation|>",
     "<｜end▁of▁sentence｜>", "<|eot|>", "<end_of_turn>",
 )  # fmt: skip
-"""Tokens ending a turn, in supported model families and in some likely to be supported later."""
+"""Tokens that end a turn, in supported model families and in likely future ones."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MAX_DEPTH = 48
@@ -48,10 +48,10 @@ def parse(
 ) -> ParsedTurn:
     """Return the parts of a turn in the format `name`, a key of `PARSERS`. `text` is decoded with special tokens.
 
-    A call's arguments are checked against its tool's JSON schema. Invalid calls have an error and no arguments: unknown
-    tools, missing or mistyped arguments, broken text, text cut off. A call's name is empty if it cannot be read. Ids
-    consist of the turn number `turn` and the call's place in the turn. They have nine letters and digits, because
-    Mistral's chat templates accept no others.
+    A call's arguments are checked against its tool's JSON schema. An invalid call has an error and no arguments: an
+    unknown tool, missing or mistyped arguments, broken text, text cut off. An unreadable name is empty. Ids consist of
+    the turn number `turn` and the call's place in the turn. They have nine letters and digits: Mistral's chat templates
+    accept no others.
 
     `in_reasoning`: whether the prompt ended inside a reasoning block. None: yes, if the text closes a block without
     opening it.
@@ -71,13 +71,13 @@ def parse(
 def _digits(number: int, count: int) -> str:
     """Return the last `count` digits of a number to the base 36.
 
-    So ids have nine characters, and differ in 46,656 turns of 1,296 calls each.
+    Ids of nine characters differ in 46,656 turns of 1,296 calls each.
     """
     return "".join(_DIGITS[number // 36**place % 36] for place in reversed(range(count)))
 
 
 def parser_of_template(template: str) -> str | None:
-    """Return the format of tool calls in a chat template, a key of `PARSERS`. None: it does not show it."""
+    """Return the format of tool calls in a chat template, a key of `PARSERS`. None: the template does not show it."""
     return next((name for name, marks in _TEMPLATE_MARKS if all(mark in template for mark in marks)), None)
 
 
@@ -90,9 +90,9 @@ _TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
 )
-"""Texts in a chat template that reveal its format of tool calls.
-
-The first match counts, so specific formats come before general ones."""
+"""Texts in a chat template that reveal its format of tool calls. The first match counts: specific formats come
+first.
+"""
 
 
 def _without_end_tokens(text: str) -> str:
@@ -140,7 +140,7 @@ def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema
 
 
 def _json_fault(arguments: Mapping[str, Any]) -> str | None:
-    """Return why clients could not read arguments as JSON, or could not send them back, else None."""
+    """Return why clients could not read or send back arguments as JSON, else None."""
     if is_deeper(arguments, _MAX_DEPTH):
         return f"the arguments are nested more than {_MAX_DEPTH} levels deep"
     try:

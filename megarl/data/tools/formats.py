@@ -1,4 +1,4 @@
-"""Formats of tool calls written by models: a table with one parsing function for each format.
+"""Formats of tool calls written by models: one parsing function for each format.
 
 The names are vLLM's. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). qwen3_coder: like XML (Qwen3-Coder, Qwen3.5).
 llama3_json: bare JSON (Llama 3). pythonic: Python calls (Llama 3.2, Llama 4, OLMo 3). mistral. glm45 (GLM 4.5 to 4.7).
@@ -29,7 +29,7 @@ class WrittenCall:
 
 
 _Read = tuple[str, list[WrittenCall]]
-"""Result of a parsing function: the text outside the tool calls, and the calls."""
+"""The text outside the tool calls, and the calls."""
 
 
 class _CutOffError(ValueError):
@@ -37,7 +37,7 @@ class _CutOffError(ValueError):
 
 
 def no_constant(name: str) -> Any:
-    """Reject NaN and infinities: a `parse_constant` for Python's `json`. Raises ValueError."""
+    """Reject NaN and infinities, as `parse_constant` of Python's `json`. Raises ValueError."""
     raise ValueError(f"{name} is not valid JSON")
 
 
@@ -46,7 +46,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant)
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at `start` (or after white space there), and the position of its end.
+    """Return the JSON value at `start` (or after white space there), and its end.
 
     Raises ValueError for invalid JSON, _CutOffError if the text ends inside the value.
     """
@@ -66,7 +66,7 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
     except ValueError as error:
-        # Other errors name what they refuse, such as NaN.
+        # Other errors name the refused value, such as NaN.
         if not is_long_integer(error):
             raise
         raise ValueError("its JSON has a number with too many digits") from error
@@ -82,13 +82,12 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 
 def _find_name(text: str) -> str:
-    """Return the tool's name in possibly broken JSON, or an empty text."""
     match = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return match.group(1) if match else ""
 
 
 def _json_argument_text(name: str, text: str) -> WrittenCall:
-    """Return a tool call with the JSON at the beginning of the text as arguments."""
+    """Return a tool call with the JSON at the beginning of `text` as arguments."""
     try:
         arguments, end = _json_at(text, 0)
     except ValueError as error:
@@ -99,7 +98,7 @@ def _json_argument_text(name: str, text: str) -> WrittenCall:
 
 
 def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
-    """Return the value of an argument written without quotes: text if the schema says so, else JSON if it is valid."""
+    """Return the value of an unquoted argument: text if the schema says so, else JSON if valid, else text."""
     schema = properties(tool, tools).get(name, {})
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = {kind} if isinstance(kind, str) else set(kind or ())
@@ -197,7 +196,7 @@ def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """Read `{"name": ..., "parameters": {...}}`. Several calls follow each other or are separated by semicolons.
+    """Read `{"name": ..., "parameters": {...}}`; several calls follow each other, perhaps with semicolons between them.
 
     An object without a name and parameters is text, because an answer may be JSON.
     """
@@ -262,7 +261,7 @@ def _split_top_level(text: str) -> list[str]:
 
 
 def _python_call(text: str) -> WrittenCall:
-    """Return the tool call written as a Python expression. The text is parsed, never evaluated."""
+    """Return the tool call in a Python expression. The text is parsed, never evaluated."""
     written = text.strip()
     named = re.match(r"([A-Za-z_][\w.]*)\(", written)
     name = named.group(1) if named else ""
@@ -312,7 +311,7 @@ def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _mistral_list(text: str) -> list[WrittenCall]:
-    """Return the tool calls in a JSON list. Objects are read one by one, so a broken one does not affect others."""
+    """Return the tool calls in a JSON list. Objects are read one by one, so a broken object does not affect others."""
     calls, place = [], 1
     while True:
         place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n,"))
@@ -354,7 +353,7 @@ _HARMONY_MESSAGE = re.compile(
 
 
 def harmony_reasoning(text: str) -> tuple[str, str | None]:
-    """Return the text without messages of Harmony's analysis channel, and the text of those messages or None."""
+    """Return the text without messages of Harmony's analysis channel, and these messages' text or None."""
     reasoning: list[str] = []
 
     def cut(message: re.Match[str]) -> str:
@@ -398,4 +397,4 @@ PARSERS: dict[str, Callable[[str, Sequence[ToolSchema]], _Read]] = {
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
 }
-"""Functions that parse tool calls, keyed by the name of the format."""
+"""Parsing functions by the name of the format."""

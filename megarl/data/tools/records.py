@@ -1,4 +1,4 @@
-"""Tools and tool calls of data records, converted to the one form that chat templates expect.
+"""Tools and tool calls of data records, converted to the form that chat templates expect.
 
 Data sets write both in several forms. Tools are a list or JSON text, each in OpenAI's form or flat. The arguments of a
 call are an object or JSON text. Missing calls are null or an empty list.
@@ -22,11 +22,10 @@ _VALUE_KEYS = (*_NULL_KEYS, "enum", "examples")
 
 
 def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its tool calls in the form {"function": {"name", "arguments"}}, arguments as an object.
+    """Return a message with its tool calls as {"function": {"name", "arguments"}}, arguments as an object.
 
     `tool_calls` of null or [] are removed: exports of `datasets` have them in every message. The list and each call may
-    be JSON text. Raises ValueError, without
-    the message's place, for calls that cannot be read.
+    be JSON text. Raises ValueError, without the message's place, for unreadable calls.
     """
     if "tool_calls" not in message:
         return message
@@ -64,11 +63,11 @@ def _standard_call(call: Any, place: int) -> Mapping[str, Any]:
 
 
 def _arguments(value: Any) -> Mapping[str, Any]:
-    """Return a call's arguments, from an object or its JSON text. Raises ValueError for everything else."""
+    """Return a call's arguments, an object or its JSON text. Raises ValueError for other values."""
     if value is None:
         raise ValueError("they are missing")
     if isinstance(value, str):
-        # OpenAI's own form. Rendered as it is, templates would write the text once more as a JSON string.
+        # OpenAI's own form. Templates would quote the text once more, as a JSON string.
         value = _parse_json(value)
     if not isinstance(value, Mapping):
         raise ValueError("they are not an object")
@@ -79,8 +78,8 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
     """Return the tools in a record's field, a list or its JSON text, as {"type": "function", "function": {...}}.
 
     Null and empty text are no tools. A tool may be JSON text, or have the flat form {"name", "parameters"}. Null
-    entries of a tool are dropped, since exports in columns give all tools the same keys. Raises ValueError for values
-    that cannot be read, and the errors of `check_tools`.
+    entries of a tool are dropped: exports in columns give all tools the same keys. Raises ValueError for unreadable
+    values, and the errors of `check_tools`.
     """
     if isinstance(value, str):
         value = _parse_json(value) if value.strip() else None
@@ -95,7 +94,7 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a tool, or a part of its schema, without null entries, unless null is a value of the schema."""
+    """Return a tool, or a part of its schema, without nulls, except nulls that are values of the schema."""
     if isinstance(value, Mapping):
         return {
             name: item if name in _VALUE_KEYS else _without_nulls(item)

@@ -44,7 +44,7 @@ def tool_named(name: str, tools: Sequence[ToolSchema]) -> ToolSchema | None:
 
 
 def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
-    """Return the schemas of a tool's arguments, by argument name. An unknown tool has none."""
+    """Return the schemas of a tool's arguments, by argument name. Empty: an unknown tool."""
     tool = tool_named(name, tools)
     return parameter_schema(tool).get("properties", {}) if tool else {}
 
@@ -62,12 +62,12 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
-    """Return the validator of a JSON schema. The schema is text, because the cache needs hashable keys."""
+    """Return the validator of a JSON schema. As text, the schema is a hashable key of the cache."""
     return schema_validator(json.loads(schema))
 
 
 def schema_validator(schema: Mapping[str, Any]) -> Any:
-    """Return the validator of a JSON schema. It never reads another file: a $ref outside of the schema is an error."""
+    """Return the validator of a JSON schema. A $ref outside of the schema is an error: no file is read."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
