@@ -54,10 +54,10 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
 def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
     """Return (reward - group mean) / group mean, [samples]; zero in groups with a mean of zero or below.
 
-    Meant for rewards of zero or more. Hard prompts weigh more. For rewards 0 and 1 the gradient tends to the gradient
-    of log(pass rate). With N samples of a prompt it is exact for this logarithm's expansion truncated at order N - 1:
-    the sum of pass@k / k for k from 1 to N - 1. (Without subtracting the mean, the order would be N.) Source: Maximum
-    likelihood RL (arXiv 2602.02710).
+    Meant for rewards of zero or more. Hard prompts weigh more. For rewards 0 and 1 the gradient approximates the
+    gradient of log(pass rate). With N samples of a prompt it is exact for this logarithm's expansion truncated at order
+    N - 1: the sum of pass@k / k for k from 1 to N - 1. (Without subtracting the mean, the order would be N.) Source:
+    Maximum likelihood RL (arXiv 2602.02710).
     """
     group, sizes = _index_groups(groups, rewards)
     means = (_sums(rewards, group, sizes) / sizes)[group]
@@ -66,10 +66,9 @@ def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tens
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
-    """Return each reward minus its group's length-weighted mean: [samples].
+    """Return each reward minus its group's mean weighted by `lengths` [samples], the completion tokens: [samples].
 
-    `lengths` [samples] are completion tokens, the weights. Source: On-Policy RL with Optimal reward baseline (arXiv
-    2505.23585).
+    Source: On-Policy RL with Optimal reward baseline (arXiv 2505.23585).
     """
     group, sizes = _index_groups(groups, rewards)
     weights = lengths.to(rewards.dtype)
@@ -82,10 +81,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = 
 def reinforce_plus_plus(
     rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
 ) -> Tensor:
-    """Return (reward - batch mean) / (batch standard deviation + `epsilon`): [samples]. Groups do not matter.
-
-    Source: REINFORCE++ (arXiv 2501.03262).
-    """
+    """Return (reward - batch mean) / (batch standard deviation + `epsilon`): [samples]. Source: arXiv 2501.03262."""
     return grpo(rewards, torch.zeros_like(groups), normalize_by_std=normalize_by_std, epsilon=epsilon)
 
 
@@ -109,18 +105,17 @@ def reinforce_plus_plus_baseline(
 
 
 def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return each reward minus the mean of the batch: [samples]. Useful for prompts with one sample each."""
+    """Return each reward minus the batch's mean: [samples]. Useful for prompts with one sample each."""
     return grpo(rewards, torch.zeros_like(groups), normalize_by_std=False)
 
 
 def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | None = None) -> Tensor:
     """Return each sample's advantage for the goal that one of `k` samples of its group passes: [samples].
 
-    `passes` is bool [samples]; by default a sample passes if its reward is positive. The reward of a set of `k` samples
-    is 1 if one of them passes. A sample's advantage is the mean reward of all sets with the sample, minus the mean
-    reward of all sets, divided by the standard deviation of the sets' rewards. It is computed in closed form. It is
-    zero in groups with only passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training
-    (arXiv 2508.10751).
+    `passes` is bool [samples]; by default a sample passes if its reward is positive. A set of `k` samples has the
+    reward 1 if one of them passes, else 0. A sample's advantage is (mean reward of all sets with the sample - mean of
+    all sets) / (standard deviation of all sets), in closed form. It is zero if all sets of the group have equal
+    rewards, and in groups smaller than `k`. Source: Pass@k training (arXiv 2508.10751).
     """
     group, sizes = _index_groups(groups, rewards)
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
@@ -178,12 +173,12 @@ def rae(rewards: Tensor, roles: Tensor, baselines: Tensor, *, role_decay: float)
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor, turns: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Return the rewards of packed tokens for `gae`: [tokens]. Their sum over a sequence is the sequence's score.
+    """Return the rewards of packed tokens for `gae`: [tokens]. They sum up to the score of each sequence.
 
-    `scores` is [sequences]. `turn_rewards` [sequences, turns] is the part of the score for each turn. `turns` int
-    [tokens] is each token's turn; `mask` bool [tokens] marks trained tokens. A turn's reward is at its last trained
-    token. A turn without trained tokens gives its reward to the turn before it. The rest of the score is at a
-    sequence's last trained token.
+    `scores` is [sequences]; `turn_rewards` [sequences, turns] are parts of the scores. `turns` int [tokens] is each
+    token's turn; `mask` bool [tokens] marks trained tokens. A turn's reward is at its last trained token. A turn
+    without trained tokens gives its reward to the turn before. The rest of the score is at a sequence's last trained
+    token.
     """
     rewards = torch.zeros(len(mask), dtype=scores.dtype, device=scores.device)
     carried = torch.zeros_like(scores)
@@ -213,9 +208,9 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
 
 def state_advantages(returns: Tensor, state_groups: Tensor) -> Tensor:
-    """Return each turn's return minus the mean of its step group: [samples, turns], like `returns`.
+    """Return each turn's return minus the mean of its state group: [samples, turns], like `returns`.
 
-    `state_groups` int [samples, turns] numbers the turns that act in the same state of the same prompt. The result is
+    `state_groups` int [samples, turns]: turns in the same state of the same prompt have equal numbers. The result is
     zero for a turn alone in its group, or with the number -1. Source: GiGPO (arXiv 2505.10978, section 4.2), without
     the deviation.
     """
@@ -237,7 +232,7 @@ def _sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
-    """Return each reward minus the mean of its group, [samples]; exactly zero if the group's rewards are equal."""
+    """Return each reward minus its group's mean, [samples]; exactly zero in a group with equal rewards."""
     centered = rewards - (_sums(rewards, group, sizes) / sizes)[group]
     # The rounded mean of equal rewards may differ from them. A tiny deviation would then turn this error into
     # advantages of size 1.
@@ -283,7 +278,7 @@ def soft_overlong(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
 
 
 def turn_returns(rewards: Tensor, discount: float) -> Tensor:
-    """Return each turn's reward plus `discount` times the return of the next turn: [samples, turns], like `rewards`.
+    """Return each turn's reward plus `discount` times the next turn's return: [samples, turns], like `rewards`.
 
     A sample with fewer turns has zeros after its last turn.
     """

@@ -1,7 +1,7 @@
-"""Choice of the tokens whose log-prob and advantage vary together: they lower the policy's entropy most.
+"""Choice of tokens by the covariance of log-prob and advantage. High ones lower the policy's entropy most.
 
-All functions take the tokens of a whole step, so the choice does not depend on the step's split into microbatches.
-Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617).
+All functions take the tokens of a whole step, so the choice does not depend on its split into microbatches. Source: Cui
+et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617).
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from torch import Tensor
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return each token's part of the covariance of log-probs and advantages: float64 [tokens], 0 where not masked.
+    """Return (log-prob - mean log-prob) * (advantage - mean advantage): float64 [tokens], 0 where not masked.
 
-    It is (log-prob - mean log-prob) * (advantage - mean advantage), with means over the masked tokens (eq. 10). All
-    arguments are [tokens].
+    The means are over masked tokens (eq. 10). All arguments are [tokens].
     """
     # float64: over millions of tokens, float32 sums would move the means, and with them tokens at the bounds.
     logprobs, advantages = (torch.where(mask, values, 0.0).double() for values in (logprobs, advantages))
@@ -25,16 +24,16 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def highest_covariance_mask(parts: Tensor, mask: Tensor, draws: Tensor, *, share: float) -> Tensor:
-    """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance.
+    """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance (KL-Cov penalises them).
 
-    Among equal tokens, the smallest `draws` decide. `parts` is the result of `covariances`. All arguments are [tokens].
-    KL-Cov adds a penalty to the chosen tokens.
+    `parts` is the result of `covariances`. Among equal values, the tokens with the smallest `draws` are chosen. All
+    arguments are [tokens].
     """
     if not mask.any():
         return mask
     count = _num_tokens(mask, share)
     lowest = torch.topk(parts[mask], count).values[-1]
-    # Certain tokens of one sequence have log-prob 0 and one advantage: without a choice all of them would be taken.
+    # Many tokens have log-prob 0 and the same advantage. A threshold alone would take all of them.
     is_above, is_lowest = mask & (parts > lowest), mask & (parts == lowest)
     return is_above | _smallest(draws, is_lowest, count - int(is_above.sum()))
 
@@ -42,10 +41,10 @@ def highest_covariance_mask(parts: Tensor, mask: Tensor, draws: Tensor, *, share
 def drawn_covariance_mask(
     parts: Tensor, mask: Tensor, draws: Tensor, *, share: float, low: float, high: float
 ) -> Tensor:
-    """Return bool [tokens]: tokens drawn at random among those with a covariance between `low` and `high`.
+    """Return bool [tokens]: random tokens with a covariance between `low` and `high` (Clip-Cov drops their loss).
 
     Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds. `parts` [tokens]
-    is the result of `covariances`. The tokens with the smallest `draws` [tokens] are chosen. Clip-Cov drops their loss.
+    is the result of `covariances`. The smallest `draws` [tokens] decide.
     """
     is_candidate = mask & (parts > low) & (parts < high)
     count = min(_num_tokens(mask, share), int(is_candidate.sum()))
@@ -61,5 +60,5 @@ def _smallest(draws: Tensor, is_candidate: Tensor, count: int) -> Tensor:
 
 
 def _num_tokens(mask: Tensor, share: float) -> int:
-    """Return the fraction `share` of the number of masked tokens, rounded down, but at least 1 (as in verl)."""
+    """Return `share` times the number of masked tokens, rounded down, but at least 1 (as in verl)."""
     return max(1, int(share * int(mask.sum())))

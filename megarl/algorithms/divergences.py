@@ -1,9 +1,9 @@
 """Divergences of two distributions over the same tokens, from their log-probs.
 
 All take `policy_logprobs` and `teacher_logprobs`, both [..., vocabulary tokens]. The probabilities sum to one over the
-last dimension, or over all its parts if it is split. All return `(terms, slopes)`, two tensors of the same shape. The
-sum of `terms` over the vocabulary is the divergence D in nats. With p the policy's probabilities, `slopes` is p_j *
-dD/dp_j, up to p_j times a constant. The gradient for the policy's logits is then slopes_j - p_j * sum(slopes).
+last dimension, or over all its parts if it is split. All return `(terms, slopes)` of the same shape. The sum of `terms`
+over the vocabulary is the divergence D in nats. With p the policy's probabilities, `slopes` is p_j * dD/dp_j, up to p_j
+times a constant. The gradient for the policy's logits is then slopes_j - p_j * sum(slopes).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def forward_kl(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> TermsAndSlo
 def jsd(policy_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> TermsAndSlopes:
     """Return beta * KL(teacher || m) + (1 - beta) * KL(policy || m): [..., vocabulary].
 
-    The mixture is m = beta * teacher + (1 - beta) * policy. Divided by beta, it tends to the forward KL for beta to 0.
-    Divided by 1 - beta, it tends to the reverse KL for beta to 1. Source: generalised Jensen-Shannon divergence of GKD
-    (arXiv 2306.13649, eq. 1).
+    The mixture is m = beta * teacher + (1 - beta) * policy. For beta to 0, result / beta tends to the forward KL. For
+    beta to 1, result / (1 - beta) tends to the reverse KL. Source: generalised Jensen-Shannon divergence of GKD (arXiv
+    2306.13649, eq. 1).
     """
     mixture = torch.logaddexp(teacher_logprobs + math.log(beta), policy_logprobs + math.log1p(-beta))
     slopes = (1 - beta) * policy_logprobs.exp() * (policy_logprobs - mixture)
@@ -52,16 +52,15 @@ def jsd(policy_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> Te
 def with_tail(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
     """Append to log-probs [..., k] one outcome that stands for all remaining tokens: [..., k + 1].
 
-    `others_logprobs` [...] is the joint log-prob of the remaining tokens. The divergence of two results is at most the
-    divergence of the full distributions (data processing inequality).
+    `others_logprobs` [...] is their joint log-prob. The divergence of two results is at most the divergence of the full
+    distributions (data processing inequality).
     """
     return torch.cat([logprobs, others_logprobs[..., None].clamp(min=_LEAST_LOGPROB)], -1)
 
 
 def renormalize(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
-    """Return log-probs [..., k] renormalised to a distribution over these k tokens alone.
-
-    `others_logprobs`, the joint log-prob of the remaining tokens, is ignored.
+    """Return log-probs [..., k] renormalised to a distribution over these k tokens alone. `others_logprobs` is
+    ignored.
     """
     return logprobs.log_softmax(-1)
 

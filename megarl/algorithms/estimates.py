@@ -17,11 +17,11 @@ Z95 = 1.959963984540054
 NUM_RESAMPLES = 1000
 """Number of bootstrap resamples."""
 MAX_ATTEMPTS = 1024
-"""Maximum attempts per problem. Larger binomial coefficients would exceed float64."""
+"""Maximum attempts per problem. Beyond, binomial coefficients exceed float64."""
 MAX_EXACT = 128
-"""Maximum attempts per problem for which majorities are counted exactly. The time grows with their cube."""
+"""Maximum attempts per problem for an exact majority@k. The time grows with their cube."""
 NUM_DRAWN = 4096
-"""Number of random subsets of attempts used to estimate majority@k above `MAX_EXACT` attempts."""
+"""Number of random subsets of attempts that estimate majority@k above `MAX_EXACT` attempts."""
 # The first bounds the rounding error of summed counts. The second bounds the bootstrap's memory: 4 Mi indices of 8
 # bytes at once.
 _ROUNDING = 1e-12
@@ -29,7 +29,7 @@ _DRAWN_AT_ONCE = 1 << 22
 
 
 class Measure(NamedTuple):
-    """A mean over problems with its 95 % interval, and the name of the interval's method."""
+    """A mean over problems with its 95 % interval, and the interval's method."""
 
     value: float
     low: float
@@ -38,23 +38,22 @@ class Measure(NamedTuple):
 
 
 def pass_at_k(num_attempts: int, num_correct: int, k: int) -> float:
-    """Return the unbiased estimate that at least one of k attempts is correct: 1 - C(n - c, k) / C(n, k).
+    """Return the probability that one of k attempts drawn from all is correct: 1 - C(n - c, k) / C(n, k).
 
-    n is `num_attempts`, c is `num_correct`. The value is the fraction of all subsets of k attempts with a correct one.
-    Raises ValueError for k > n. Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    n is `num_attempts`, c is `num_correct`. The estimate is unbiased. Raises ValueError for k > n. Source: Chen et al.
+    2021 (arXiv 2107.03374), eq. 1.
     """
     _check_k(num_attempts, k)
     return 1.0 - comb(num_attempts - num_correct, k) / comb(num_attempts, k)
 
 
 def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None], k: int, *, problem: int = 0) -> float:
-    """Return the unbiased estimate that the most frequent of k answers is correct: the mean over all subsets of k
-    attempts.
+    """Return the unbiased estimate that the most frequent of k answers is correct: a mean over all subsets of k.
 
-    All correct attempts count as one answer. Wrong attempts are distinguished by `answers`. An attempt with answer None
-    does not vote. Answers with equally many votes are equally likely to be chosen. Above `MAX_EXACT` attempts, the mean
-    is over `NUM_DRAWN` random subsets, seeded by `problem`. Distinct seeds give problems independent errors. With k = 1
-    the value is exactly the fraction of correct attempts. Raises ValueError for k above the number of attempts.
+    All correct attempts count as one answer; `answers` distinguish wrong attempts. An attempt with answer None does not
+    vote. Answers with equally many votes are equally likely to be chosen. Above `MAX_EXACT` attempts, the mean is over
+    `NUM_DRAWN` random subsets with `problem` as seed. Distinct seeds give problems independent errors. With k = 1 the
+    value is exactly the fraction of correct attempts. Raises ValueError for k above the number of attempts.
 
     Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
     """
@@ -73,7 +72,7 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
 
 @lru_cache(maxsize=1 << 14)
 def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
-    """Estimate majority@k from random subsets of the attempts. The arguments are those of `_majority`, and the seed."""
+    """Estimate `_majority` from random subsets of the attempts."""
     generator = np.random.default_rng(seed)
     drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
     votes = drawn[:, :-1]
@@ -84,7 +83,7 @@ def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int
 
 @lru_cache(maxsize=1 << 14)
 def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
-    """Return majority@k exactly, from counts of attempts: correct, with each wrong answer (ascending), without
+    """Return majority@k exactly. The counts are of correct attempts, of each wrong answer (ascending), and of no
     answer.
     """
     won = 0.0
@@ -118,10 +117,9 @@ def _check_k(num_attempts: int, k: int) -> None:
 def mean_with_interval(values: Sequence[float]) -> Measure:
     """Return the mean of one number per problem, each between 0 and 1, with a 95 % interval.
 
-    Wilson's score interval is used if each number is 0 or 1. It is also used if all are equal, although it is then too
-    wide. Otherwise the interval is the percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed
-    seed. Both intervals treat the problems as a sample of all similar problems. Raises ValueError without problems.
-    Source: Wilson 1927; Efron 1979.
+    If each number is 0 or 1, or all are equal (then too wide), it is Wilson's score interval. Otherwise it is the
+    percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed seed. Both treat the problems as a
+    sample of all similar problems. Raises ValueError without problems. Source: Wilson 1927; Efron 1979.
     """
     if not len(values):
         raise ValueError("the mean over problems cannot be computed: there are no problems")
@@ -135,7 +133,7 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
 def mean_score(values: Sequence[float]) -> Measure:
     """Return the mean of one score (or difference) per problem, any finite numbers, with a 95 % interval.
 
-    The interval is the percentile bootstrap of `mean_with_interval`; if all values are equal, it has no width. Raises
+    The interval is the percentile bootstrap of `mean_with_interval`; if all values are equal, its width is 0. Raises
     ValueError without problems.
     """
     if not len(values):
@@ -147,9 +145,9 @@ def mean_score(values: Sequence[float]) -> Measure:
 def paired_difference(differences: Sequence[float]) -> Measure:
     """Return the mean of one difference per problem, each between -1 and 1, with a 95 % interval.
 
-    Agresti and Min's interval is used if each difference is -1, 0 or 1. It has a width even if all differences are 0.
-    Otherwise the interval is the percentile bootstrap over problems of `mean_with_interval`. Raises ValueError without
-    problems. Source: Agresti and Min 2005 (Statistics in Medicine 24), adding one half to each of the four counts.
+    If each difference is -1, 0 or 1, it is Agresti and Min's interval: it has a width even if all are 0. Otherwise it
+    is the percentile bootstrap of `mean_with_interval`. Raises ValueError without problems. Source: Agresti and Min
+    2005 (Statistics in Medicine 24), adding one half to each of the four counts.
     """
     if not len(differences):
         raise ValueError("the mean difference over problems cannot be computed: there are no problems")
@@ -165,7 +163,7 @@ def paired_difference(differences: Sequence[float]) -> Measure:
 
 
 def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean over problems, by bootstrap with a fixed seed."""
+    """Return the 95 % percentile interval of the mean, by bootstrap with a fixed seed."""
     generator = np.random.default_rng(0)
     rows = max(1, _DRAWN_AT_ONCE // len(array))
     parts = [min(rows, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, rows)]

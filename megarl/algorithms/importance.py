@@ -43,7 +43,7 @@ METRICS = (
 )
 
 _ROUNDING = 1e-4
-"""Relative rounding of a ratio. float32 log-probs differ by about 1e-6, and a product sums thousands of them."""
+"""Relative rounding of a ratio. float32 log-probs differ by about 1e-6; a product of ratios sums thousands."""
 
 
 def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
@@ -73,21 +73,24 @@ def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: 
 
 
 def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Return 1 for tokens of sequences with a product of ratios between `low` and `high`, else 0: [tokens]."""
+    """Return 1 if the product of the sequence's ratios is between `low` and `high`, else 0, for each token:
+    [tokens].
+    """
     return _within(broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Return for each token the product of its sequence's ratios if between `low` and `high`, else zero: [tokens].
+    """Return the product of the sequence's ratios if between `low` and `high`, else 0, for each token: [tokens].
 
-    Unlike `sequence_rejection`, accepted sequences keep their ratio (TRL's sequence_mask; 0 and 3 there).
+    As TRL's sequence_mask (0 and 3 there).
     """
     ratios = broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp()
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
 def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Return 1 for tokens of sequences with a geometric mean of ratios between `low` and `high`, else 0: [tokens].
+    """Return 1 if the geometric mean of the sequence's ratios is between `low` and `high`, else 0, for each token:
+    [tokens].
 
     The bounds are close to 1. Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
     """
@@ -95,7 +98,7 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
 
 
 def is_of_single_tokens(name: str) -> bool:
-    """Return whether a named correction computes each token's weight from the token's own ratio alone."""
+    """Return whether a named correction computes a token's weight from the token's own ratio alone."""
     return IMPORTANCE_SAMPLING[name] in (tis, icepop)
 
 
@@ -109,8 +112,8 @@ def importance_weights(
 ) -> Tensor:
     """Return the weights of a named correction: [tokens], zero where `mask` is False.
 
-    The log-probs and `mask` are [tokens], `cu_seqlens` is [sequences + 1]. Settings without a parameter of the
-    correction are ignored.
+    The log-probs and `mask` are [tokens], `cu_seqlens` is [sequences + 1]. Settings that the correction does not take
+    are ignored.
     """
     correction: Callable[..., Tensor] = IMPORTANCE_SAMPLING[name]
     log_ratios = log_ratio(old_logprobs, rollout_logprobs).detach()
@@ -121,8 +124,7 @@ def importance_weights(
 def unbounded_weights(
     name: str, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return the weights [tokens] of a named correction without bounds. The arguments are those of
-    `importance_weights`.
+    """Return the weights of `importance_weights` without bounds: [tokens].
 
     They are ratios of tokens or sequences, or ones if the correction only rejects.
     """
@@ -144,9 +146,7 @@ def weight_metrics(weights: Tensor, unbounded: Tensor) -> dict[str, Tensor]:
 
 
 def mismatch_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return values [tokens] by name. From their means `mismatch_metrics` computes the mismatch of trainer and
-    engine.
-    """
+    """Return values [tokens] by name. `mismatch_metrics` computes metrics from their means."""
     ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()
     log_ratios = log_ratio(ours, theirs)
     ratios = log_ratios.exp()

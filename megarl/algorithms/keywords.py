@@ -1,4 +1,4 @@
-"""Selection of the keyword arguments that a function accepts."""
+"""Selection of keyword arguments."""
 
 from __future__ import annotations
 

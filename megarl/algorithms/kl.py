@@ -12,7 +12,7 @@ from megarl.algorithms.log_ratio import log_ratio
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return policy minus reference log-prob [tokens]: an unbiased KL estimate of either sign."""
+    """Return policy - reference log-prob [tokens]: an unbiased KL estimate of either sign."""
     return policy_logprobs - reference_logprobs
 
 
@@ -42,8 +42,8 @@ def adapted_coefficient(
 ) -> float:
     """Return the KL coefficient after a step with mean divergence `divergence` (nats).
 
-    The coefficient grows if the divergence is above `target` and falls if it is below. The change is at most a fifth
-    per `horizon` samples and per step. Source: arXiv 1909.08593, section 2.2.
+    The coefficient grows above `target` and falls below, by at most a fifth per `horizon` samples and per step. Source:
+    arXiv 1909.08593, section 2.2.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * min(num_samples / horizon, 1.0))

@@ -1,4 +1,4 @@
-"""The difference of two distributions' log-probs of the same tokens."""
+"""The difference of two log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BOUND = 20.0
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
     """Return numerator minus denominator log-probs, clamped to +-20: [tokens], like both.
 
-    The exponential and its square thus stay finite in float32. Beyond the bound the gradient is zero. The denominator
-    of an untrained token may be a placeholder: without the bound, its weight of zero would become NaN.
+    So its exponential and the exponential's square stay finite in float32. Beyond the bound the gradient is zero. The
+    denominator of an untrained token may be a placeholder: infinity times its weight of zero would be NaN.
     """
     return (numerator_logprobs - denominator_logprobs).clamp(-_BOUND, _BOUND)

@@ -56,8 +56,8 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 """
 
 _SMALLEST_NORM = 1e-7
-"""Lower bound of a matrix's norm in the division. A smaller matrix ends smaller than orthogonal. Zero gradients, as of
-an unused expert, stay zero.
+"""Lower bound of a matrix's norm in the division. A smaller matrix ends smaller than orthogonal. A zero gradient, as of
+an unused expert, stays zero.
 """
 
 
@@ -65,8 +65,8 @@ an unused expert, stay zero.
 def newton_schulz(matrix: Tensor, coefficients: str, dtype: torch.dtype) -> Tensor:
     """Return a nearly orthogonal matrix [rows, columns] with the singular vectors of `matrix`, in its dtype.
 
-    The iterations multiply matrices of `dtype`. First X = matrix / norm. Each polynomial then sets, with Y = X X': X =
-    a X + (b Y + c Y^2) X.
+    The iterations multiply matrices of `dtype`. First X = matrix / norm. Then each polynomial sets X = a X + (b Y + c
+    Y^2) X, with Y = X X'.
     """
     # The smaller side comes first, so that Y is as small as possible.
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -95,7 +95,7 @@ def orthogonal_update(matrix: Tensor, coefficients: str, scale: str, factor: flo
 
 @torch.no_grad()
 def add_gradient(momentum: Tensor, gradient: Tensor, decay: float, *, nesterov: bool) -> None:
-    """Set `momentum` [*shape] to B. Set `gradient` [*shape] to the matrix that Newton-Schulz makes orthogonal.
+    """Set `momentum` [*shape] to B, and `gradient` [*shape] to the matrix to make orthogonal.
 
     This matrix is B, or with `nesterov` m B + (1 - m) G. Each operation rounds once. A processor may fuse two
     operations at some places in memory only, and an element's value must not depend on its place.

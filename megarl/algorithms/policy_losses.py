@@ -10,10 +10,10 @@ flows through `policy_logprobs` alone. Keywords are fields of the recipe, or of 
 checks the result.
 
 Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens,
-as fourth and fifth argument. Here a sequence is a trajectory: all its segments, one after the other. For a token's
+as fourth and fifth argument. Here a sequence is a trajectory: all its segments, one after the other. In a token's
 gradient, all further tokens of its sequence are constants. So a token needs the gradient of its own log-prob only, even
-if the rest of the sequence is on another rank. The loss equals its paper's if all tokens of a sequence have equal
-weights.
+if the rest of the sequence is on another rank. If all tokens of a sequence have equal weights, the loss equals the
+paper's.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ METRICS = (
 _VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)
 """Bounds of a sequence's summed log-ratio in `vespo`, as in its authors' code and TRL."""
 _PROBABILITY_EPSILON = 1e-8
-"""Added to the joint probability of all other tokens in `dppo_kl`: its logarithm stays finite (verl has the same)."""
+"""Added in `dppo_kl` to the joint probability of all other tokens: its logarithm stays finite (as in verl)."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 def is_sequence_loss(policy_loss: Callable[..., object]) -> bool:
-    """Return whether a policy loss takes whole sequences: it has the argument `cu_seqlens`."""
+    """Return whether a policy loss takes whole sequences, by its argument `cu_seqlens`."""
     return "cu_seqlens" in signature(policy_loss).parameters
 
 
@@ -93,7 +93,7 @@ def clipped(
     dual_clip: float | None = None,
     max_ratio: float | None = None,
 ) -> LossAndMetrics:
-    """Return PPO's clipped loss: minus the lesser of ratio * advantage and clipped ratio * advantage, [tokens].
+    """Return PPO's clipped loss: -min(ratio * advantage, clipped ratio * advantage), [tokens].
 
     With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times |advantage|. `max_ratio`
     limits ratios first. Metrics per token: `ratio` (without limit), `clip_fraction` and, with `dual_clip`,
@@ -157,7 +157,7 @@ def gmpo(
     sequence_ratio = broadcast_to_tokens(
         sequence_means(clipped_log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask)
     ).exp()
-    # The value is the sequence's; the gradient is the token's share of it.
+    # The value is the sequence's ratio; the gradient is the token's share of its gradient.
     loss = -advantages * sequence_ratio * (1 + clipped_log_ratios - clipped_log_ratios.detach())
     return loss, {"ratio": sequence_ratio, "clip_fraction": (clipped_log_ratios != log_ratios).to(loss.dtype)}
 
@@ -165,9 +165,9 @@ def gmpo(
 def cispo(
     policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> LossAndMetrics:
-    """Return minus clipped ratio times advantage times log-prob: [tokens].
+    """Return minus clipped ratio * advantage * log-prob: [tokens].
 
-    The clipped ratio is a constant to the gradient, so no token loses its gradient. Metrics as in `clipped`, but
+    The clipped ratio is a constant in the gradient, so no token loses its gradient. Metrics as in `clipped`, but
     `clip_fraction` counts every ratio out of bounds. Source: MiniMax-M1 (arXiv 2506.13585, eqs. 4 and 5).
     """
     ratios = ratio(policy_logprobs.detach(), old_logprobs)
@@ -186,8 +186,7 @@ def sapo(
 ) -> LossAndMetrics:
     """Return minus advantage times a sigmoid gate around ratio 1: [tokens].
 
-    The gradient fades smoothly instead of ending at a clip. Source: Soft Adaptive Policy Optimization (arXiv
-    2511.20347).
+    The gradient fades smoothly, without a clip. Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
     """
     advantages = advantages.detach()
     ratios = ratio(policy_logprobs, old_logprobs)
@@ -197,7 +196,7 @@ def sapo(
 
 
 def unclipped(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> LossAndMetrics:
-    """Return minus ratio times advantage, [tokens]: PPO's loss without its clip (arXiv 1707.06347, eq. 6)."""
+    """Return minus ratio * advantage, [tokens]: PPO's loss without its clip (arXiv 1707.06347, eq. 6)."""
     ratios = ratio(policy_logprobs, old_logprobs)
     return -ratios * advantages.detach(), {"ratio": ratios.detach()}
 
@@ -211,11 +210,11 @@ def dppo_tv(
     clip_high: float,
     log_ratio_penalty: float = 0.0,
 ) -> LossAndMetrics:
-    """Return minus ratio times advantage, masked where a token's probability moved too far: [tokens].
+    """Return minus ratio * advantage, masked where a token's probability moved too far: [tokens].
 
-    A positive advantage is masked if the probability rose by more than `clip_high`. A negative advantage is masked if
-    it fell by more than `clip_low`. Unlike PPO's clip, this spares rare tokens: from 0.01 to 0.05 the ratio is 5.
-    `log_ratio_penalty` times the squared log-ratio is added, also where masked. Metrics as in `clipped`.
+    A positive advantage is masked if the probability rose by more than `clip_high`, a negative one if it fell by more
+    than `clip_low`. Unlike PPO's clip, this spares rare tokens: from 0.01 to 0.05 the ratio is 5. `log_ratio_penalty`
+    times the squared log-ratio is added, also where masked. Metrics as in `clipped`.
 
     Source: DPPO, total variation of the binary distribution (arXiv 2602.04879); penalty: Kimi K2.5 (arXiv 2602.02276).
     """
@@ -234,11 +233,11 @@ def dppo_kl(
     clip_high: float,
     log_ratio_penalty: float = 0.0,
 ) -> LossAndMetrics:
-    """Return minus ratio times advantage, masked where the KL divergence of a token's probability is large: [tokens].
+    """Return minus ratio * advantage, masked where the KL divergence of a token's probability is large: [tokens].
 
     The KL has two outcomes, this token or any other token, under the old policy. A positive advantage is masked if the
-    probability rose and the KL exceeds `clip_high`. A negative advantage is masked if the probability fell and the KL
-    exceeds `clip_low`. Penalty, metrics and source as in `dppo_tv`.
+    probability rose and the KL exceeds `clip_high`, a negative one if it fell and the KL exceeds `clip_low`. Penalty,
+    metrics and source as in `dppo_tv`.
     """
     policy, old = policy_logprobs.detach(), old_logprobs.detach()
     # A log-prob of 0 may be rounded to slightly above 0.
@@ -253,7 +252,7 @@ def dppo_kl(
 
 
 def dro(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float) -> LossAndMetrics:
-    """Return minus advantage times log-prob, plus `beta` / 2 times the squared log-ratio: [tokens].
+    """Return minus advantage * log-prob, plus `beta` / 2 times the squared log-ratio: [tokens].
 
     The advantage is a reward minus a value or baseline. The penalty replaces ratio and clip, so samples of any policy
     can be trained. Source: Direct Reward Optimisation (arXiv 2405.19107).
@@ -275,9 +274,9 @@ def vespo(
     power_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> LossAndMetrics:
-    """Return minus weight times advantage times log-prob, [tokens], with one smooth weight for each sequence.
+    """Return minus weight * advantage * log-prob, [tokens], with one smooth weight for each sequence.
 
-    The weight is exp(decay) * W^power * exp(-decay * W), without gradient. W is the product of the sequence's ratios.
+    The weight is exp(decay) * W^power * exp(-decay * W), without gradient; W is the product of the sequence's ratios.
     The weight is 1 at W = 1, and fades far from W = power / decay. Advantages below 0 have their own power and decay.
     All tokens of a sequence must have the same advantage. Metrics: `ratio` of each token, `sequence_weight`.
 
@@ -297,9 +296,7 @@ def vespo(
 def _masked_surrogate(
     policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, is_masked: Tensor, log_ratio_penalty: float
 ) -> LossAndMetrics:
-    """Return (loss, metrics), all [tokens]: minus ratio times advantage, zero where masked, plus the penalty
-    everywhere.
-    """
+    """Return (loss, metrics), all [tokens]: minus ratio * advantage, zero where masked, plus the penalty everywhere."""
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     ratios = log_ratios.exp()
     loss = torch.where(is_masked, 0.0, -ratios * advantages.detach()) + log_ratio_penalty * log_ratios.square()

@@ -2,8 +2,7 @@
 
 All except `kto` take `policy` and `reference` float [pairs, 2]: the summed log-probs of the answers' tokens, the chosen
 answer first. `lengths` [pairs, 2] counts these tokens. They return `(loss [pairs], rewards [pairs, 2])`. A reward is
-the value that the loss assigns to an answer, without gradient. A pair is won if the chosen answer has the higher
-reward.
+the loss's value of an answer, without gradient. A pair is won if the chosen answer has the higher reward.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def dpo(
     label_smoothing: float = 0.0,
     normalize_by_length: bool = False,
 ) -> LossAndRewards:
-    """Return minus log sigmoid of `beta` times the log-ratios' difference minus `margin`: [pairs].
+    """Return -log sigmoid(`beta` * difference of log-ratios - `margin`): [pairs].
 
     `label_smoothing` is the probability of a flipped label (conservative DPO). With `normalize_by_length`, log-ratios
     are means over tokens. Source: arXiv 2305.18290, eq. 7.
@@ -40,16 +39,13 @@ def dpo(
 def ipo(
     policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float, normalize_by_length: bool = False
 ) -> LossAndRewards:
-    """Return the squared distance of the log-ratios' difference from 1 / (2 * `beta`): [pairs].
-
-    Source: arXiv 2310.12036, eq. 17.
-    """
+    """Return (difference of log-ratios - 1 / (2 * `beta`))^2: [pairs]. Source: arXiv 2310.12036, eq. 17."""
     ratios = _log_ratios(policy, reference, lengths, normalize_by_length)
     return (ratios[:, 0] - ratios[:, 1] - 1 / (2 * beta)).square(), beta * ratios.detach()
 
 
 def simpo(policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float, margin: float = 0.0) -> LossAndRewards:
-    """Return minus log sigmoid of `beta` times the difference of mean log-probs, minus `margin`: [pairs].
+    """Return -log sigmoid(`beta` * difference of mean log-probs - `margin`): [pairs].
 
     `reference` is not used. Source: arXiv 2405.14734, eq. 6.
     """
@@ -58,7 +54,7 @@ def simpo(policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float, ma
 
 
 def orpo(policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float) -> LossAndRewards:
-    """Return the chosen answer's negative mean log-prob, minus `beta` times log sigmoid of the log odds ratio: [pairs].
+    """Return minus the chosen answer's mean log-prob, minus `beta` * log sigmoid(log odds ratio): [pairs].
 
     `reference` is not used. Source: arXiv 2403.07691, eqs. 6 and 7.
     """
@@ -69,7 +65,7 @@ def orpo(policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float) -> 
 
 
 def bradley_terry(policy: Tensor, reference: Tensor, lengths: Tensor, *, margin: float = 0.0) -> LossAndRewards:
-    """Return minus log sigmoid of the scores' difference minus `margin`: [pairs].
+    """Return -log sigmoid(difference of scores - `margin`): [pairs].
 
     `policy` [pairs, 2] holds a reward model's scores. Source: InstructGPT (arXiv 2203.02155), eq. 1; the margin, Llama
     2 (arXiv 2307.09288), eq. 2.
@@ -89,10 +85,10 @@ def kto(
 ) -> LossAndRewards:
     """Return weight * (1 - sigmoid(`beta` * distance)): [answers].
 
-    For desirable answers the distance is log-ratio - `kl`, for undesirable answers `kl` - log-ratio. Each answer counts
-    alone: `policy` and `reference` are float [answers], `desirable` is bool [answers], and loss and rewards are
-    [answers]. `kl` is the policy's divergence from the reference (nats per answer, not negative), estimated on answers
-    to other prompts. Source: arXiv 2402.01306, eqs. 7 and 8.
+    The distance is log-ratio - `kl` for desirable answers, `kl` - log-ratio for undesirable ones. Each answer counts
+    alone: `policy` and `reference` are float [answers], `desirable` is bool [answers], loss and rewards are [answers].
+    `kl` is the policy's divergence from the reference (nats per answer, not negative), estimated on answers to other
+    prompts. Source: arXiv 2402.01306, eqs. 7 and 8.
     """
     rewards = beta * (policy - reference)
     side = torch.where(desirable, rewards - beta * kl, beta * kl - rewards)

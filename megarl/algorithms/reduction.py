@@ -1,4 +1,4 @@
-"""Weights of tokens: the aggregation of token losses, and the choice of the tokens with the highest entropy."""
+"""Weights of tokens in the aggregated loss, and the choice of the tokens with the highest entropy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def token_weights(
 ) -> Tensor:
     """Return weights of the global batch's tokens, float32 [tokens]: the aggregated loss is sum(weights * loss).
 
-    The sum does not depend on the split of the batch. `cu_seqlens` int [sequences + 1] holds cumulative sequence
-    lengths from 0 to tokens. `mask` bool [tokens] is True on trained tokens; weights are zero elsewhere. Means over
-    sequences skip sequences without a trained token, unless `count_masked_sequences` is set (TRL's dr_grpo and grpo). A
-    batch without trained tokens has only zeros. Modes:
+    `cu_seqlens` int [sequences + 1] holds cumulative sequence lengths from 0 to tokens. `mask` bool [tokens] is True on
+    trained tokens; weights are zero elsewhere. Means over sequences skip sequences without a trained token, unless
+    `count_masked_sequences` is set (TRL's dr_grpo and grpo). A batch without trained tokens has only zeros. Modes:
 
     - `token_mean`: mean over all trained tokens (DAPO, arXiv 2503.14476, eq. 8)
     - `sequence_mean_token_mean`: mean over sequences of each sequence's mean (GRPO, arXiv 2402.03300, eq. 3)
@@ -63,10 +62,10 @@ def token_weights(
 def highest_entropy_mask(entropies: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, Tensor]:
     """Return the fraction `share` of tokens with the highest entropy, as mask bool [tokens], and their lowest entropy.
 
-    `entropies` (nats) and `mask` are [tokens]; only tokens in `mask` are considered. The number of tokens is rounded
-    up. Tokens with the same entropy as the last chosen token are included. Raises ValueError without a masked token.
+    `entropies` (nats) and `mask` are [tokens]; only tokens in `mask` count. The number of tokens is rounded up. Tokens
+    with the same entropy as the last chosen token are included. Raises ValueError without a masked token.
 
-    Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939, eq. 5). There the entropies are a batch's. The
+    Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939, eq. 5), over the tokens of a batch. There the
     loss of each token has the factor I[H >= threshold]; the denominator counts all tokens.
     """
     masked_entropies = entropies[mask]

@@ -28,16 +28,16 @@ def is_off_policy(
 ) -> Tensor:
     """Return whether each token's sequence has a negative advantage and left the policy: bool [tokens].
 
-    The arguments are those of a policy loss of sequences. A sequence left the policy if old minus policy log-prob,
-    averaged over its trained tokens, is above `limit`, in nats. The policy no longer writes such texts, and learning
-    from them is unstable. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    The arguments are those of a policy loss of sequences. A sequence left the policy if old - policy log-prob, averaged
+    over its trained tokens, is above `limit`, in nats. The policy no longer writes such texts, and learning from them
+    is unstable. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
     left_by = sequence_means((old_logprobs - policy_logprobs).detach(), cu_seqlens, mask)
     return (advantages < 0) & (broadcast_to_tokens(left_by, cu_seqlens, len(mask)) > limit)
 
 
 def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float) -> Callable[..., LossAndMetrics]:
-    """Return `policy_loss` as a loss of sequences, with a loss of zero on the tokens of `is_off_policy`.
+    """Return `policy_loss` as a loss of sequences, with loss zero on the tokens of `is_off_policy`.
 
     Token weights stay unchanged, so dropped sequences count in the loss's denominator (as in TRL and slime).
     """
@@ -51,12 +51,12 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
         mask: Tensor,
         **settings: Any,
     ) -> LossAndMetrics:
-        # Before the loss: one of the user's own may write into its arguments.
+        # Computed before the loss, because a user's loss may write into its arguments.
         is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
         further = (cu_seqlens, mask) if is_of_sequences else ()
         result = policy_loss(policy_logprobs, old_logprobs, advantages, *further, **settings)
         loss, metrics = checked_policy_loss(result, policy_logprobs)
-        # Selecting instead of multiplying: zero times an infinite loss is NaN.
+        # `where` instead of a product: zero times an infinite loss is NaN.
         return torch.where(is_dropped, 0.0, loss), metrics | {"off_policy_fraction": is_dropped.to(loss.dtype)}
 
     return masked_loss

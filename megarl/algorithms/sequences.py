@@ -12,7 +12,7 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     `cu_seqlens` int [sequences + 1] holds cumulative lengths from 0 to `num_tokens`.
     """
     sequences = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
-    # A given output size spares a synchronisation with the GPU.
+    # Passing the output size avoids a synchronisation with the GPU.
     return torch.repeat_interleave(sequences, cu_seqlens.diff(), output_size=num_tokens)
 
 
@@ -31,7 +31,7 @@ def place_at_last_tokens(sequence_values: Tensor, cu_seqlens: Tensor, mask: Tens
 
 
 def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the masked tokens of each sequence: [sequences], zero without masked tokens.
+    """Return the mean over each sequence's masked tokens: [sequences], zero without masked tokens.
 
     `values` and `mask` are [tokens].
     """
@@ -40,7 +40,7 @@ def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over the masked tokens of each sequence: [sequences]; `values` and `mask` are [tokens]."""
+    """Return the sum over each sequence's masked tokens: [sequences]; `values` and `mask` are [tokens]."""
     sums = values.new_zeros(len(cu_seqlens) - 1)
-    # Selecting instead of multiplying: an untrained token's inf or NaN must not reach the sum.
+    # `where` instead of a product: an untrained token's inf or NaN must not reach the sum.
     return sums.index_add(0, sequence_of_tokens(cu_seqlens, len(values)), torch.where(mask, values, 0.0))

@@ -1,7 +1,5 @@
-"""Checks of a user's own policy loss or advantage function: the type of its result, and a trial call with toy tensors.
-
-The checks raise ResultError; the message names the result and the expected type. `policy_loss_fault` and
-`advantage_fault` call a function once on toy CPU tensors before a run starts. They return the message.
+"""Checks of a user's own policy loss or advantage function: the type of its result, and a trial call with toy
+tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ ADVANTAGE_RESULT = "return a float tensor [samples], one advantage for each of r
 _LENGTHS = (4, 2, 3)
 """Lengths of the toy sequences in tokens. The first token of each is not trained."""
 _NUM_GROUPS = 2
-"""Toy groups: one with different rewards, and one with equal rewards and thus a standard deviation of zero."""
+"""Toy groups: one with different rewards, one with equal rewards (standard deviation zero)."""
 
 
 class ResultError(Exception):
@@ -34,7 +32,7 @@ class ResultError(Exception):
 
 
 def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetrics:
-    """Check the result of a policy loss, and return it as (loss [tokens], metrics by name, each [tokens]).
+    """Return the checked result of a policy loss: (loss [tokens], metrics by name, each [tokens]).
 
     `policy_logprobs` is float [tokens]. Raises ResultError for a result of another type or shape.
     """
@@ -55,8 +53,7 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
 def refuse_missing_metrics(metrics: Mapping[str, Tensor], needed_metrics: Mapping[str, str]) -> None:
     """Raise ResultError if a policy loss lacks a metric. `needed_metrics` maps a required metric's name to its reader.
 
-    `metrics` are float [tokens]. The check runs in the trial call, and again in each update: a function may return a
-    metric at times only.
+    `metrics` are float [tokens]. Each update calls this too: a function may return a metric only sometimes.
     """
     for name, reader in needed_metrics.items():
         if name not in metrics:
@@ -66,7 +63,7 @@ def refuse_missing_metrics(metrics: Mapping[str, Tensor], needed_metrics: Mappin
 
 
 def checked_advantages(result: object, rewards: Tensor) -> Tensor:
-    """Check the result of an advantage estimator, and return it, [samples], in the dtype of `rewards`.
+    """Return the checked result of an advantage estimator, [samples], in the dtype of `rewards`.
 
     `rewards` is float [samples]. Raises ResultError for a result of another type or shape.
     """
@@ -79,10 +76,10 @@ def checked_advantages(result: object, rewards: Tensor) -> Tensor:
 def policy_loss_fault(
     policy_loss: Callable[..., Any], settings: Mapping[str, Any], needed_metrics: Mapping[str, str]
 ) -> str | None:
-    """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
+    """Call a policy loss with `settings` as keywords on toy sequences, and return a description of the fault, or None.
 
-    `needed_metrics` maps a required metric's name to its reader. Returns a description of the fault, or None. A fault
-    is: the loss raises, has a wrong type or shape, lacks a metric, has no gradient, or is not finite on trained tokens.
+    A fault is: the loss raises, has a wrong type or shape, lacks a metric of `needed_metrics` (reader by name), has no
+    gradient, or is not finite on trained tokens.
     """
     try:
         _try_policy_loss(policy_loss, settings, needed_metrics)
@@ -94,11 +91,10 @@ def policy_loss_fault(
 def advantage_fault(
     advantage: Callable[..., Any], settings: Mapping[str, Any], *, samples_per_group: int
 ) -> str | None:
-    """Call an advantage estimator with `settings` as keywords on two toy groups.
+    """Call an advantage estimator with `settings` on two toy groups, and return a description of the fault, or None.
 
-    If it accepts them, it also gets `lengths` int64 [samples] and `passes` bool [samples], as in a run. Returns a
-    description of the fault, or None. A fault is: the estimator raises, returns a wrong type or shape, or is not
-    finite.
+    If it accepts them, it also gets `lengths` int64 [samples] and `passes` bool [samples], as in a run. A fault is: the
+    estimator raises, returns a wrong type or shape, or is not finite.
     """
     try:
         _try_advantage(advantage, settings, samples_per_group)
@@ -159,7 +155,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings:
     try:
         return function(*arguments, **settings)
     except Exception as error:  # The recipe's author wrote the function: it may raise anything.
-        # The first frame is this function's. The second one, if the user's function was entered, is the user's.
+        # The first frame is this function's. The second frame, if any, is the user's function.
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
         names = [*signature(function).parameters][: len(arguments)]

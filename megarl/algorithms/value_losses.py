@@ -15,8 +15,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     """Return half the squared difference of values and returns, with PPO's clipping: [tokens].
 
     `values`, `old_values` and `returns` are [tokens]. A clipped value differs from its old value by at most `clip`;
-    None: no clipping. The result is the larger loss of the value and the clipped value. Metric `clipped` is 1 where it
-    is the clipped value's.
+    None: no clipping. The larger of both losses counts. Metric `clipped` is 1 where it is the clipped value's.
 
     Source: PPO's implementation (arXiv 1707.06347; described in arXiv 2005.12729, section 3).
     """
@@ -30,7 +29,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return the fraction of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
 
-    Both arguments are float [tokens].
+    Both are float [tokens].
     """
     # 1e-12 avoids a division by zero for constant returns.
     unforeseen = (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
