@@ -1,4 +1,4 @@
-"""Attempts made by a user's agent program. It calls the endpoint, and is killed with its child processes at the end."""
+"""Attempts made by a user's agent program. The program samples through the endpoint."""
 
 from __future__ import annotations
 
@@ -89,41 +89,43 @@ COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
     "unreported_calls",
 )  # fmt: skip
-"""Names of counts of a session (`Session.counts`) that are logged as metrics `environment/NAME`."""
+"""Names in `Session.counts` logged as metrics `environment/NAME`."""
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
     "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
-"""Environment variables of the driver inherited by each agent program.
+"""Environment variables of the driver that each agent program inherits.
 
-Others may hold keys of trackers, judges and hubs, and an agent could leak them. `rollout.agent.environment` names
-further variables.
+All others are withheld: they may hold keys of trackers, judges and hubs. `rollout.agent.environment` names further
+variables.
 """
 _LEAVE_SECONDS = 2.0
 """Seconds to wait for a cancelled agent to end."""
 _LOOK_SECONDS = 1.0
-"""Seconds between two checks of a running program: its refused calls, and limits of its session."""
+"""Seconds between two checks of a running program: has it too many refused calls, or exceeded a limit?"""
 _MAX_REFUSED_CALLS = 100
-"""Refused calls after which a program is ended: it repeats them without end."""
+"""Refused calls after which a program is killed, because it repeats them endlessly."""
 _TAIL_CHARACTERS = 400
-"""Characters of standard error in the text of a failure."""
+"""Characters of standard error quoted in the text of a failure."""
 _TICK_SECONDS = 0.05
 """Shortest wait, in seconds, between two checks of a program's time limit.
 
-Pauses of the engines extend the limit, so a single long wait would end too early.
+A single long wait would end too early, because pauses of the engines extend the limit.
 """
 
 
 _MAX_LOSSES = 2
-"""Lost containers after which an attempt ends with an error. Its program may be what ends them."""
+"""Lost containers after which an attempt begins again. The next loss ends it with an error: its program may be the
+cause.
+"""
 _LOSSES = ("ContainerLost: ", "PeerLostError: ")
-"""Prefixes of failure texts of attempts that lost their container, or the agent of its node."""
+"""Prefixes of failure texts: the attempt lost its container, or the agent of the container's node."""
 _LABEL = "agent"
-"""Label of the agent's program among the programs of its container."""
+"""Label of the agent's program in its container."""
 
 
 class _LostError(Exception):
-    """Raised if the container of an attempt is lost, with the trajectory up to then."""
+    """Raised if an attempt's container is lost. Has the trajectory up to the loss."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         super().__init__(trajectory.failure)
@@ -136,15 +138,15 @@ class _ProgramError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """Runs the recipe's agent, a program or an `Agent` class, once per attempt. Each attempt has a session of its own.
+    """Runs the recipe's agent, a program or an `Agent` class, once per attempt. Each attempt has its own session.
 
     The program's environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_AUTH_TOKEN, the
     variables in `INHERITED` and those named by the recipe, and no others. Its standard input is a JSON object with the
     problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`.
 
-    The reward is the last line of the program's output, a JSON number or {"reward": number}, or the program posts it to
+    The program prints its reward as the last line of its output, a JSON number or {"reward": number}, or posts it to
     the endpoint. Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout
-    ends the attempt with an error. The program is killed with all its descendants at the end.
+    ends the attempt with an error. At the end the program is killed with all its descendants.
     """
 
     config: AgentConfig
@@ -158,24 +160,23 @@ class AgentProgram:
     def expect(self, keys: Sequence[str], orphans: Sequence[tuple[str, str]] = ()) -> None:
         """Accept requests.
 
-        A program may have outlived the last driver. If a request has one of the session `keys`, it waits until that
-        session opens. `orphans` are (node, name) of containers with programs that cannot go on. These containers are
-        ended.
+        After a restart of the driver, programs of the last driver may still run. Their requests, with the session
+        `keys`, wait until their sessions open. `orphans`, as (node, container name), cannot continue: their containers
+        are ended.
         """
         self.sessions.expect(keys)
         self.containers.end_earlier(orphans)
         self.endpoint.accept()
 
     async def attempt(self, task: Task, budget: Budget, engine: AttemptEngine) -> Trajectory:
-        """Run the agent for one attempt with completions from `engine`. Returns the trajectory that its session
-        recorded.
+        """Run the agent for one attempt with completions from `engine`, and return the recorded trajectory.
 
-        A program that outlived the last driver goes on. If a container is lost, the attempt begins again.
+        A program that outlived the last driver continues. If its container is lost, the attempt begins again.
         """
         self.endpoint.accept()
         earlier = None if engine.log is None else engine.log.reopened
         if earlier is not None and (self.config.outlive_seconds is None or self.make_agent is not None):
-            # The recipe has changed since the last start: programs end with the driver now.
+            # The recipe has changed since the last start: now programs end with the driver.
             self.sessions.cease_to_expect(earlier.key)
             self.containers.end_earlier([(earlier.node, earlier.container)])
             engine.begin_again()
@@ -198,7 +199,7 @@ class AgentProgram:
             start_failure: str | None = None
             try:
                 if self.make_agent is None:
-                    # Ahead of the attempt's turn.
+                    # Started before the attempt's turn, so that the attempt does not wait for it.
                     container = await stack.enter_async_context(self._adopt_or_start(task, harbor, engine))
             except ContainerError as error:
                 start_failure = str(error)
@@ -224,7 +225,7 @@ class AgentProgram:
             except _ProgramError as error:
                 failure = str(error)
             finally:
-                # Ends the session on errors too, which aborts calls still running in the engines.
+                # Also after an error: ending the session aborts its calls in the engines.
                 await self.sessions.end(session)
             seconds = time.monotonic() - started
             if failure is None and harbor is not None and container is not None:
@@ -263,7 +264,7 @@ class AgentProgram:
             if failure.startswith(_LOSSES):
                 raise _LostError(trajectory)
             return trajectory
-        # A posted reward has priority over a printed one, and a verifier over both.
+        # A verifier's reward has priority over a posted one, and a posted one over a printed one.
         if harbor is None and session.reward is not None:
             reward = session.reward
         if reward is not None or turn_rewards:
@@ -273,7 +274,7 @@ class AgentProgram:
         return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
     async def _ask(self, task: Task, session: Session, engine: AttemptEngine) -> float | None:
-        """Run an `Agent` class and return its reward; None: it gives none. Raises _ProgramError."""
+        """Run an `Agent` class. Returns its reward, or None if it returns none. Raises _ProgramError."""
         assert self.make_agent is not None
         try:
             run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
@@ -293,7 +294,7 @@ class AgentProgram:
     async def _adopt_or_start(
         self, task: Task, harbor: HarborTask | None, engine: AttemptEngine
     ) -> AsyncIterator[AttemptContainer]:
-        """Go on with the container of the last driver if it lives, else start one. Raises ContainerError."""
+        """Use the container of the last driver if it still runs, else start one. Raises ContainerError."""
         async with AsyncExitStack() as stack:
             container: AttemptContainer | None = None
             earlier = None if engine.log is None else engine.log.reopened
@@ -308,7 +309,7 @@ class AgentProgram:
     async def _open_session(
         self, task: Task, limits: Limits, engine: AttemptEngine, container: AttemptContainer | None
     ) -> Session:
-        """Open the session of an attempt, with the answers of a program that outlived the last driver."""
+        """Open an attempt's session. If its program outlived the last driver, restore the answers recorded so far."""
         log = engine.log
         num_aborted = 0 if log is None else log.num_aborted
         session = self.sessions.open(task.name, task.key, task.sampling, limits, engine, log, num_aborted=num_aborted)
@@ -319,7 +320,7 @@ class AgentProgram:
         return session
 
     def _container(self, task: Task, harbor: HarborTask | None) -> AbstractAsyncContextManager[AttemptContainer]:
-        """Return the container of an attempt, with the image and the limits of its task if it has one."""
+        """Return the attempt's container. A Harbor task's image and limits replace the recipe's."""
         if harbor is None:
             return self.containers.container(task.name)
         image = task_image(harbor.fields, self.config.image, is_file=self.config.images_are_files)
@@ -333,7 +334,7 @@ class AgentProgram:
         container: AttemptContainer,
         harbor: HarborTask | None,
     ) -> float | None:
-        """Run the agent program and return its reward; None: it prints none. Raises _ProgramError."""
+        """Run the agent program. Returns its reward, or None if it prints none. Raises _ProgramError."""
         program, limit = self.config.command[0], self.config.timeout_seconds
         if harbor is not None:
             limit = harbor.limit_seconds(limit)
@@ -368,9 +369,7 @@ class AgentProgram:
         return reward
 
     def _variables(self, session: Session, container: AttemptContainer) -> dict[str, str]:
-        """Return the environment variables of an agent program. A program without a container also inherits PATH and
-        its like.
-        """
+        """Return the environment variables of an agent program. With sandbox `process` they include `INHERITED`."""
         inherited = INHERITED if self.config.sandbox == "process" else ()
         url = container.url + self.endpoint.url_of(session).removeprefix(self.endpoint.base_url)
         return {
@@ -387,11 +386,11 @@ class AgentProgram:
     ) -> Result:
         """Wait for `work` and return its result.
 
-        Raises TimeoutError after `seconds`, not counting time in which the engines are paused.
-        Raises _ProgramError if the endpoint refuses too many calls of the session, or one beyond its limit of tokens.
-        Raises StorageError if the journal cannot be written: the program would only repeat its failed calls.
+        Raises TimeoutError after `seconds`, not counting time in which the engines are paused. Raises _ProgramError if
+        the endpoint refuses too many calls of the session, or a call beyond its limit of tokens. Raises StorageError if
+        the journal cannot be written, because the program would only repeat its failed calls.
         """
-        # Seconds in which the engines were paused before the start must not extend the limit.
+        # Pauses before the start must not extend the limit.
         ends = time.monotonic() - engine.seconds_paused + seconds
         ending = asyncio.create_task(work)
         try:
@@ -409,7 +408,7 @@ class AgentProgram:
                 await asyncio.wait({ending}, timeout=min(_LOOK_SECONDS, max(_TICK_SECONDS, seconds_left)))
         finally:
             ending.cancel()
-            # A user's agent may ignore its cancellation, and the attempt must end anyway.
+            # A user's agent may ignore its cancellation. The attempt must end anyway.
             await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
         # A program may also end by itself after such an error or refusal.
         engine.check_storage()
@@ -431,15 +430,15 @@ async def agent_program(
     """Start the endpoint for the recipe's agent, and stop it at the end. Yields None if the environment is not an
     agent.
 
-    `sampling` has the sampling parameters of training. `notify` is called with a text for the first change or refusal
-    of a client's request of each kind. `agents` returns the agents of the run's nodes, and `memory` is theirs (see
-    `Containers`).
+    `sampling` has the sampling parameters of training. `notify` gets a text for the first change or refusal of each
+    kind made to a client's request. `agents` returns the agents of the run's nodes, and `memory` is the memory of those
+    nodes (see `Containers`).
     """
     name = recipe.rollout.environment
     if not is_agent(name):
         yield None
         return
-    # Imported here: aiohttp takes a while to import, and few runs need it.
+    # Imported here: the import of aiohttp is slow, and few runs need it.
     from megarl.serving.endpoint import Endpoint
 
     # Attempts of training and of evaluations use the same endpoint.
@@ -475,28 +474,28 @@ async def agent_program(
 
 
 async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
-    """Run the verifier of a task. Returns (reward, None), or (None, the reason why there is no reward)."""
+    """Run a task's verifier. Returns (reward, None), or (None, reason for the missing reward)."""
     try:
         return await harbor.verify(container), None
     except VerifierError as error:
-        # A lost container is not the verifier's failure: the attempt begins again.
+        # A lost container is no failure of the verifier. The attempt begins again.
         cause = str(error.__cause__)
         return None, cause if cause.startswith(_LOSSES) else str(error)
 
 
 def _task_input(task: Task) -> dict[str, Any]:
-    """Return the JSON object for the agent program to read from its standard input."""
+    """Return the JSON object that an agent program reads from standard input."""
     problem = task.problem
     values = {
         "messages": [dict(message) for message in problem.messages],
         "answer": problem.answer,
-        # The folder of a task is of no use in its container.
+        # The task's folder is on the driver's machine. The program cannot read it.
         "record": {name: value for name, value in problem.record.items() if name != FIELD},
         "index": problem.index,
         "number": task.number,
         "seed": task.key,
     }
-    # Other attempts at the problem do not see what an agent changes.
+    # A copy: an agent may change its input, and other attempts share these objects.
     return deepcopy(values)
 
 
@@ -509,15 +508,15 @@ def _check_reward(reward: object) -> float:
 
 
 def _read_output(output: str) -> tuple[float | None, Any]:
-    """Return the reward in the last line of a program's output, and its rewards of single turns, unread. None: it has
-    none.
+    """Return a program's reward and its rewards of single turns (as printed, unchecked) from the last line of its
+    output.
 
-    Raises _ProgramError unless the reward is finite.
+    A missing reward is None. Raises _ProgramError unless the reward is finite.
     """
     text = output.strip().rpartition("\n")[2]
     try:
         answer = json.loads(text)
-    except (ValueError, RecursionError):  # a program may print the model's own text last
+    except (ValueError, RecursionError):  # the last line may be the model's own text
         return None, None
     turn_rewards = None
     if isinstance(answer, dict):
@@ -525,7 +524,7 @@ def _read_output(output: str) -> tuple[float | None, Any]:
         answer = answer.get("reward")
         if answer is None:
             return None, turn_rewards
-    # The last line may be any JSON, such as a number in quotes or a list; then the program gave no reward.
+    # Any JSON may be in the last line, such as a list or a number in quotes. Then there is no reward.
     elif isinstance(answer, bool) or not isinstance(answer, int | float):
         return None, None
     return _check_reward(answer), turn_rewards
@@ -542,7 +541,7 @@ def _trajectory(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """Return the trajectory recorded by a session. Its reward is not set."""
+    """Return the trajectory recorded by a session, without a reward."""
     answers = session.answers
     calls = [answer.call for answer in answers]
     ended: Ended = "done"
@@ -573,10 +572,7 @@ def _trajectory(
 
 
 def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
-    """Return, for each answer, the messages of its prompt that are new.
-
-    If the prompt does not continue an earlier answer, all its messages are new.
-    """
+    """Return the new messages of each answer's prompt: those after the earlier answer that it continues, else all."""
     by_number = {answer.number: answer for answer in answers}
     new_messages: list[Sequence[Message]] = []
     for answer in answers:
@@ -587,7 +583,7 @@ def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
 
 
 def _sample(problem: Problem, session: Session) -> Sample:
-    """Return the last completion of a session as a sample for reward functions."""
+    """Return a session's last completion as a sample for reward functions."""
     answers = session.answers
     if not answers:
         # The program made no call. Reward functions score an empty completion.

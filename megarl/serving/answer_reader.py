@@ -1,4 +1,4 @@
-"""Answers read from the sampled tokens of a model call, as the agent gets them."""
+"""Reading of a model call's sampled tokens as the answer that the agent gets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ async def read_chat(
     caller: Caller,
     continued: int | None,
 ) -> Answer:
-    """Return the answer to a conversation, read from its tokens. `stops` are the stop strings of the request."""
-    # Parsed from tokens, because special tokens mark reasoning and calls.
+    """Return the answer to a conversation. `stops` are the request's stop strings."""
+    # Parsed from tokens: special tokens mark reasoning and tool calls.
     decoded = await codec.parse_completion(call, conversation.tools, number)
     turn = decoded.turn
     return Answer(
@@ -41,7 +41,7 @@ async def read_chat(
 
 
 async def read_text(codec: Codec, number: int, call: ModelCall, stops: Sequence[str], caller: Caller) -> Answer:
-    """Return the completion of a text, read from its tokens. `stops` are the stop strings of the request."""
+    """Return the completion of a text. `stops` are the request's stop strings."""
     decoded = await codec.parse_completion(call, (), number)
     return Answer(
         number,
@@ -54,10 +54,7 @@ async def read_text(codec: Codec, number: int, call: ModelCall, stops: Sequence[
 
 
 def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
-    """Return a turn's tool calls in the form sent to clients.
-
-    An invalid call has the error in place of its arguments, which is not valid JSON.
-    """
+    """Return a turn's tool calls as (id, name, arguments). An invalid call has its error text as arguments."""
     return tuple(
         (
             call.id,
@@ -69,10 +66,10 @@ def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
 
 
 def _until_stop(text: str, completion: Completion, stops: Sequence[str]) -> str:
-    """Return the text up to the stop string that ended it, as OpenAI does."""
+    """Return the text up to the first stop string, without it, as OpenAI does."""
     if completion.finish_reason != "stop":
         return text
     places = [text.find(stop) for stop in stops]
-    # The end-of-sequence token ends a text as well, without any stop string in it.
+    # Without a match the end-of-sequence token ended the text.
     stops_at = [place for place in places if place >= 0]
     return text[: min(stops_at)] if stops_at else text

@@ -17,11 +17,11 @@ MAIN = Caller()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A finished model call. `number` is its place in the order in which the calls started.
+    """A finished model call. `number` counts the session's calls by their starts.
 
     `text` is the answer without reasoning and tool calls, `completion_text` includes both. `calls` are the tool calls
     as (id, name, arguments as text). `is_in_thoughts`: the completion ended before its thoughts were closed.
-    `continued` is the number of the call whose conversation this one continues; None: it begins a new one.
+    `continued` is the number of the earlier call that this conversation continues; None: it begins a new one.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The answer as a chat message of the conversation."""
+        """The answer as a chat message."""
         return answer_message(self.text, self.reasoning, self.calls)
 
 
@@ -60,8 +60,8 @@ class Answer:
 class ModelCallUnderWay:
     """A model call in progress. Several HTTP requests may wait for it: the first one and its repeats.
 
-    `number` is its place in the order in which the session's calls started, from 1. `num_received` requests got its
-    answer. `is_continued`: a later call holds the answer.
+    `number` counts the session's calls by their starts, from 1. `num_received` requests got the answer. `is_continued`:
+    a later call's messages contain the answer.
     """
 
     number: int
@@ -74,16 +74,15 @@ class ModelCallUnderWay:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether a repeated request can get the answer of this call. An aborted call never has an answer."""
+        """Whether a repeated request can get this call's answer. An aborted call never has one."""
         return not self.task.cancelled() and not self.task.cancelling()
 
     @property
     def is_delivered(self) -> bool:
-        """Whether a client has received the answer of this call."""
         return self.num_received > 0 or self.is_continued
 
     @property
     def lacks_delivery(self) -> bool:
-        """Whether this call has, or will have, an answer that no client has received so far."""
+        """Whether this call has, or will have, an answer that no client has received yet."""
         has_failed = self.task.done() and self.task.exception() is not None
         return not self.is_delivered and not has_failed

@@ -1,4 +1,4 @@
-"""JSON bodies of HTTP requests: reading with a size limit, parsing, and checks before other code uses them."""
+"""JSON bodies of HTTP requests: reading with a size limit, parsing and checking."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     """Return a request's body: its identity, and the JSON object in it.
 
     The identity is a hash of the path and of the object without `stream`. A client repeats a request with the same
-    object, but some ask for a whole answer after a stream was cut.
+    object, except that some ask for a whole answer after a stream was cut.
 
-    Raises RequestError as `read_bytes`, and with status 400 for a body that is not a JSON object, nested too deeply, or
-    not representable in UTF-8.
+    Raises the RequestErrors of `read_bytes`. Raises status 400 for a body that is not a JSON object, is nested too
+    deeply, or cannot be represented in UTF-8.
     """
     return await _parse(_identify, await read_bytes(request), request.path)
 
 
 async def read_json(request: web.Request) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body, empty for an empty body. Raises RequestError as `read_body`."""
+    """Return the JSON object in a request's body; an empty body gives an empty one. Raises RequestError as
+    `read_body`.
+    """
     return await parse_json(await read_bytes(request))
 
 
 async def parse_json(raw: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in `raw`, empty for no bytes. Raises RequestError as `read_body`."""
+    """Return the JSON object in `raw`; no bytes give an empty one. Raises RequestError as `read_body`."""
     return await _parse(parse_body, raw or b"{}")
 
 
 async def read_head(request: web.Request, head: bytearray, num_bytes: int) -> None:
-    """Read the first `num_bytes` of a body into `head`, or all of a shorter one. `read_bytes` returns the bytes after
-    them.
+    """Read the first `num_bytes` of a body, or all of a shorter body, into `head`. `read_bytes` returns the rest.
 
     Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones. `head` then has the
     bytes before the fault.
@@ -64,10 +65,10 @@ async def read_head(request: web.Request, head: bytearray, num_bytes: int) -> No
 async def read_bytes(request: web.Request) -> bytes:
     """Return a request's body.
 
-    Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError
-    with status 413 for a body that is too large, 408 for one that does not arrive, and 400 for a malformed one.
+    Check the client's key before the call, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError with
+    status 413 for a body that is too large, 408 for one that does not arrive, and 400 for a malformed one.
     """
-    # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
+    # Refuse before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise RequestError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
     async with _read_faults_refused():
@@ -76,7 +77,7 @@ async def read_bytes(request: web.Request) -> bytes:
 
 @asynccontextmanager
 async def _read_faults_refused() -> AsyncIterator[None]:
-    """Context of the reading of a body: errors of the read become RequestErrors."""
+    """Turn errors of reading a body into RequestErrors."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             yield
@@ -101,7 +102,7 @@ def _identify(raw: bytes, path: str) -> tuple[bytes, Mapping[str, Any]]:
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
-    """Parse the JSON object in `raw`. Raises RequestError with status 400 if it is invalid or nested too deeply."""
+    """Parse the JSON object in `raw`. Raises RequestError: 400 for an invalid one, 413 for too many values."""
     # Python's JSON parser holds the interpreter lock, in a thread too: 10 million empty lists take 4 s. A million
     # values are more than the context of any model, as text or as token ids.
     if count_values(raw) > MEDIUM:
@@ -114,7 +115,7 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
         raise RequestError("the body is not a JSON object")
     if is_deeper(body, MAX_DEPTH):
         raise RequestError(f"the body has objects or lists nested more than {MAX_DEPTH} levels deep")
-    # Only an escape can write half of a surrogate pair in text that is valid UTF-8.
+    # In valid UTF-8 only an escape, such as \ud800, can write half of a surrogate pair.
     if b"\\u" in raw:
         try:
             refuse_surrogates(body)
@@ -125,7 +126,7 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
 
 def finite_reward(value: object) -> float | None:
     """Return a reward sent by a client or printed by a program, as a float; None: it is not a finite number."""
-    # JSON's true is a bool, which Python counts as an int.
+    # JSON's true becomes a bool, which Python counts as an int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

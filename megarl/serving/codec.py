@@ -1,4 +1,4 @@
-"""Conversion between messages and tokens, in a thread off the event loop with a tokenizer of its own."""
+"""Conversion between messages and tokens, in a thread with its own tokenizer, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Result = TypeVar("Result")
 class Decoded(NamedTuple):
     """A sampled completion as text.
 
-    `turn` has its parts (text, reasoning, tool calls), `full_text` is all of it without special tokens.
-    `is_in_thoughts`: it ended before its thoughts were closed.
+    `turn` has its parts (text, reasoning, tool calls), `full_text` is everything without special tokens.
+    `is_in_thoughts`: the completion ended before its thoughts were closed.
     """
 
     turn: ParsedTurn
@@ -41,18 +41,18 @@ class Decoded(NamedTuple):
 class Codec:
     """Renders messages, and encodes and decodes tokens, for all sessions of an endpoint.
 
-    The tokenizer must not be shared, because a fast tokenizer is not re-entrant. Tool calls are parsed in the format
-    that the chat template shows, or with the parser `tool_parser` (`rollout.tool_parser`).
+    Do not share the tokenizer: a fast tokenizer is not re-entrant. Tool calls are parsed in the format that the chat
+    template shows, or with the parser `tool_parser` (`rollout.tool_parser`).
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int, tool_parser: str | None = None) -> None:
         self._dialogue = Dialogue(tokenizer, tool_parser)
         self._context_tokens = context_tokens
-        # One thread only: calls then run in order, and the tokenizer is never used twice at once.
+        # One thread only: the tokenizer is never used twice at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint_codec")
 
     async def opening(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Return the token ids of the prompt that a conversation begins with: [prompt].
+        """Return the token ids [prompt] of a conversation without earlier answers.
 
         Raises RequestError if the chat template refuses the messages, or if the prompt is too long.
         """
@@ -62,15 +62,15 @@ class Codec:
     async def extend(
         self, token_ids: NDArray[np.int32], messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> NDArray[np.int32]:
-        """Return `token_ids` [tokens], ending with an assistant's turn, extended by the tokens of later `messages`.
+        """Append the tokens of later `messages` to `token_ids` [tokens], which end with an assistant's turn.
 
-        Raises RequestError if the chat template refuses the messages, or if the prompt is too long.
+        Raises RequestError as `opening`.
         """
         added = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
         return np.concatenate([token_ids, added])
 
     async def encode_text(self, text: str) -> NDArray[np.int32]:
-        """Return the token ids [tokens] of a text prompt. Names of special tokens in it become these tokens."""
+        """Return the token ids [tokens] of a text prompt. Names of special tokens in it become special tokens."""
         messages = ({"role": "user", "content": text},)
         return await self._in_thread(lambda: np.array(encode(self._dialogue.tokenizer, text), np.int32), messages)
 
@@ -100,38 +100,33 @@ class Codec:
             return
         try:
             check_tools(tools)
-            # Raises ConfigError if the template shows no format for calls of tools.
+            # Raises ConfigError if the template shows no format for tool calls.
             _ = self._dialogue.call_format
         except (ValueError, ConfigError) as error:
             raise RequestError(f"tools: {error}", param="tools") from error
 
     def close(self) -> None:
-        """Stop the thread."""
-        # Not waited for: a long tokenization must not delay the end of the run.
+        # No wait: a long tokenization must not delay the end of the run.
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], Result], messages: Sequence[Message] = ()) -> Result:
-        """Run `work` in the codec's thread, after checking the length of `messages`. Raises RequestError if they are
-        too long.
-        """
+        """Run `work` in the codec's thread. Raises RequestError if `messages` are too long."""
 
         def check_lengths_and_work() -> Result:
             for message in messages:
-                # The check looks at a small part of the text, so a huge text does not block the thread for other
-                # clients.
+                # The check reads only a small part of the text, so a huge text does not block the thread.
                 if exceeds(self._dialogue.tokenizer, message["content"], self._context_tokens):
                     raise too_long(self._context_tokens)
             return work()
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, check_lengths_and_work)
-        # Templates raise ValueError for conversations they refuse.
+        # Templates raise ValueError for conversations that they refuse.
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
 
 
 def too_long(context_tokens: int) -> RequestError:
-    """Return the error for a prompt longer than the model's context."""
     return RequestError(
         f"This model's maximum context length is {context_tokens} tokens; the prompt leaves no room for an answer. "
         "Please reduce the length of the messages.",

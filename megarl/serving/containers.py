@@ -1,4 +1,4 @@
-"""Containers of agents' attempts on the nodes of a run: choice of the node, start ahead of their turn, leases."""
+"""Containers of agents' attempts: choice of the node, early start, leases."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ _RENEW_SECONDS = 10.0
 _TRIES = 2
 """Maximum number of starts of a container. The second start is on another node, if there is one."""
 _NUM_AHEAD = 4
-"""Containers started before the attempts under way have ended, so no attempt waits for its start."""
+"""Containers started ahead of the next attempts, so that these do not wait for a start."""
 _NUM_STARTS = 8
-"""Number of newest starts compared between nodes."""
+"""Number of a node's newest start times compared with those of other nodes."""
 _SLOW_FACTOR, _SLOW_SECONDS = 3.0, 1.0
-"""A node is slow if its starts take this many times as long as the others', and this much longer."""
+"""A node is slow if its median start takes both this many times as long as elsewhere, and this many seconds longer."""
 
 _NUMBERS = count(1)
-"""Numbers in the names of containers. The sources of a mixture share the hosts of nodes, and so these numbers too."""
+"""Numbers in container names. All sources of a mixture draw from them, because they share the nodes."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}
-"""Hosts at which programs of the driver's machine reach an endpoint, by the host that it listens on."""
+"""Host at which programs on the driver's machine reach an endpoint, by the host that the endpoint listens on."""
 
 Request = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A machine with containers. `request` reaches its host. `address` is the endpoint's, seen from there."""
+    """A machine with containers. `request` calls its container host. `address` is the endpoint's, seen from the
+    machine.
+    """
 
     name: str
     request: Request
@@ -54,7 +56,7 @@ class Node:
     start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
 
     async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
-        """Make a request of the node's host. Raises ContainerError."""
+        """Call the node's container host. Raises ContainerError."""
         try:
             answer = await self.request(verb, fields)
         except (MegarlError, OSError) as error:
@@ -73,9 +75,9 @@ class AttemptContainer:
         self.node, self.name = node, name
         self.url, self.seconds_to_start = url, seconds_to_start
         self.seconds_running = seconds_running
-        """Seconds since the start of an adopted container's program, 0 if it has ended; None: the container is new."""
+        """Seconds since the program of an adopted container started, 0 if it has ended; None: the container is new."""
         self.is_leaked = False
-        """Whether the container could not be ended. It ends with its lease then."""
+        """Whether the container could not be ended. It ends when its lease expires."""
 
     async def execute(
         self,
@@ -86,9 +88,9 @@ class AttemptContainer:
         folder: str | None = None,
         label: str = "",
     ) -> Executed:
-        """Run a program to its end, and kill all others then. Raises ContainerError. Cancelling it kills it too.
+        """Run a program to its end, then kill all other programs of the container. Cancelling kills the program too.
 
-        A later driver can `join` it by its label.
+        A later driver can `join` the program by its label. Raises ContainerError.
         """
         return await self._await_end(
             "execute",
@@ -100,26 +102,26 @@ class AttemptContainer:
         )
 
     async def join(self, label: str) -> Executed:
-        """Wait for the end of a program started in the container by an earlier driver. See `execute`."""
+        """Wait for the end of a program that an earlier driver started. See `execute`."""
         return await self._await_end("join", label=label)
 
     async def _await_end(self, verb: str, **fields: Any) -> Executed:
         try:
             answer = await self.node.ask(verb, name=self.name, **fields)
         except asyncio.CancelledError:
-            # An agent on another node does not see the cancellation of this call.
+            # Cancelling this call does not reach an agent on another node.
             with suppress(ContainerError):
                 await self.node.ask("cancel", name=self.name)
             raise
         return Executed(**answer)
 
     async def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        """Replace a folder by one with these files: relative path to mode and content. Raises ContainerError."""
+        """Replace a folder by `files`: relative path to (mode, content). Raises ContainerError."""
         encoded = {path: (mode, base64.b64encode(content).decode()) for path, (mode, content) in files.items()}
         await self.node.ask("put", name=self.name, folder=folder, files=encoded)
 
     async def get(self, path: str, max_bytes: int) -> bytes:
-        """Return the content of a file. Raises ContainerError if there is no such file, or a longer one."""
+        """Return the content of a file. Raises ContainerError if it is missing or longer than `max_bytes`."""
         answer = await self.node.ask("get", name=self.name, path=path, max_bytes=max_bytes)
         return base64.b64decode(answer["content"])
 
@@ -127,8 +129,8 @@ class AttemptContainer:
 class Containers:
     """Containers of attempts, spread over nodes by free memory. Call `start` first, and `close` at the end.
 
-    `agents` returns the agents of the run's nodes; `address` is the endpoint's on the driver's machine. `memory` is the
-    machines' memory, shared with the run's other sources. None: the run has no other source.
+    `agents` returns the agents of the run's nodes. `address` is the endpoint's on the driver's machine. `memory` is the
+    memory of the machines, shared with the run's other sources; None: there are none.
     """
 
     def __init__(
@@ -150,14 +152,12 @@ class Containers:
         address_on_driver = _LOOPBACK.get(host, host), port
         self._driver = Node("driver", self._host.request, address_on_driver, self._memory.open_account())
         self._nodes: dict[AgentLink, Node] = {}
-        # Two limits: one for containers, and `AgentProgram.places` for the programs in them.
+        # This limits containers; `AgentProgram.places` limits programs running in them.
         self._startable = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that end containers of an earlier driver."""
         self.renewing: asyncio.Task[None] | None = None
-        """Task renewing all leases."""
         self._slow: set[str] = set()
-        """Nodes reported as slow."""
         self._is_wait_reported = False
 
     async def start(self) -> None:
@@ -165,7 +165,9 @@ class Containers:
         self.renewing = asyncio.create_task(self._renew())
 
     async def close(self) -> None:
-        """End all containers of the driver's machine. Those of other nodes end with their attempts, or their lease."""
+        """End all containers on the driver's machine. On other nodes they end with their attempts, or when a lease
+        expires.
+        """
         if self.renewing is not None:
             self.renewing.cancel()
             await asyncio.wait({self.renewing})
@@ -174,17 +176,17 @@ class Containers:
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes with living agents, or the driver's machine alone (rollout.agent.nodes)."""
+        """The nodes with living agents, or only the driver's machine (rollout.agent.nodes)."""
         if self._config.nodes == "driver":
             return [self._driver]
         living = [agent for agent in self._agents() if not agent.is_lost]
-        # Known nodes are kept, because they hold the names and start times of their containers.
+        # Reuse known `Node`s: they hold the names and start times of their containers.
         self._nodes = {agent: self._nodes.get(agent) or self._node_of(agent) for agent in living}
         return list(self._nodes.values())
 
     @property
     def num_living(self) -> int:
-        """Number of living containers on all nodes, also of other sources."""
+        """Number of living containers on all nodes, including those of other sources."""
         return self._memory.num_containers
 
     @asynccontextmanager
@@ -193,7 +195,7 @@ class Containers:
     ) -> AsyncIterator[AttemptContainer]:
         """Start a container for an attempt, and end it afterwards. Raises ContainerError.
 
-        `image` and `limits`, fields of `Limits`, replace the recipe's.
+        `image` and `limits` (fields of `Limits`) replace the recipe's.
         """
         async with self._startable:
             node, name, answer = await self._start(attempt, image or self._config.image, limits or {})
@@ -208,7 +210,7 @@ class Containers:
     ) -> tuple[Node, str, Mapping[str, Any]]:
         """Start a container on the node with the most free memory. Raises ContainerError.
 
-        Returns the node, the container's name, and the answer of the node's host.
+        Returns the node, the container's name, and the answer of the node's container host.
         """
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
         tried: set[Node] = set()
@@ -218,9 +220,9 @@ class Containers:
             if node is None:
                 break
             tried.add(node)
-            # Unique on every node of the run, also after a restart of the driver. podman and docker refuse blanks.
+            # Unique on every node, also after a restart of the driver. podman and docker refuse blanks.
             name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(_NUMBERS)}"
-            # Counted before it lives, so that attempts starting together choose different nodes.
+            # Reserve before the start, so that attempts starting together choose different nodes.
             self._reserve(node, name, memory_bytes)
             began = time.monotonic()
             try:
@@ -229,7 +231,7 @@ class Containers:
                 await self._release(node, name)
                 failure = error
                 continue
-            # A cancelled request may have started the container, which would then be renewed until the run ends.
+            # A cancelled request may have started the container. Its lease would be renewed until the run ends.
             except BaseException:
                 await self._stop(node, name)
                 raise
@@ -239,19 +241,19 @@ class Containers:
         raise failure
 
     def _needed_memory(self, limits: Mapping[str, Any]) -> int:
-        """Return the bytes of memory that a container may fill: its programs, and new files held in memory."""
+        """Return the bytes that a container may use: memory of its programs plus new files held in memory."""
         needed_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
         if self._config.has_layer:
             needed_bytes += limits.get("disk_bytes", _gib(self._config.disk_gib)) or DEFAULT_DISK_BYTES
         return int(needed_bytes)
 
     async def _choose_node(self, tried: Collection[Node], memory_bytes: int) -> Node | None:
-        """Return the node with the most free memory, once one has room. None: no node is left.
+        """Return the node with the most free memory; wait until a node has room. None: no node is left.
 
         Nodes in `tried` have failed. They are chosen only if the run has no other node.
         """
         while True:
-            # Waiting for memory of another node is better than failing on the same node again.
+            # Better wait for another node's memory than fail on the same node again.
             nodes = [node for node in self.nodes if node not in tried] or self.nodes
             if memory_bytes:
                 await asyncio.gather(*(self._renew_on(node) for node in nodes if node.memory.capacity_bytes is None))
@@ -260,11 +262,10 @@ class Containers:
                 break
             self._report_wait(memory_bytes)
             await self._memory.wait_for_change()
-        # Nodes of one machine take turns.
+        # Nodes on one machine have equal memory: then take the one with fewer containers.
         return max(candidates, key=lambda node: (node.memory.bytes_per_container, -len(node.names)), default=None)
 
     def _report_wait(self, memory_bytes: int) -> None:
-        """Report once that containers wait for memory."""
         if not self._is_wait_reported:
             self._is_wait_reported = True
             self._notify(
@@ -274,18 +275,18 @@ class Containers:
             )
 
     def _reserve(self, node: Node, name: str, memory_bytes: int) -> None:
-        """Reserve memory for a container of a node."""
         node.names.add(name)
         node.memory.reserved_bytes[name] = memory_bytes
 
     async def _release(self, node: Node, name: str) -> None:
-        """Forget a container of a node, and let starts look at its memory again."""
         node.names.discard(name)
         node.memory.reserved_bytes.pop(name, None)
         await self._memory.notify_change()
 
     def end_earlier(self, places: Sequence[tuple[str, str]]) -> None:
-        """Begin to end containers of an earlier driver, by node and name. Those on nodes that are gone have ended."""
+        """Begin to end containers of an earlier driver, given as (node, name). On lost nodes they have ended
+        already.
+        """
         nodes = {node.name: node for node in self.nodes}
         for node_name, name in places:
             if node_name in nodes:
@@ -294,13 +295,13 @@ class Containers:
                 task.add_done_callback(self._ending.discard)
 
     async def _end_earlier(self, node: Node, name: str) -> None:
-        # On a lost node it ends with its lease.
+        # On a lost node the container ends when its lease expires.
         with suppress(ContainerError):
             await node.ask("end_earlier", name=name)
 
     @asynccontextmanager
     async def adopt(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
-        """Go on with a container of an earlier driver, and end it afterwards. Raises ContainerError if it has ended."""
+        """Take over a container of an earlier driver, and end it afterwards. Raises ContainerError if it has ended."""
         async with self._startable:
             node = next((node for node in self.nodes if node.name == node_name), None)
             if node is None:
@@ -352,7 +353,7 @@ class Containers:
         return True
 
     async def _renew(self) -> None:
-        """Renew the leases of all containers until the task is cancelled."""
+        """Renew the leases of all containers until this task is cancelled."""
         while True:
             await asyncio.gather(*(self._renew_on(node) for node in self.nodes))
             await asyncio.sleep(min(_RENEW_SECONDS, self._lease_seconds / 6))
@@ -366,7 +367,7 @@ class Containers:
             await self._memory.notify_change()
 
     def _node_of(self, agent: AgentLink) -> Node:
-        """Return the node of an agent. It reaches the endpoint at the driver's address."""
+        """Return the node of an agent. Its programs reach the endpoint at the driver's address."""
 
         async def request(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
             return await agent.request("container", verb=verb, fields=dict(fields))
@@ -375,11 +376,11 @@ class Containers:
         memory = self._memory.open_account()
         if agent.addresses is None:
             return Node(agent.node, request, self._driver.address, memory)
-        # An address for all interfaces leads nowhere from another node.
+        # An address for all interfaces, such as 0.0.0.0, cannot be reached from another node.
         return Node(agent.node, request, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
 
     def _name_slow_node(self, node: Node) -> None:
-        """Report a node once if its starts take much longer than on other nodes."""
+        """Report a node, once, if its starts take much longer than those of other nodes."""
         usual_seconds = [seconds for peer in self.nodes if peer is not node for seconds in peer.start_seconds]
         if node.name in self._slow or len(node.start_seconds) < _NUM_STARTS or len(usual_seconds) < _NUM_STARTS:
             return

@@ -1,7 +1,8 @@
 """Conversations in canonical form, to match the history sent by a client with the recorded tokens.
 
-Clients drop reasoning, add or omit empty lists of calls, serialise arguments differently, change ids of calls and trim
-blanks around an answer. The canonical form ignores these changes. A changed word remains a difference.
+Clients change a history when they send it back. They drop reasoning, add or omit empty lists of calls, serialise
+arguments differently, change ids of calls and trim blanks around an answer. The canonical form ignores these changes,
+but not a changed word.
 """
 
 from __future__ import annotations
@@ -19,18 +20,17 @@ from megarl.serving.refusal import RequestError
 MAX_DEPTH = 64
 """Maximum depth of nested objects and lists in a request.
 
-Chat templates and json.dumps recurse into them, and Python raises RecursionError at about 1,000 stack frames.
+Chat templates and json.dumps recurse into them. Python raises RecursionError at about 1,000 stack frames.
 """
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Possible roles of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation as chat templates expect it: messages and available tools.
 
-    `keys` are the messages in canonical form, without reasoning. `reasoning` is the reasoning of each message; empty if
-    the client sends none.
+    `keys` are the messages in canonical form, without reasoning. `reasoning` has each message's reasoning; empty if the
+    client sends none.
     """
 
     messages: tuple[Message, ...]
@@ -45,12 +45,12 @@ class Conversation:
             raise RequestError("messages: must be a list of at least one message", param="messages")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools: must be a list of JSON schemas", param="tools")
-        # An empty list of tools and no tools render the same prompt.
+        # An empty list of tools renders the same prompt as no tools.
         empty = cls((), tuple(tools or ()), (), ())
         return empty.followed_by(_read(message, place) for place, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
-        """Return this conversation extended by further messages, which are in the form expected by chat templates."""
+        """Return this conversation with further messages. These have the form expected by chat templates."""
         added = tuple(messages)
         together = (*self.messages, *added)
         keys = [_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
@@ -58,19 +58,17 @@ class Conversation:
         return Conversation(together, self.tools, tuple(keys), (*self.reasoning, *reasoning))
 
     def digests(self) -> list[bytes]:
-        """Return hashes of the conversation's beginnings, [messages + 1]: of the tools alone, then up to each
-        message.
-        """
+        """Return hashes of the conversation's beginnings, [messages + 1]: the tools alone, then up to each message."""
         digest = hashlib.sha256(_json(self.tools).encode()).digest()
         digests = [digest]
         for key in self.keys:
-            # Chained, so that n messages cost n hashes and each digest stands for all messages up to it.
+            # Chained: n messages cost n hashes, and each digest stands for all messages up to it.
             digest = hashlib.sha256(digest + key.encode()).digest()
             digests.append(digest)
         return digests
 
     def common_messages(self, conversation: Conversation) -> int:
-        """Return how many messages at the beginning are equal in both conversations; 0 if their tools differ."""
+        """Return the number of equal messages at the beginning of both conversations; 0 if their tools differ."""
         if self.tools != conversation.tools:
             return 0
         pairs = enumerate(zip(self.keys, conversation.keys, strict=False))
@@ -80,7 +78,7 @@ class Conversation:
         )
 
     def has_reasoning_of(self, beginning: Conversation) -> bool:
-        """Return whether all reasoning in this conversation equals that of `beginning`, its first messages."""
+        """Return whether this conversation repeats the reasoning of `beginning`, its first messages."""
         pairs = zip(self.reasoning, beginning.reasoning, strict=False)
         return all(not text or text == text_of_beginning for text, text_of_beginning in pairs)
 
@@ -101,7 +99,7 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
 
 
 def _read(message: Any, place: int) -> Message:
-    """Convert a message of a request to the form expected by chat templates. Raises RequestError if it is invalid."""
+    """Convert a request's message to the form expected by chat templates. Raises RequestError if it is invalid."""
     where = f"messages.{place}"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where}: must be an object with role and content", param=where)
@@ -126,9 +124,7 @@ def _read(message: Any, place: int) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a message's content, a string or a list of text parts. Raises RequestError for other
-    content.
-    """
+    """Return the text of a content: a string or a list of text parts. Raises RequestError for other contents."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -141,11 +137,9 @@ def _text(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Convert a message's tool calls to the form expected by chat templates. Raises RequestError if they are
-    invalid.
-    """
+    """Convert tool calls to the form expected by chat templates. Raises RequestError if they are invalid."""
     tool_calls = []
-    # Anything but a list is read as one call, so that it is accepted or refused like a call.
+    # Read anything but a list as one call, so that it gets a call's checks.
     call_entries: list[Any] = calls if isinstance(calls, list) else [calls]
     for place, call in enumerate(call_entries):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -180,7 +174,7 @@ def _parse_arguments(arguments: Any) -> Any:
 
 
 def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
-    """Yield, for each message, the positions of the tool calls in the last assistant message before it, by call id."""
+    """Yield for each message the positions, by call id, of the tool calls in the last assistant message before it."""
     places: dict[str, int] = {}
     for message in messages:
         yield places
@@ -189,24 +183,24 @@ def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
 
 
 def _key(message: Message, places: Mapping[str, int]) -> str:
-    """Return a message in canonical form. A tool call is identified by its position, because clients change ids."""
+    """Return a message in canonical form. Tool calls are identified by position, because clients change ids."""
     content = message["content"]
     if message["role"] == "assistant":
         functions = [call["function"] for call in message.get("tool_calls", ())]
         calls = [[function["name"], _as_floats(function["arguments"])] for function in functions]
-        # Blanks are stripped from assistant messages only: those of other roles reach the prompt unchanged.
+        # Strip blanks from assistant messages only: other roles' blanks reach the prompt unchanged.
         return _json(["assistant", content.strip(), calls])
     answered_id = message.get("tool_call_id", "")
     return _json([message["role"], content, places.get(answered_id, answered_id)])
 
 
 def _as_floats(value: Any) -> Any:
-    """Return parsed JSON with all its numbers as floats: JavaScript clients send 120.0 back as 120."""
+    """Convert all numbers of parsed JSON to floats: JavaScript clients send 120.0 back as 120."""
     if isinstance(value, Mapping):
         return {name: _as_floats(entry) for name, entry in value.items()}
     if isinstance(value, list):
         return [_as_floats(entry) for entry in value]
-    # A larger integer than a float can hold stays as it is.
+    # An integer too large for a float stays an integer.
     is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
     return float(value) if is_number else value
 

@@ -1,4 +1,4 @@
-"""Credit of an attempt with several sequences: its trained answers, and rewards of single answers."""
+"""Credit of an attempt with several sequences: trained answers, and rewards of single answers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Credit = Literal["attempt", "final_segment", "by_turn"]
 def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: Collection[str]) -> list[int]:
     """Return the indices of the answers to train, in ascending order.
 
-    Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment`, only the token
-    sequence that ends with the main agent's last answer remains.
+    Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment` only the token sequence
+    of the main agent's last answer is trained.
     """
     places = [place for place, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
     if credit != "final_segment" or not places:
         return places
-    # An agent in the background may end after the main one.
+    # A background agent may end after the main agent.
     mains = [place for place in places if answers[place].caller.parent is None]
     last = (mains or places)[-1]
     prompt = answers[last].call.prompt_token_ids
-    # Of equal answers the first one is continued, as in training segments.
+    # Training segments continue the first of equal answers, so it is taken here too.
     by_length: dict[int, int] = {}
     for place in places:
         token_ids = answers[place].call.token_ids
@@ -38,10 +38,10 @@ def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: 
 def read_turn_rewards(
     values: Any, session: str, answers: Sequence[Answer], credit: Credit
 ) -> tuple[tuple[int, float], ...]:
-    """Return an agent's rewards of single answers, by the index of the answer. `values` has them by response id.
+    """Return an agent's rewards of single answers as (index of the answer, reward). `values` are by response id.
 
-    Raises ValueError without `credit` by_turn, for an id that is not of this attempt, and for a reward that is not a
-    finite number.
+    Raises ValueError without credit `by_turn`, for an id of another attempt, and for a reward that is not a finite
+    number.
     """
     if credit != "by_turn":
         raise ValueError(
@@ -53,7 +53,7 @@ def read_turn_rewards(
     places = {f"{session}.{answer.number}": place for place, answer in enumerate(answers)}
     rewards: dict[int, float] = {}
     for name, value in values.items():
-        # Each dialect puts its own word before the name of a call.
+        # Each dialect puts its own prefix, such as `chatcmpl-`, before the name of a call.
         place = next((places[call] for call in (name, *_without_first_word(name)) if call in places), None)
         if place is None:
             raise ValueError(f"turn_rewards.{name!s:.80}: is not the id of an answer of this attempt")

@@ -1,4 +1,4 @@
-"""HTTP server of the model for agents: chat completions, responses, messages. Each agent calls it in a session."""
+"""HTTP server through which agents sample from the model: chat completions, responses, messages."""
 
 from __future__ import annotations
 
@@ -29,24 +29,19 @@ from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, StorageError
 
 KEEP_ALIVE_SECONDS = 2.0
-"""Seconds between the events that keep a stream alive while its answer is not ready yet. Agents that limit the time
-between events allow 3 s or more.
+"""Seconds between keep-alive events of a stream whose answer is not ready. Agents with a limit between events allow at
+least 3 s.
 """
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = Chat(), Completions(), Messages(), Responses()
 _CONVERSING: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)
-"""Dialects whose requests hold a conversation."""
 _SHUTDOWN_SECONDS = 2.0
-"""Seconds that open connections get to end at shutdown."""
+"""Seconds for open connections to end at shutdown."""
 _LINGERING_SECONDS = 1.0
-"""Seconds for reading and discarding the body of a refused request, so the client receives the answer and not a
-reset.
-"""
+"""Seconds for discarding the body of a refused request. Without them the client gets a reset instead of the answer."""
 _CLIENT_LEFT = 499
-"""Status counted for a request whose client closed the connection. It is never sent; web servers log the same."""
+"""Status counted for a request whose client closed the connection, as in nginx. It is never sent."""
 _OTHER_FILES = 512
-"""Open files that the driver needs in addition to the endpoint's connections: ranks, programs, logs, refused
-clients.
-"""
+"""Open files that the driver needs besides the endpoint's connections: ranks, programs, logs, refused clients."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -68,9 +63,10 @@ class Endpoint:
         load: Callable[[], PoolLoad | None] = lambda: None,
         is_held: bool = False,
     ) -> None:
-        """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics).
+        """Prepare the server. `load` returns the load of the engines for metrics (rollout.endpoint.metrics).
 
-        `is_held`: programs of an earlier driver may call at once, so clients wait until `accept` is called.
+        `is_held`: clients wait until `accept` is called, because programs of an earlier driver may already send
+        requests.
         """
         self._is_held = is_held
         self._sessions, self._config, self._model = sessions, config, model
@@ -103,7 +99,7 @@ class Endpoint:
             app,
             section="rollout.endpoint",
             max_connections=max_connections,
-            # aiohttp cancels a handler only on request; without it an agent's dead call would sample to its end.
+            # Off by default in aiohttp. Without it, a disconnected agent's call would sample to its end.
             handler_cancellation=True,
             lingering_time=_LINGERING_SECONDS,
             shutdown_timeout=_SHUTDOWN_SECONDS,
@@ -111,7 +107,7 @@ class Endpoint:
         self.base_url = await self._server.start(self._config.host, self._config.port, is_held=self._is_held)
 
     def accept(self) -> None:
-        """Begin to accept connections, unless this has begun."""
+        """Begin to accept connections. Later calls do nothing."""
         if self._server is not None:
             self._server.accept()
 
@@ -127,12 +123,12 @@ class Endpoint:
         return self._config.host, int(self.base_url.rpartition(":")[2])
 
     def url_of(self, session: Session) -> str:
-        """Return the base URL with which an OpenAI client makes calls in a session."""
+        """Return a session's base URL for OpenAI clients."""
         return f"{self.base_url}/s/{session.secret}/v1"
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request, and count its answer if metrics are on. Errors have the format of the requested API."""
+        """Handle a request. Count it if metrics are on, and write errors in the format of the requested API."""
         began = time.monotonic()
         status = _CLIENT_LEFT
         try:
@@ -144,20 +140,20 @@ class Endpoint:
                 self._metrics.note(request, status, time.monotonic() - began)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the answer to a request, also if handling it raises an error."""
+        """Return a request's answer, or the answer for an error of its handler."""
         try:
             self._admit(request)
             await self._sessions.wait_for(_secret(request), self._config.hold_seconds)
             return await handler(request)
         except RequestError as error:
             response = _error_response(request, error)
-            # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
+            # The body may be unread. Closing the connection avoids waiting for it.
             is_last = error.status in (401, 408, 413, 503)
         except ConnectionError:
-            # The client is gone, so aiohttp closes the connection instead of sending this.
+            # The client is gone: aiohttp does not send this.
             return web.Response(status=_CLIENT_LEFT)
         except StorageError:
-            # The attempt raises the error itself, and ends the run. A program that retries would only wait for that.
+            # The attempt raises this error itself, which ends the run. A retry of the program would fail too.
             response = _error_response(request, RequestError("the run cannot write its journal, and ends", status=500))
             is_last = True
         except web.HTTPException as error:
@@ -186,7 +182,7 @@ class Endpoint:
             )
 
     async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """Answer a request that holds a conversation."""
+        """Answer a request for the next message of a conversation."""
         session, identity, body = await self._read_request(request)
         chat, without_effect = dialect.as_chat(body)
         asked = self._read_sampling(chat, session)
@@ -203,7 +199,7 @@ class Endpoint:
         return await self._respond(COMPLETIONS, request, session, call, asked, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Return the length of the prompt that a conversation would have. Nothing is sampled."""
+        """Return the length of a conversation's prompt, without sampling."""
         session, _, body = await self._read_request(request)
         chat, _ = MESSAGES.as_chat(body)
         token_ids = await session.prompt(read_conversation(chat))
@@ -220,7 +216,6 @@ class Endpoint:
         return web.json_response(model(name))
 
     def _unknown_model(self, name: Any) -> RequestError:
-        """Return the error for a model name that is not served here."""
         return RequestError(
             f"no model {name!r:.80} is served here; the only model is {self._model}",
             status=404,
@@ -236,33 +231,33 @@ class Endpoint:
         if reward is None:
             raise RequestError(f"reward = {body.get('reward')!r:.40}: give a finite number", param="reward")
         session.turn_rewards = body.get("turn_rewards")
-        # The reward is not in the journal, and a program posts it once.
+        # The journal does not hold the reward, and a program posts it only once.
         await session.close_journal()
         await self._sessions.end(session, reward)
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _read_sampling(self, body: Mapping[str, Any], session: Session) -> Asked:
-        """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported.
+        """Return a request's sampling parameters. Count and report fields overridden by the recipe.
 
         Raises RequestError for invalid parameters.
         """
         asked = Asked.read(body, session.sampling)
-        # Any name means the only model: agents send the name of the model that they were written for.
+        # Every name means the only model: agents send the name that they were written for.
         is_known = body.get("model") in (None, self._model)
         names = [*asked.overridden, *([] if is_known else ["model"])]
         self._note_overridden(session, {name: body[name] for name in names}, "the recipe's value holds")
         return asked
 
     def _note_overridden(self, session: Session, values: Mapping[str, Any], outcome: str) -> None:
-        """Count fields of a request that change nothing, and report the first of each name."""
+        """Count ignored fields of a request, and report the first of each name."""
         for name, value in values.items():
             session.counts["overridden_fields"] += 1
             text = f"a client of the endpoint set {name} = {value!r:.40}; {outcome}"
             self._notices.tell(name, f"{text} (environment/overridden_fields)")
 
     async def _read_request(self, request: web.Request) -> tuple[Session, bytes, Mapping[str, Any]]:
-        """Return the session of a request, and its body as `read_body` does. Raises RequestError if it has none."""
-        # Twice: without a session no body is read, and the session may end meanwhile.
+        """Return the session of a request, then its body as `read_body` does. Raises RequestError without a session."""
+        # Checked twice: without a session no body is read, and the session may end during the read.
         self._find_session(request)
         identity, body = await read_body(request)
         session = self._find_session(request)
@@ -270,7 +265,7 @@ class Endpoint:
         return session, identity, body
 
     def _find_session(self, request: web.Request) -> Session:
-        """Return the session of a request. Raises RequestError if it has none."""
+        """Return the session of a request. Raises RequestError without a session."""
         self._check_key(request)
         session = self._sessions.find(_secret(request))
         if session is None:
@@ -284,7 +279,7 @@ class Endpoint:
 
     def _check_key(self, request: web.Request) -> None:
         """Raise RequestError if a request's key is neither the secret of a session nor the endpoint's token."""
-        # A secret in the path must be a session's; the token is accepted in the header only.
+        # In the path only a session's secret is valid; the token is valid in the header only.
         secret = _secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
             raise _unknown_key()
@@ -293,9 +288,7 @@ class Endpoint:
         return is_token(key, self._config.token)
 
     def _check_token(self, request: web.Request) -> None:
-        """Raise RequestError unless a request has the endpoint's token. Keys of sessions, which agents have, do not
-        suffice.
-        """
+        """Raise RequestError unless a request has the endpoint's token. An agent's session key is not enough."""
         if not self._is_token(key_of(request)):
             raise _unknown_key()
 
@@ -308,14 +301,13 @@ class Endpoint:
         asked: Asked,
         body: Mapping[str, Any],
     ) -> web.StreamResponse:
-        """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
+        """Wait for a model call's answer, and send it to the client, as a whole or as a stream."""
         reply = dialect.reply(f"{session.name}.{call.number}", self._model, asked, body)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply)
             else:
-                # Answer before the client's own timeout (600 s in OpenAI's clients). Its retry then joins the same
-                # call.
+                # Answer before the client's timeout (600 s in OpenAI's clients). Its retry then joins the same call.
                 answer = await session.answer(call, self._config.hold_seconds)
                 if answer is None:
                     raise RequestError(
@@ -324,11 +316,11 @@ class Endpoint:
                 tokens = await self._tokens(answer, asked)
                 session.remember(call)
                 response = web.json_response(reply.make_body(answer, tokens))
-                # aiohttp would write it after this method, and a client that is gone would count as served.
+                # Written here. aiohttp writes after this method, and would count a lost client as served.
                 await response.prepare(request)
                 await response.write_eof()
                 await self._deliver(request, session, call)
-        # One example is enough: later forks of a session usually have the same cause.
+        # One example is enough: later forks of a session mostly have the same cause.
         for text in session.fork_texts[:1]:
             changed = "an agent changed the history that it sent before, so a new sequence begins"
             self._notices.tell("fork", f"{changed} (environment/forks): {text}")
@@ -342,9 +334,9 @@ class Endpoint:
         asked: Asked,
         reply: Reply,
     ) -> web.StreamResponse:
-        """Send the answer of a model call as server-sent events.
+        """Send a model call's answer as server-sent events.
 
-        An error within the first seconds is sent as an HTTP status, because the stream has not begun.
+        An error in the first `KEEP_ALIVE_SECONDS` is sent as an HTTP status, because the stream has not begun.
         """
         answer = await session.answer(call, KEEP_ALIVE_SECONDS)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -369,7 +361,7 @@ class Endpoint:
         return response
 
     async def _deliver(self, request: web.Request, session: Session, call: ModelCallUnderWay) -> None:
-        """Record that an answer was written, unless its client is gone. It is withdrawn if the client did not read it.
+        """Record an answer as delivered. Withdraw it if the client is gone or later turns out not to have read it.
 
         Raises ConnectionResetError if the client is gone.
         """
@@ -389,12 +381,11 @@ class Endpoint:
 
 
 def _secret(request: web.Request) -> str:
-    """Return the secret or token carried by a request, in its path or in its header."""
+    """Return the secret or token of a request, from its path or its header."""
     return request.match_info.get("secret") or key_of(request)
 
 
 def _is_retry(request: web.Request) -> bool:
-    """Return whether the client marks the request as a retry."""
     # OpenAI's clients, generated by Stainless, count their retries in this header.
     return request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
@@ -406,7 +397,7 @@ def _unknown_key() -> RequestError:
 
 
 def _error_response(request: web.Request, error: RequestError) -> web.Response:
-    """Return the answer to a refused request, in the form of its page's dialect."""
-    # Other pages, and requests for none, get OpenAI's form.
+    """Return the answer to a refused request, in the dialect of its page."""
+    # All other pages, also unknown ones, get OpenAI's form.
     dialect = MESSAGES if f"/v1{MESSAGES.page}" in request.path else CHAT
     return web.json_response(dialect.error(error), status=error.status, headers=error.headers())

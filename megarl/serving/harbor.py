@@ -1,4 +1,4 @@
-"""Attempts at Harbor's tasks: the container of a task, and its verifier as the reward."""
+"""Attempts at Harbor's tasks: a task's container, and its verifier as the reward."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _TAIL_CHARACTERS = 400
 
 
 class VerifierError(Exception):
-    """Raised if a verifier gives no reward. The text has the form `KIND: reason`."""
+    """Raised if a verifier gives no reward. Its text has the form `KIND: reason`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task of a record's field `harbor` (`data.sources.harbor`)."""
+    """A Harbor task, from a record's field `harbor` (`data.sources.harbor`)."""
 
     fields: Mapping[str, Any]
 
     @classmethod
     def of(cls, problem: Problem) -> HarborTask | None:
-        """Return the task of a problem; None: it has none."""
+        """Return the task of a problem, or None if it has none."""
         fields = problem.record.get(FIELD)
         return cls(fields) if isinstance(fields, dict) and "folder" in fields else None
 
@@ -44,25 +44,25 @@ class HarborTask:
         return self.fields["workdir"]
 
     def limit_seconds(self, seconds: float) -> float:
-        """Return the time limit of the agent: the task's, else `seconds`. The dry run refuses a task with more."""
+        """Return the agent's time limit: the task's, at most `seconds`. The dry run refuses tasks that need more."""
         return min(seconds, self.fields["agent_seconds"] or seconds)
 
     @property
     def container_limits(self) -> dict[str, float]:
-        """The task's limits, in place of the recipe's, by fields of the container's `Limits`."""
+        """The task's limits, by fields of the container's `Limits`. They replace the recipe's."""
         limits = {"cpus": "cpus", "memory_bytes": "memory_bytes", "disk_bytes": "storage_bytes"}
         return {name: self.fields[field] for name, field in limits.items() if self.fields[field] is not None}
 
     async def verify(self, container: AttemptContainer) -> float:
-        """Run the verifier after the agent has ended, and return its reward. Raises VerifierError.
+        """Run the verifier and return its reward. Raises VerifierError.
 
-        The tests enter the container only now.
+        The tests are copied into the container now, so that the agent has not seen them.
         """
         try:
             await container.put(_TESTS, _read_files(Path(self.fields["folder"], "tests")))
-            # What the agent left there is no verdict.
+            # Remove the agent's files: they must not pass for a verdict.
             await container.put(_LOGS, {})
-            # Ending the wait kills the tests (`AttemptContainer.execute`).
+            # At the timeout the cancelled `AttemptContainer.execute` kills the tests.
             async with asyncio.timeout(self.fields["verifier_seconds"]):
                 ended = await container.execute(["bash", f"{_TESTS}/test.sh"], {}, folder=self.workdir)
             if ended.outcome or ended.refused:
@@ -75,7 +75,9 @@ class HarborTask:
             raise VerifierError(f"VerifierError: {error}") from error
 
     async def _read_reward(self, container: AttemptContainer, printed: str) -> float:
-        """Return the reward in the verifier's log folder. Raises VerifierError if there is none, ContainerError."""
+        """Return the reward from the verifier's log folder. Raises VerifierError if there is none, or
+        ContainerError.
+        """
         reward: object
         try:
             reward = json.loads(await container.get(f"{_LOGS}/reward.json", _MAX_REWARD_BYTES))
@@ -96,11 +98,11 @@ class HarborTask:
 
 
 def _read_files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Return the regular files of a folder: relative path to mode and content. Raises OSError if they are too long."""
+    """Return a folder's regular files: relative path to (mode, content). Raises OSError above `_MAX_TEST_BYTES`."""
     files: dict[str, tuple[int, bytes]] = {}
     num_bytes = 0
     for path in sorted(folder.rglob("*")):
-        # A link could lead out of the task.
+        # A link could point outside the task.
         if path.is_symlink() or not path.is_file():
             continue
         num_bytes += path.stat().st_size

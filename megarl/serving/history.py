@@ -1,4 +1,4 @@
-"""Conversations answered in a session. The client's next request is matched with them, to reuse their tokens."""
+"""Answered conversations of a session. A new request that continues one reuses its tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _EXCERPT = 160
-"""Maximum characters shown of each of the two messages that differ at a fork."""
+"""Characters shown of each of two different messages at a fork."""
 
 ForkReason = Literal["tools", "system", "history"]
-"""Kind of a change made by the client to an earlier conversation: in the tools, the system message, or a later
-message."""
+"""Where the client changed an earlier conversation: tools, system message, or a later message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
-    """A conversation up to an answer, with its tokens, int32 [prompt + new_tokens], and the number of its call."""
+    """A conversation up to an answer, its tokens, int32 [prompt + new_tokens], and the number of its call."""
 
     conversation: Conversation
     token_ids: NDArray[np.int32]
@@ -40,20 +39,17 @@ class AnsweredText:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A request that does not continue any answered conversation of its session.
-
-    It has the kind of the first difference, and the two messages differing, as text.
-    """
+    """A request that continues no answered conversation of its session. `text` describes the first difference."""
 
     reason: ForkReason
     text: str
 
 
 class History:
-    """Conversations and text prompts answered in a session, with their token ids.
+    """Answered conversations and text prompts of a session, with their token ids.
 
-    A new request often continues an answered one. Its prompt then repeats the stored token ids, exactly as sampled,
-    instead of encoding the earlier text again.
+    A request that continues an answered conversation repeats its token ids exactly as sampled. Its text is not encoded
+    again.
     """
 
     def __init__(self) -> None:
@@ -62,26 +58,23 @@ class History:
         self._texts: list[AnsweredText] = []
 
     def add(self, answered: Answered) -> None:
-        """Store a conversation ending with the model's answer, so later requests continuing it can reuse its token
-        ids."""
+        """Store a conversation that ends with the model's answer."""
         self._answered.append(answered)
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 
     def find(self, conversation: Conversation) -> Answered | None:
-        """Return the longest answered conversation continued by `conversation`, the newest of equal ones; None: there
-        is none.
-        """
-        # From the longest beginning to the shortest. The whole conversation is left out: its last message is new.
+        """Return the longest answered conversation that `conversation` continues, the newest of equal ones, or None."""
+        # From the longest beginning to the shortest, without the whole conversation: its last message is new.
         for digest in conversation.digests()[-2:0:-1]:
-            # The newest first: an agent that asked twice goes on from the later answer.
+            # Newest first: an agent that asked twice continues the later answer.
             for answered in reversed(self._by_digest.get(digest, ())):
                 if conversation.has_reasoning_of(answered.conversation):
                     return answered
         return None
 
     def fork(self, conversation: Conversation, continued: Answered | None) -> Fork | None:
-        """Compare a conversation with the most similar answered one. Returns the difference; None: it continues an
-        answered one.
+        """Compare a conversation with the most similar answered one. Returns the difference, or None if it continues
+        one.
 
         Repeating an answered question is not a fork. `continued` is the result of `find`.
         """
@@ -92,7 +85,7 @@ class History:
         )
         nearest_conversation = self._answered[nearest].conversation
         if common >= min(len(conversation.keys), len(nearest_conversation.keys)):
-            # Either the same words with different reasoning, or the same question again.
+            # Either the reasoning differs, or the client repeats an answered question.
             is_fork = continued is None and len(conversation.keys) > common
             return Fork("history", "reasoning differs") if is_fork else None
         if all(answered.conversation.tools != conversation.tools for answered in self._answered):
@@ -105,10 +98,9 @@ class History:
         return Fork(reason, f"message {common} ({conversation.messages[common]['role']}) was …{was} and is …{now}")
 
     def add_text(self, answered: AnsweredText) -> None:
-        """Store the text of a prompt and its completion."""
         self._texts.append(answered)
 
     def find_text(self, prompt: str) -> AnsweredText | None:
-        """Return the longest stored text at the beginning of a prompt; None: there is none."""
+        """Return the longest stored text that `prompt` begins with, or None."""
         matches = [stored for stored in self._texts if prompt.startswith(stored.text)]
         return max(matches, key=lambda stored: len(stored.text), default=None)

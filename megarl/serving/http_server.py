@@ -1,4 +1,4 @@
-"""HTTP server of the driver. Clients without a key can neither hold its file descriptors nor fill its log."""
+"""HTTP server of the driver. Clients without a key cannot exhaust its file descriptors or fill its log."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from megarl.processes.listening import in_url, taken_text
 from megarl.types import ConfigError
 
 STRANGERS = 64
-"""Number of connections without a known key that may be open at a time, in addition to the maximum of others."""
+"""Connections without a known key that may be open at a time, besides `max_connections` with one."""
 HEAD_SECONDS = 10.0
-"""Seconds after which a new connection ends, unless it has sent the head of a request with a known key."""
+"""Seconds in which a new connection must send the head of a request with a known key; else it is closed."""
 _IDLE_SECONDS = 75.0
-"""Seconds from an answer until the head of the next request must be complete. Clients keep connections open between
-their requests, most of them for a few seconds.
+"""Seconds from an answer until the head of the next request must be complete. Most clients keep a connection open for a
+few seconds between their requests.
 """
 _UNREAD_SECONDS = 30
-"""Seconds after which the kernel ends a connection whose client does not read its answer."""
+"""Seconds after which the kernel closes a connection whose client does not read its answer."""
 SPARE_FILES = 128
-"""File descriptors below the process's limit that no connection takes: ranks, logs and checkpoints need them."""
+"""File descriptors that connections leave free, because ranks, logs and checkpoints need them."""
 _CLOSE_SECONDS = 2.0
 """Seconds to wait for the client to close a connection that ends with its answer."""
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
-"""States of a connection that the other side has reset or closed (Linux, net/tcp_states.h), in TCP_INFO's first byte.
+"""Connection states: reset or closed by the other side (Linux, net/tcp_states.h). The first byte of TCP_INFO has the
+state.
 """
 _PAUSE_SECONDS = 0.5
-"""Seconds without accepting connections after file descriptors ran out."""
+"""Seconds without accepting connections, after file descriptors ran out."""
 _BACKLOG = 4096
-"""Number of connections that wait in the kernel until they are accepted; Linux's own maximum (net.core.somaxconn).
+"""Connections that wait in the kernel until they are accepted; Linux's own maximum (net.core.somaxconn).
 
-If it is too small, the kernel drops the packets of further clients. Their requests then arrive seconds after their
-connections. Meanwhile the server closes these as silent ones. This happened with 2,000 clients at a time and asyncio's
-default of 100.
+Beyond it the kernel drops packets of new clients, so their requests arrive seconds after their connections. Meanwhile
+the server closes these connections as silent. It happened with 2,000 clients at a time and asyncio's default, 100.
 """
 _LOGGED_A_MINUTE = 10
-"""Maximum log records a minute of one server. The next record says how many were not logged."""
+"""Maximum log records of one server per minute. The next record states the number of dropped ones."""
 
 
 class HttpServer:
-    """HTTP server of an application. It counts a connection when it is accepted, before anything is read.
+    """HTTP server of an application. It counts a connection on accept, before it reads anything.
 
-    A connection is a stranger's until `admit` is called for one of its requests. At most `max_connections` are
-    admitted. Strangers may use the places that admitted ones leave, and `STRANGERS` more. If all are taken, a new
-    connection replaces the oldest stranger's, so a client that sends its request at once is served.
+    A connection is a stranger until `admit` is called for one of its requests. At most `max_connections` are admitted.
+    Strangers may use the unused places of admitted ones, and `STRANGERS` more. If all are taken, a new connection
+    replaces the oldest stranger, so a client that sends its request at once is served.
     """
 
     def __init__(self, app: web.Application, *, section: str, max_connections: int, **settings: Any) -> None:
-        """Prepare the server. `section` is its part of the recipe; `settings` are those of aiohttp's runner."""
+        """Prepare the server. `section` is its section of the recipe. `settings` are passed to aiohttp's runner."""
         self._section, self._max_connections = section, max_connections
         self._log = _server_log(section)
         self._runner = web.AppRunner(
@@ -77,13 +77,13 @@ class HttpServer:
     async def start(self, host: str, port: int, *, is_held: bool = False) -> str:
         """Listen at an address, and return the base URL. Port 0 takes any free port.
 
-        `is_held`: clients wait in the kernel until `accept` is called. Raises ConfigError with the port's field if the
-        address is not available; the server is closed then.
+        `is_held`: clients wait in the kernel until `accept` is called. If the address is not available, close the
+        server and raise ConfigError with the port's field.
         """
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
-            # asyncio finds and binds the addresses. It does not accept, because it would do so without limit.
+            # asyncio finds and binds the addresses. It must not accept, because it accepts without limit.
             bound = await loop.create_server(self._connection, host, port, start_serving=False)
             self._listeners = [listener.dup() for listener in bound.sockets]
             bound.close()
@@ -99,7 +99,7 @@ class HttpServer:
         return f"http://{in_url(host)}:{self._listeners[0].getsockname()[1]}"
 
     def accept(self) -> None:
-        """Begin to accept connections, unless this has begun."""
+        """Begin to accept connections. Later calls do nothing."""
         if not self._accepting:
             self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
 
@@ -114,15 +114,14 @@ class HttpServer:
         await self._runner.cleanup()
 
     def admit(self, request: web.Request) -> bool:
-        """Count a request's connection towards `max_connections`, after its key was accepted.
-
-        Returns False if the limit is reached.
+        """Count a request's connection towards `max_connections`, after its key was accepted. False: the limit is
+        reached.
         """
         connection = None if request.transport is None else request.transport.get_protocol()
         if isinstance(connection, _Connection):
-            # A client sends its next request after it read the answer before.
+            # A client sends its next request only after it has read the last answer.
             connection.on_unread = None
-        # A connection that has closed, or was counted before, is not counted.
+        # Do not count a closed connection, or count one twice.
         if not isinstance(connection, _Connection) or connection not in self._open.strangers:
             return True
         if len(self._open.admitted) >= self._max_connections:
@@ -131,26 +130,26 @@ class HttpServer:
         return True
 
     async def confirm_written(self, request: web.Request, on_unread: Callable[[], object]) -> None:
-        """Call `on_unread` later if the connection of a written answer ends before its client has read all of it.
+        """Call `on_unread` later if the connection ends before the client has read all of a written answer.
 
-        A connection that ends with its answer is closed here. Raises ConnectionResetError if the client is gone.
+        Close a connection that ends with its answer. Raises ConnectionResetError if the client is gone.
         """
         transport = request.transport
         connection = None if transport is None else transport.get_protocol()
         if transport is None or transport.is_closing() or not isinstance(connection, _Connection):
             raise ConnectionResetError("the client closed the connection before its answer")
-        # asyncio reports the end of a connection only later, so the kernel is asked.
+        # Ask the kernel: asyncio reports the end of a connection only later.
         [state] = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if state == _TCP_CLOSE or (state == _TCP_CLOSE_WAIT and _has_unsent(transport)):
             raise ConnectionResetError("the client closed the connection before its answer")
         connection.on_unread = on_unread
         if not request.keep_alive:
-            # After its own close the server would not learn of a client that resets the connection.
+            # Half-close: after a full close the server would not notice a client that resets the connection.
             transport.write_eof()
             await asyncio.wait({connection.lost}, timeout=_CLOSE_SECONDS)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections until the task is cancelled."""
+        """Accept connections until this task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -159,7 +158,7 @@ class HttpServer:
                 self._log.warning("%s: accepts no connections for a while: %s", self._section, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            # The kernel gives the lowest free number, so those below are in use.
+            # The kernel gives the lowest free number, so all lower descriptors are in use.
             if accepted.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
                 accepted.close()
                 self._log.warning("%s: refuses connections: too few open files are left (ulimit -n)", self._section)
@@ -176,7 +175,7 @@ class HttpServer:
 
 @dataclass(slots=True)
 class _OpenConnections:
-    """The open connections of a server. `strangers`, oldest first, have not sent a request with a known key so far."""
+    """The open connections of a server. `strangers`, oldest first, have not sent a request with a known key yet."""
 
     strangers: dict[_Connection, None]
     admitted: set[_Connection]
@@ -185,7 +184,7 @@ class _OpenConnections:
 class _Connection(asyncio.Protocol):
     """Connection of a client, counted from its start to its end. `handler` is aiohttp's protocol.
 
-    `on_unread` is called if the connection ends before its client has read the last answer. `lost` is done at the end.
+    `on_unread` is called if the connection ends before the client has read the last answer. `lost` is done at the end.
     """
 
     def __init__(self, handler: asyncio.Protocol, connections: _OpenConnections) -> None:
@@ -210,7 +209,7 @@ class _Connection(asyncio.Protocol):
         return self._handler.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The kernel resets a connection that its client closes with bytes unread.
+        # The kernel resets a connection if its client closes it with unread bytes.
         if exc is not None:
             self._report_unread()
         self.lost.set_result(None)
@@ -218,12 +217,11 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_lost(exc)
 
     def admit(self) -> None:
-        """Count the connection as one whose client has a known key."""
         self._forget()
         self._connections.admitted.add(self)
 
     def abort(self) -> None:
-        """End the connection at once. Bytes that are not sent yet are discarded."""
+        """End the connection at once, and discard unsent bytes."""
         self._forget()
         if self._transport is not None:
             self._transport.abort()
@@ -240,14 +238,16 @@ class _Connection(asyncio.Protocol):
 
 
 def _has_unsent(transport: asyncio.WriteTransport) -> bool:
-    """Return whether a connection has bytes that its other side has not acknowledged."""
+    """Return whether a connection has bytes that the other side has not acknowledged."""
     num_in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     # The end of a half-closed connection counts as one byte.
     return transport.get_write_buffer_size() + int.from_bytes(num_in_kernel, "little") > 1
 
 
 class _BoundedLog(logging.Filter):
-    """Log filter of a server: at most `_LOGGED_A_MINUTE` records a minute; a malformed request's is one line."""
+    """Log filter of a server: at most `_LOGGED_A_MINUTE` records a minute. A malformed request is logged in one
+    line.
+    """
 
     def __init__(self, section: str) -> None:
         super().__init__()
@@ -280,10 +280,9 @@ class _BoundedLog(logging.Filter):
 
 
 def _server_log(section: str) -> logging.Logger:
-    """Return a logger for the warnings of one server, limited in number. `section` is the recipe's section of that
-    server.
+    """Return a new logger for the warnings of one server, limited in number. `section` is the server's recipe section.
 
-    It is not shared, so the limit is not applied twice.
+    Servers do not share a logger, because each would apply its limit to it.
     """
     log = logging.Logger("megarl.serving.http_server", logging.WARNING)
     log.parent = logging.getLogger("megarl")

@@ -16,10 +16,7 @@ from megarl.types import DataError, Request
 
 
 class EngineRank:
-    """Rank process that only samples: one vLLM engine, without a trainer.
-
-    `dtype` None: the weights have the type named by the model folder.
-    """
+    """Rank process with one vLLM engine and no trainer. With `dtype` None the model folder names the weights' type."""
 
     def __init__(
         self,
@@ -38,7 +35,7 @@ class EngineRank:
         from megarl.engine.engine import RolloutEngine
         from megarl.engine.parts.choice import EngineFeatures
 
-        # The timeout in seconds of collectives between the engine's ranks.
+        # Timeout in seconds of collectives between the engine's ranks.
         world.initialize(600.0)
         dtype = dtype or weights_dtype(Path(folder))
         self._engine = RolloutEngine(
@@ -58,7 +55,7 @@ class EngineRank:
     def advance(
         self, work: tuple[tuple[Request, ...], tuple[str, ...]], budget_seconds: float, leave_after: int | None
     ) -> list[Any]:
-        """Let the engine sample for a while, and return the finished completions.
+        """Let the engine sample, and return the finished completions.
 
         `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
         `leave_after` completions.
@@ -69,8 +66,7 @@ class EngineRank:
 def model_folder(path: Path, *, is_best: bool = False) -> Path:
     """Return the folder of a run's exported model, or `path` if it is a model folder itself.
 
-    `is_best`: return the model of the run's best evaluation. Raises DataError if there is no model, or if it has no
-    weights.
+    `is_best`: return the model of the run's best evaluation. Raises DataError without a model or without weights.
     """
     is_run = (path / "config.yaml").is_file()
     folder = path / ("hf_best" if is_best else "hf") if is_run else path
@@ -96,10 +92,9 @@ def weights_dtype(folder: Path) -> str:
 
 
 def _tensors(folder: Path, copied_prefixes: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a model folder by name, each read from disk only when it is yielded.
+    """Yield the tensors of a model folder by name. Each is read from disk when it is yielded.
 
-    Tensors with a prefix in `copied_prefixes`, such as those of a vision tower, are left out: the engine has no place
-    for them.
+    Tensors with a prefix in `copied_prefixes`, such as a vision tower's, are skipped: the engine has no place for them.
     """
     from safetensors import safe_open
 

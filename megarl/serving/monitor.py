@@ -17,22 +17,22 @@ from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
 
 _SHUTDOWN_SECONDS = 1.0
-"""Seconds that a scrape under way gets to end at shutdown."""
+"""Seconds for running scrapes to end at shutdown."""
 _MAX_CONNECTIONS = 64
-"""Maximum number of connections of the run's server whose requests have the token."""
+"""Maximum connections with the token to the run's server."""
 _HEALTHY = ("starting", "running", "done", "ok")
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Upper limits in seconds of the histogram of request times. A completion may take minutes."""
 
 
 class EngineLoad:
-    """Collector of the engines' load: requests, replicas, sampled tokens. `load` returns it, None before the start."""
+    """Collector of the engines' load: requests, replicas, sampled tokens. `load` returns None before the start."""
 
     def __init__(self, load: Callable[[], PoolLoad | None]) -> None:
         self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of this moment."""
+        """Yield the current metrics."""
         load = self._load()
         if load is None:
             return
@@ -53,10 +53,10 @@ class EngineLoad:
 
 
 class EndpointMetrics:
-    """Metrics of an endpoint: its requests by page and status, their times, its open sessions and its engines."""
+    """Metrics of an endpoint: requests by page and status, request times, open sessions, engine load."""
 
     def __init__(self, num_sessions: Callable[[], int], load: Callable[[], PoolLoad | None]) -> None:
-        """Create the metrics, in a registry of their own. The functions return current numbers."""
+        """Create the metrics in a new registry. The functions return current numbers."""
         self.registry = registry_of(EngineLoad(load))
         self._load, self._num_sessions = load, num_sessions
         self._requests = Counter(
@@ -69,7 +69,7 @@ class EndpointMetrics:
         Gauge("megarl_endpoint_sessions", "open sessions", registry=self.registry).set_function(num_sessions)
 
     def note(self, request: web.Request, status: int, seconds: float) -> None:
-        """Count an answered request by the pattern of its page, so that secrets in paths are not shown."""
+        """Count an answered request by its page's pattern, which shows no secrets of paths."""
         resource = request.match_info.route.resource
         page = "unknown" if resource is None else resource.canonical
         self._requests.labels(page, str(status)).inc()
@@ -117,7 +117,7 @@ class Monitor:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        """Pass a request on. Answer with status 401 if it lacks the token, with 503 if too many connections have it.
+        """Handle a request. Answer 401 if it lacks the token, and 503 if too many connections have it.
 
         Each connection ends after one answer: scrapes are rare, and clients without the token must not hold
         connections.
@@ -141,7 +141,7 @@ class Monitor:
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:
-    """Return a new registry with these collectors. The default one may have metrics of other libraries."""
+    """Return a new registry with these collectors. The default registry may have metrics of other libraries."""
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)
@@ -154,9 +154,9 @@ def add_pages(
     health: Callable[[], Mapping[str, Any]],
     check: Callable[[web.Request], object] = lambda request: None,
 ) -> None:
-    """Add the pages `/metrics` and `/health` to a server. `check` raises an error for a request that lacks the token.
+    """Add the pages `/metrics` and `/health` to a server. `check` raises an error for a request without the token.
 
-    `/health` has status 200 for a run or endpoint in a good state, else 503.
+    `/health` has status 200 if the run or endpoint is healthy, else 503.
     """
     scrape = make_aiohttp_handler(registry)
 

@@ -1,4 +1,4 @@
-"""Memory of a run's machines for containers of agents' attempts. The sources of a mixture share it."""
+"""Memory of a run's machines for containers of agents' attempts, shared by the sources of a mixture."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from megarl.platform.memory.host_memory import available_bytes
 
 @dataclass(slots=True, eq=False)
 class MachineMemory:
-    """Memory of one machine, in bytes, with the limits of its living containers."""
+    """Memory of one machine, in bytes, and the limits of its living containers."""
 
     free_bytes: int = field(default_factory=available_bytes)
     capacity_bytes: int | None = None
-    """Memory for containers: the most that was free at a renewal. None: not known yet."""
+    """Memory for containers: the maximum of free memory over all renewals. None: not known yet."""
     reserved_bytes: dict[str, int] = field(default_factory=dict)
-    """Limits of the living containers of this driver by their names; 0: no limit."""
+    """Limits of this driver's living containers by name; 0: no limit."""
 
     @property
     def bytes_per_container(self) -> float:
-        """Free memory for each living container and one more. Young ones have not taken theirs yet."""
+        """Free memory for each living container and one more. Young containers do not use their memory yet."""
         return self.free_bytes / (len(self.reserved_bytes) + 1)
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether the machine has memory for one more container with this limit."""
-        # A limit above the machine's memory must not stop the run.
+        # The first container always starts: a limit above the machine's memory must not stop the run.
         if not self.reserved_bytes or self.capacity_bytes is None:
             return True
-        # Young containers have not taken theirs yet, so their limits count.
+        # Young containers do not use their memory yet, so their limits count.
         are_limits_met = sum(self.reserved_bytes.values()) + num_bytes <= self.capacity_bytes
-        # Other programs of the machine may have grown.
+        # Other programs on the machine may have grown.
         return are_limits_met and num_bytes <= self.free_bytes
 
     def update(self, free_bytes: int) -> None:
-        """Take over the machine's free memory, as a container host read it."""
+        """Store the machine's free memory, as read by a container host."""
         self.free_bytes = free_bytes
         if self.capacity_bytes is None:
             self.capacity_bytes = free_bytes + sum(self.reserved_bytes.values())
-        # Containers of an earlier driver held memory at the first renewal, and end later.
+        # Containers of an earlier driver used memory at the first renewal, and end later.
         self.capacity_bytes = max(self.capacity_bytes, free_bytes)
 
 
 class RunMemory:
-    """Memory of all machines of a run. Nodes of one machine with one limit share an account: the driver and its agent,
-    for example.
+    """Memory of all machines of a run.
+
+    Nodes on the same machine with the same memory limit share an account, for example the driver and its agent.
     """
 
     def __init__(self) -> None:
@@ -53,12 +54,12 @@ class RunMemory:
         self._changed = asyncio.Condition()
 
     def open_account(self) -> MachineMemory:
-        """Return an account for a node, whose machine is not known yet."""
+        """Return an account for a node whose machine is not known yet."""
         self._accounts.append(account := MachineMemory())
         return account
 
     def account_of(self, machine: str, account: MachineMemory) -> MachineMemory:
-        """Return the account of a machine with its limit. Containers in the node's own `account` move to it."""
+        """Return the account of `machine`. Containers in the node's own `account` move to it."""
         shared = self._by_machine.setdefault(machine, account)
         if shared is not account:
             shared.reserved_bytes |= account.reserved_bytes

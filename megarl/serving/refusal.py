@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RequestError(Exception):
-    """Raised to refuse a request: HTTP status, message, and OpenAI's fields `code` and `param`.
+    """Raised to refuse a client's request: HTTP status, message, and OpenAI's fields `code` and `param`.
 
     `retry_after` is the number of seconds after which the client should retry; 0: it should not.
     """

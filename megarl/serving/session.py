@@ -1,4 +1,4 @@
-"""One agent's attempt: its model calls, sampled and recorded as tokens until it ends."""
+"""One agent's attempt: its model calls, sampled and recorded as tokens until the attempt ends."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Session:
     """Record of one agent's attempt.
 
-    `counts` has numbers of dropped calls, joined retries, overridden fields and others, by name. `num_aborted` tokens
-    were sampled for the attempt by an earlier driver, and are in no answer so far.
+    `counts` has numbers of abandoned calls, joined retries, overridden fields and others, by name. An earlier driver
+    sampled `num_aborted` tokens for the attempt that are in no answer yet.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Session:
         self.sampling = sampling
         self.limits = limits
         self.reward: float | None = None
-        # As the agent sent them: they are read at the end, when all answers are known.
+        # As the agent sent them: `read_turn_rewards` checks them at the end, when all answers are known.
         self.turn_rewards: Any = None
         self.counts: Counter[str] = Counter()
         self.fork_texts: list[str] = []
         self.ended = asyncio.Event()
         self.outcome: str | None = None
-        """Exceeded limit, which ends the attempt, as `KIND: text`; None: there is none."""
+        """Limit that was exceeded and ends the attempt, as `KIND: text`; None: no limit was exceeded."""
         self._pool, self._codec, self._journal = pool, codec, journal
         self._sampler = SessionSampler(seed, limits, pool, self.counts, num_aborted=num_aborted)
         self._history = History()
@@ -72,13 +72,13 @@ class Session:
 
     @property
     def answers(self) -> list[Answer]:
-        """Answers delivered to the agent, in the order of their calls' starts."""
-        # Calls may overlap and answers arrive in any order; training needs a fixed one.
+        """Answers delivered to the agent, ordered by the starts of their calls."""
+        # Overlapping calls end in any order, but training needs a fixed order.
         return [call.task.result() for call in self._calls.values() if call.is_delivered]
 
     @property
     def num_under_way(self) -> int:
-        """Number of model calls without an answer so far."""
+        """Number of model calls without an answer yet."""
         return sum(not call.task.done() for call in self._calls.values())
 
     def chat(
@@ -90,7 +90,7 @@ class Session:
         *,
         is_retry: bool,
     ) -> ModelCallUnderWay:
-        """Start a model call answering a conversation, or join the one that a request repeats (see `_begin`).
+        """Start a model call that answers a conversation, or join the call that a request repeats (see `_begin`).
 
         Raises RequestError if no call is allowed.
         """
@@ -111,8 +111,8 @@ class Session:
         *,
         is_retry: bool,
     ) -> ModelCallUnderWay:
-        """Start a model call that completes a text or token ids [prompt], or join the one that a request repeats (see
-        `_begin`).
+        """Start a model call that completes a text or token ids [prompt], or join the call that a request repeats
+        (`_begin`).
 
         Raises RequestError if no call is allowed.
         """
@@ -135,7 +135,7 @@ class Session:
             self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
 
     async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int) -> None:
-        """Take over the answers of a session whose driver was killed, in their order.
+        """Restore the answers of a session whose driver was killed, in their order.
 
         A call has its tokens, the facts given to `SessionJournal.note_request`, and whether a client has read its
         answer. `num_started` calls had begun.
@@ -161,18 +161,16 @@ class Session:
             await task
             restored = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
             self._calls[number] = self._by_body[bytes.fromhex(asked["digest"])] = restored
-            # Its client may have read it, even if that was not recorded in time.
+            # The client may have read it, even if that was not recorded in time.
             self.remember(restored)
             self._sampler.restore(call)
-        # The answers' order is that of their ends, and `answers` is in the order of their starts.
+        # `calls` are ordered by their ends, `answers` by the starts of their calls.
         self._calls = dict(sorted(self._calls.items()))
         self._num_started = num_started
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
-        """Count an HTTP request as waiting for a model call. If the last waiting client disconnects, the call is
-        aborted.
-        """
+        """Count an HTTP request as waiting for a call. If the last waiting client disconnects, abort the call."""
         call.num_waiting += 1
         try:
             yield
@@ -185,11 +183,11 @@ class Session:
             call.num_waiting -= 1
 
     async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
-        """Wait up to `seconds` for the answer of a model call. None: it is not ready, and the call continues.
+        """Wait up to `seconds` for a call's answer. None: it is not ready, and the call continues.
 
         Raises RequestError if the call was refused or the session has ended.
         """
-        # asyncio.wait does not cancel the task on timeout, unlike wait_for.
+        # Unlike wait_for, asyncio.wait does not cancel the task on timeout.
         await asyncio.wait({call.task}, timeout=seconds)
         if not call.task.done():
             return None
@@ -198,7 +196,7 @@ class Session:
         return call.task.result()
 
     def remember(self, call: ModelCallUnderWay) -> None:
-        """Let later calls continue the conversation of an answer. Done before the answer is sent.
+        """Let later calls continue the conversation of an answer. Call it before sending the answer.
 
         A client may continue before the endpoint knows that it received the last byte.
         """
@@ -208,16 +206,16 @@ class Session:
         call.is_remembered = True
 
     def deliver(self, call: ModelCallUnderWay) -> None:
-        """Record that the answer of a model call was written to a client. Only such answers are trained."""
+        """Record that an answer was written to a client. Only written answers are trained."""
         # An answer after the end would add tokens to a finished trajectory.
         if not self.ended.is_set():
             call.num_received += 1
             self._note_received(call, 1)
 
     def withdraw(self, call: ModelCallUnderWay) -> None:
-        """Undo one `deliver`, because the client's connection ended before it had read the answer.
+        """Undo one `deliver`, because the connection ended before the client had read the answer.
 
-        If no client has the answer, a repeat of the request gets it. If a later call already builds on it, it counts as
+        If no client has the answer, a repeat of the request gets it. An answer that a later call continues stays
         received.
         """
         if not self.ended.is_set():
@@ -229,17 +227,17 @@ class Session:
             self._journal.note_received(f"{self.name}.{call.number}", clients)
 
     async def close_journal(self) -> None:
-        """Record that the program has its reward: nobody may go on with the session after a kill."""
+        """Record that the program has its reward: no later driver may continue the session."""
         if self._journal is not None:
             await self._journal.close_session()
 
     def _continue(self, number: int) -> None:
-        """Record that a call holds the answer of the earlier call `number`, so its client has received it."""
+        """Record that a later call's messages contain the answer of call `number`. Its client has then received it."""
         self._calls[number].is_continued = True
 
     async def end(self, reward: float | None = None) -> None:
-        """End the session and abort running model calls. Only the reward of the first call counts. All calls wait until
-        the session has ended.
+        """End the session and abort running model calls. Every caller waits for the end; only the first one's reward
+        counts.
         """
         if self._ending is None:
             self.ended.set()
@@ -249,17 +247,17 @@ class Session:
             for task in tasks:
                 task.cancel()
             self._ending = asyncio.create_task(self._finish(tasks))
-        # Shielded: the client that posts the reward may disconnect before the engines have reported.
+        # Shielded: the client that posts the reward may disconnect before the engines report.
         await asyncio.shield(self._ending)
 
     async def _finish(self, cancelled: Sequence[asyncio.Task[Answer]]) -> None:
-        """Wait for the cancelled calls, and count the sampled tokens that no client received."""
+        """Wait for the cancelled calls, and count sampled tokens that no client received."""
         await asyncio.gather(*cancelled, return_exceptions=True)
-        # The engines end aborted requests later, and only then know how many tokens these have.
+        # Engines abort requests with a delay, and only then know their numbers of tokens.
         self.counts["unreported_calls"] = await self._sampler.wait_for_reports()
         num_delivered = sum(answer.num_sampled_tokens for answer in self.answers)
         self.counts["untrained_tokens"] = self._sampler.num_sampled - num_delivered
-        # Removes the pool's record of the engine with this session's prefix cached.
+        # Remove the pool's record of the engine that caches this session's prefix.
         self._pool.forget(self.name)
 
     def _begin(
@@ -271,17 +269,17 @@ class Session:
     ) -> ModelCallUnderWay:
         """Start a model call, or join the call with the same `identity` if no client has received its answer.
 
-        A request marked as a retry (`is_retry`) also gets an answer that was written before. `sample` is called with
-        the call's number. Raises RequestError if no call is allowed.
+        A request marked as a retry (`is_retry`) also joins a call with a written answer. `sample` gets the call's
+        number. Raises RequestError if no call is allowed.
         """
         if self.ended.is_set():
             raise ended_error()
         earlier = self._by_body.get(identity)
-        # Not all clients mark their retries. Two trained answers of one turn would be the price of a repeat not joined.
+        # Not all clients mark retries. A repeat that is not joined would add a second trained answer to a turn.
         if earlier is not None and earlier.is_joinable and (is_retry or earlier.lacks_delivery):
             self.counts["joined_retries"] += 1
             return earlier
-        # Calls under way when a driver was killed are not among them, because clients repeat these.
+        # Calls that ran when a driver was killed do not count, because clients repeat them.
         if len(self._calls) >= self.limits.max_calls:
             self.counts["refused_calls"] += 1
             text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
@@ -292,11 +290,11 @@ class Session:
                 f"this session has sampled {self._sampler.num_sampled} tokens; "
                 f"{self.limits.sampled_tokens} are allowed (rollout.agent.sampled_tokens)"
             )
-            # The program may go on without the model, so its attempt is ended too (`AgentProgram`).
+            # The program may continue without the model, so `AgentProgram` ends the attempt too.
             self.outcome = f"TokenLimit: {text}"
             raise RequestError(text, code="sampled_tokens")
         self._num_started += 1
-        # Taken here: parallel calls read the count only when their tasks first run.
+        # Read here: tasks of parallel calls run only later.
         number = self._num_started
         call = ModelCallUnderWay(number, asyncio.create_task(sample(number)), remember)
         self._by_body[identity] = call
@@ -304,7 +302,8 @@ class Session:
         return call
 
     async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Return the tokens of a conversation's prompt [prompt]. If possible, they repeat those of an earlier answer.
+        """Return a conversation's prompt tokens [prompt]. If it continues an earlier answer, they begin with the same
+        tokens.
 
         Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
         """
@@ -312,8 +311,10 @@ class Session:
         return await self._encode(conversation, self._history.find(conversation))
 
     async def _encode(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
-        """Return the tokens of a conversation's prompt [prompt]; they begin with those of the part `answered`."""
-        # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
+        """Return a conversation's prompt tokens [prompt]. They begin with the tokens of `answered`, its earlier
+        part.
+        """
+        # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could change the tokens.
         if answered is None:
             return await self._codec.opening(conversation)
         added = conversation.messages[len(answered.conversation.messages) :]
@@ -327,7 +328,6 @@ class Session:
         caller: Caller,
         request_digest: bytes,
     ) -> Answer:
-        """Sample an answer to a conversation."""
         self._codec.check_tools(conversation.tools)
         answered = self._history.find(conversation)
         if answered is not None:
@@ -346,7 +346,7 @@ class Session:
             continued=continued,
             sampling=sampling,
             messages=conversation.messages[num_known:],
-            # A conversation that is continued has the same tools.
+            # A continuing conversation has the same tools.
             tools=conversation.tools if answered is None else (),
         )
         call = await self._sampler.sample(self.name, number, token_ids, sampling)
@@ -362,8 +362,8 @@ class Session:
     ) -> Answer:
         """Sample a completion of a prompt for request `number`.
 
-        A text that begins with an earlier prompt and completion reuses their token ids; only the rest is tokenized.
-        `request_digest` recognises a repeated request. Both digest and caller are written to the journal.
+        A prompt that begins with an earlier prompt and completion reuses their token ids; only the rest is tokenized.
+        `request_digest` identifies repeats of the request. It is written to the journal, and so is `caller`.
         """
         continued = None
         if not isinstance(prompt, str):
@@ -387,13 +387,12 @@ class Session:
         return await read_text(self._codec, number, call, sampling.stop, caller)
 
     def _note_request(self, number: int, **facts: Any) -> None:
-        """Record request `number` in the journal. `facts` are those of `request_facts`."""
         if self._journal is not None:
             self._journal.note_request(f"{self.name}.{number}", request_facts(number, **facts))
 
 
 def _identify(body: bytes, caller: Caller) -> bytes:
-    """Return the identity of a request: two agents with equal bodies want an answer each."""
+    """Return the identity of a request. Equal bodies of two agents are different requests."""
     # Parallel sub-agents often begin with the same task.
     return hashlib.sha256(body + caller.agent.encode()).digest()
 
@@ -403,5 +402,4 @@ async def _hand_over(answer: Answer) -> Answer:
 
 
 def ended_error() -> RequestError:
-    """Return the error for a call arriving after the end of its session."""
     return RequestError("this session has ended; its agent's attempt is over", status=410, code="session_ended")

@@ -1,4 +1,4 @@
-"""Journal of a session: what a later driver needs to go on with its program."""
+"""Journal of a session, from which a later driver continues the session's program."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megarl.types import Caller, SamplingSettings
 
 
 class SessionJournal(Protocol):
-    """Journal of a session: facts needed by a later driver, besides the answers, to go on with it."""
+    """Journal of a session. Besides the answers, it has the facts that a later driver needs to continue."""
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
-        """Record a request, before its answer."""
+        """Record a request before its answer."""
         ...
 
     def note_received(self, request_id: str, clients: int) -> None:
-        """Record that one client more, or one less (-1), has read an answer."""
+        """Record that one more client (1), or one less (-1), has read an answer."""
         ...
 
     async def close_session(self) -> None:
-        """Record that nobody can go on with the session."""
+        """Record that the session cannot be continued."""
         ...
 
 

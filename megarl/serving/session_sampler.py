@@ -1,4 +1,4 @@
-"""Sampling of a session: completions within its limits, with seeds that depend on no order of calls."""
+"""Sampling of a session: completions within its limits, with seeds that do not depend on the order of calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 REPORT_SECONDS = 30.0
-"""Maximum seconds for an engine to report the tokens of an aborted call. It needs about one second, and a hung engine
-must not delay the end of an attempt for longer.
+"""Maximum seconds for an engine to report the tokens of an aborted call. It needs about 1 s. A hung engine must not
+delay an attempt's end for longer.
 """
 
 
@@ -40,17 +40,16 @@ class Limits:
 
 
 class SessionSampler:
-    """Samples the completions of one session, and counts their tokens.
-
-    `counts["refused_calls"]` has the calls refused by it.
+    """Samples the completions of one session, and counts their tokens. `counts["refused_calls"]` counts refused
+    calls.
     """
 
     def __init__(
         self, seed: str, limits: Limits, pool: Generates, counts: Counter[str], *, num_aborted: int = 0
     ) -> None:
-        """Create a sampler. `num_aborted` tokens were sampled by an earlier driver, and are in no completion so far."""
+        """Create a sampler. An earlier driver sampled `num_aborted` tokens that are in no completion yet."""
         self.num_sampled = num_aborted
-        """Tokens of all completions, and those of aborted calls as soon as the engine reports them."""
+        """Tokens of all completions, and of aborted calls once the engine has reported them."""
         self._num_unreported = 0
         self._all_reported = asyncio.Event()
         self._all_reported.set()
@@ -60,7 +59,7 @@ class SessionSampler:
     async def sample(
         self, session: str, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings
     ) -> ModelCall:
-        """Sample a completion of `token_ids` [prompt] for call `number` of the session with this name.
+        """Sample a completion of `token_ids` [prompt] for call `number` of the named session.
 
         Raises RequestError if the prompt leaves no room, or if the engine refuses it.
         """
@@ -72,7 +71,7 @@ class SessionSampler:
             # At least one: a parallel call may have reached the limit after this one began.
             tokens_left = min(tokens_left, max(allowed, 1))
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, tokens_left))
-        # `affinity` sends all calls of a session to the engine with its prefix cached.
+        # `affinity` sends all calls of a session to the engine that caches its prefix.
         request = Request(f"{session}.{number}", token_ids, sampling, self.seed_of(token_ids))
         self._num_unreported += 1
         self._all_reported.clear()
@@ -87,7 +86,7 @@ class SessionSampler:
         return ModelCall(token_ids, completion)
 
     async def wait_for_reports(self) -> int:
-        """Wait until the engines have reported the tokens of all aborted calls, for at most `REPORT_SECONDS`.
+        """Wait, at most `REPORT_SECONDS`, until the engines have reported the tokens of all aborted calls.
 
         Returns the number of calls without a report.
         """
@@ -103,30 +102,30 @@ class SessionSampler:
 
     @property
     def num_tokens_left(self) -> int | None:
-        """Number of tokens left to sample; None: there is no limit."""
+        """Number of tokens left to sample; None: no limit."""
         limit = self._limits.sampled_tokens
         if limit is None:
             return None
-        # A call that goes on counts with its completion. Its maximum includes the tokens that it has.
+        # The maximum of a continued call includes its earlier tokens, and `num_sampled` counts them too.
         return max(0, limit - self.num_sampled + self._pool.num_begun)
 
     def seed_of(self, token_ids: NDArray[np.int32]) -> int:
         """Return a 31-bit sampling seed for a prompt [prompt].
 
-        The seed depends on the session, the prompt and how often it was repeated, but not on the order of calls.
+        The seed depends on the session, the prompt and the number of earlier calls with this prompt.
         """
         prompt = _prompt_hash(token_ids)
-        # An agent with parallel calls starts them in any order, and a repeated run must sample the same.
+        # Parallel calls start in any order, and a repeated run must sample the same.
         drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"
         self._times_seen[prompt] += 1
         return int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:4], "big") >> 1
 
     def _count_begun(self, num_tokens: int) -> None:
-        # They were among the first `num_aborted`, and are counted with the completion or its abort.
+        # `num_aborted` counted these tokens. The completion, or its abort, counts them again.
         self.num_sampled -= num_tokens
 
     def _count_aborted(self, num_tokens: int) -> None:
-        # Else a program could sample without end by leaving before its answers.
+        # Otherwise a program could sample endlessly by disconnecting before each answer.
         self.num_sampled += num_tokens
         self._count_reported()
 

@@ -18,9 +18,7 @@ from megarl.terminal import FirstOfEachKind
 from megarl.types import SamplingSettings
 
 _REMEMBERED = 100_000
-"""Number of ended sessions remembered. Late calls to them get status 410; calls to older ones get 401 (unknown
-key).
-"""
+"""Number of ended sessions remembered. Late calls to them get status 410; calls to older ones get 401 (unknown key)."""
 
 
 @dataclass(slots=True)
@@ -53,8 +51,8 @@ class Sessions:
     ) -> Session:
         """Open a session with a unique name. `pool` samples its completions.
 
-        `seed` None: the unique name is the seed, so that sessions with equal prompts draw different completions.
-        `num_aborted` tokens were sampled for the attempt by an earlier driver, and are in no answer so far.
+        With `seed` None the name is the seed, so that sessions with equal prompts sample different completions. An
+        earlier driver sampled `num_aborted` tokens for the attempt that are in no answer yet.
         """
         self._num_opened += 1
         unique_name = f"{name}-{self._num_opened}"
@@ -66,7 +64,7 @@ class Sessions:
         return session
 
     async def reopen(self, session: Session, earlier: ReopenedSession) -> None:
-        """Give a new session the name, the key and the answers of one whose driver was killed."""
+        """Give a new session the name, key and answers of a session whose driver was killed."""
         del self._open[session.secret]
         self._stop_timer(session)
         session.name, session.secret = earlier.name, earlier.key
@@ -76,22 +74,22 @@ class Sessions:
         self.cease_to_expect(session.secret)
 
     def expect(self, secrets_of_programs: Sequence[str]) -> None:
-        """Let requests with these keys wait: their programs outlived a driver, and their sessions open later."""
+        """Let requests with these keys wait. Their programs outlived a driver, and their sessions open later."""
         self._expected |= {secret: asyncio.Event() for secret in secrets_of_programs}
 
     def is_expected(self, secret: str) -> bool:
-        """Return whether a key belongs to a program that outlived a driver, and whose session is not open yet."""
+        """Return whether this key's program outlived a driver, and its session is not open yet."""
         return secret in self._expected
 
     def cease_to_expect(self, secret: str) -> None:
-        """Stop waiting for the session with this key. If it has not opened, its requests are refused from now on."""
+        """Stop waiting for the session with this key. Unless it is open, its requests are refused from now on."""
         if (event := self._expected.pop(secret, None)) is not None:
             if secret not in self._open:
                 self._ended[secret] = None
             event.set()
 
     async def wait_for(self, secret: str, seconds: float) -> None:
-        """Wait up to `seconds` for a session that is expected with this key but has not opened.
+        """Wait up to `seconds` for the session expected with this key.
 
         Returns at once for other keys. Raises RequestError if the session does not open.
         """
@@ -109,7 +107,6 @@ class Sessions:
 
     @property
     def num_open(self) -> int:
-        """Number of open sessions."""
         return len(self._open)
 
     def find(self, secret: str) -> Session | None:
@@ -119,17 +116,17 @@ class Sessions:
         return self._open.get(secret)
 
     def restart_timer(self, session: Session) -> None:
-        """Restart the timer ending the session after `idle_seconds` without a request."""
+        """Restart the timer that ends the session after `idle_seconds` without a request."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
         self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)
 
     async def end(self, session: Session, reward: float | None = None) -> None:
-        """End a session. Only its secret is remembered, to answer late calls."""
+        """End a session. Remember only its secret, to answer late calls."""
         self._stop_timer(session)
         if self._open.pop(session.secret, None) is not None:
             self._ended[session.secret] = None
-            # Bounded, because every attempt of a long run opens a session.
+            # Bounded: every attempt of a long run opens a session.
             if len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
         await session.end(reward)
@@ -143,7 +140,6 @@ class Sessions:
             )
 
     async def close(self) -> None:
-        """End all sessions."""
         await asyncio.gather(*(self.end(session) for session in list(self._open.values())), *self._ending)
 
     def _stop_timer(self, session: Session) -> None:
@@ -158,6 +154,6 @@ class Sessions:
             return
         session.counts["timed_out"] += 1
         task = asyncio.create_task(self.end(session))
-        # asyncio keeps only weak references to tasks, so the set prevents their collection.
+        # asyncio keeps only weak references to tasks; the set prevents their collection.
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)

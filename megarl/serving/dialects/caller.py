@@ -1,4 +1,4 @@
-"""The agent making a request, as its client's headers name it."""
+"""Identification of the calling agent by the headers of its client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megarl.types import MAIN_AGENT, Caller
 
 _MAX_CHARACTERS = 128
-"""Maximum characters of a name. Names come from clients, and each call stores them."""
+"""Maximum characters of a name. Clients send names, and each call stores them."""
 _MAX_METADATA = 4096
 """Maximum characters of Codex's metadata."""
 
@@ -16,19 +16,19 @@ _MAX_METADATA = 4096
 def read_caller(headers: Mapping[str, str]) -> Caller:
     """Return the agent named by the headers `x-megarl-agent`, `x-megarl-parent` and `x-megarl-kind`.
 
-    Without a name it is the attempt's main agent.
+    Without these headers it is the attempt's main agent.
     """
     return _caller(headers, None, None, None)
 
 
 def read_claude_code_caller(headers: Mapping[str, str]) -> Caller:
-    """Return the agent named by Claude Code's headers. Its main agent has no id."""
+    """Return the agent named by Claude Code's headers. The main agent has no id there."""
     agent = headers.get("x-claude-code-agent-id")
     return _caller(headers, agent, headers.get("x-claude-code-parent-agent-id"), None)
 
 
 def read_codex_caller(headers: Mapping[str, str]) -> Caller:
-    """Return the thread named by Codex's headers. Its main thread has an id, but no parent."""
+    """Return the thread named by Codex's headers. The main thread has an id there, but no parent."""
     parent = headers.get("x-codex-parent-thread-id")
     agent = headers.get("thread-id") if parent else None
     return _caller(headers, agent, parent, _request_kind(headers.get("x-codex-turn-metadata", "")))
@@ -37,12 +37,12 @@ def read_codex_caller(headers: Mapping[str, str]) -> Caller:
 def _caller(headers: Mapping[str, str], agent: str | None, parent: str | None, kind: str | None) -> Caller:
     """Return the agent that a request names, with names cut to `_MAX_CHARACTERS`.
 
-    megarl's headers take precedence over `agent`, `parent` and `kind`, the values of the vendor's headers.
+    `agent`, `parent` and `kind` are from the vendor's headers. megarl's headers take precedence.
     """
     agent = _name(headers.get("x-megarl-agent")) or _name(agent)
     parent = _name(headers.get("x-megarl-parent")) or _name(parent)
     kind = _name(headers.get("x-megarl-kind")) or _name(kind)
-    # A parent without an agent names nobody.
+    # A parent without an agent identifies nobody.
     return Caller(agent, parent or MAIN_AGENT, kind) if agent else Caller(kind=kind)
 
 
@@ -51,7 +51,7 @@ def _name(text: str | None) -> str:
 
 
 def _request_kind(metadata: str) -> str | None:
-    """Return the kind of a request in Codex's metadata, like `turn` or `compaction`; None: it has none."""
+    """Return the kind of a request from Codex's metadata, such as `turn` or `compaction`; None: it has none."""
     if len(metadata) > _MAX_METADATA:
         return None
     try:

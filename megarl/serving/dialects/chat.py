@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and text completions: their prompts, and their answers as one object or as a stream."""
+"""OpenAI's chat completions and text completions: prompts, answers and streams."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:
-    """Read the conversation of a chat request. Raises RequestError if it is invalid, or its last message is the
-    assistant's.
+    """Read the conversation of a chat request. Raises RequestError if it is invalid or ends with an assistant's
+    message.
     """
     tools = body.get("tools")
-    # The model must not see the tools then.
+    # With `none` the model must not see the tools.
     if body.get("tool_choice") == "none":
         tools = None
     conversation = Conversation.read(body.get("messages"), tools)
@@ -36,9 +36,9 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
 
 
 def append_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message to a chat. Messages of the user in a row become one, and so do those of the assistant.
+    """Append a message to a chat. Consecutive user messages are joined, and so are consecutive assistant messages.
 
-    Clients of other APIs send them in parts, and many templates refuse them.
+    Clients of other APIs send messages in parts, and many templates refuse two messages of one role in a row.
     """
     last = messages[-1] if messages else None
     if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
@@ -67,7 +67,7 @@ def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
 
 
 class Chat:
-    """OpenAI's chat completions. This is the endpoint's own form."""
+    """OpenAI's chat completions. Other dialects convert their requests to this form."""
 
     page = "/chat/completions"
 
@@ -85,7 +85,7 @@ class Chat:
 
 
 class Completions(Chat):
-    """OpenAI's completions of a text or of token ids. There is no conversation: see `read_prompt`."""
+    """OpenAI's completions of a text or of token ids (`read_prompt`), without a conversation."""
 
     page = "/completions"
 
@@ -95,8 +95,6 @@ class Completions(Chat):
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """Writer of an answer in OpenAI's form, to a chat or to a text."""
-
     name: str
     model: str
     is_chat: bool
@@ -130,11 +128,13 @@ class _Reply:
         return b"data: [DONE]\n\n"
 
     def _chunks(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-        """Yield the answer as JSON objects of a stream. A tool call is sent in several: its name, then arguments."""
+        """Yield the answer as JSON objects of a stream. For a tool call, these are its name, then pieces of its
+        arguments.
+        """
         logprobs = None if tokens is None else self._logprobs(answer, tokens)
         if self.is_chat:
             yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
-            # The answer is complete before the stream starts: tool calls can be parsed only at its end.
+            # The answer is complete before its stream starts, because tool calls can be parsed only at the end.
             for text in pieces(answer.reasoning or ""):
                 yield self._chunk({"reasoning_content": text})
             for text in pieces(answer.text):
@@ -179,20 +179,17 @@ class _Reply:
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """Return OpenAI's list of the served models."""
     return {"object": "list", "data": [model(name) for name in names]}
 
 
 def model(name: str) -> dict[str, Any]:
-    """Return OpenAI's description of the served model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Return the answer as a chat message in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
-        # OpenAI's answers have null for an empty text next to tool calls.
+        # OpenAI sends null for an empty text next to tool calls.
         message["content"] = answer.text or None
         message["tool_calls"] = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -204,6 +201,5 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    """Return the numbers of prompt and completion tokens of an answer, in OpenAI's form."""
     prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,4 +1,4 @@
-"""Server-sent events: their bytes, and texts in pieces."""
+"""Server-sent events."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 _PIECE_CHARACTERS = 256
 """Characters of a text in one event."""
 COMMENT = b": keep-alive\n\n"
-"""A line beginning with a colon is a comment: it keeps a connection alive, and clients skip it."""
+"""Keeps a connection alive. A line beginning with a colon is a comment, which clients skip."""
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Return an event carrying `data` as JSON. Without a `name` it has a data line only."""
+    """Return an event with `data` as JSON. Without a `name` it has a data line only."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Split a text into pieces short enough for one event each."""
     for start in range(0, len(text), _PIECE_CHARACTERS):
         yield text[start : start + _PIECE_CHARACTERS]

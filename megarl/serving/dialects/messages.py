@@ -1,10 +1,10 @@
-"""Anthropic's Messages: requests, answers, and the events of a stream.
+"""Anthropic's Messages API: requests, answers, and the events of a stream.
 
-Blocks of one message become messages of a chat by fixed rules, so that a longer history begins with the same ones:
+Blocks of a message become chat messages by fixed rules, so that a longer history has the same beginning:
 
-- Results of tools come first, each as a message of role `tool`, then the texts of the user as one message.
-- Texts of one message, and user messages in a row, are joined by a line break. Answers in a row are one answer.
-- A `system` message inside the list is a text of the user.
+- Results of tools come first, each as a message of role `tool`. The user's texts follow as one message.
+- Texts of one message, and consecutive user messages, are joined by a line break. Consecutive answers are joined.
+- A `system` message inside the list becomes a text of the user.
 - `cache_control`, which moves from turn to turn, and signatures of thoughts are ignored.
 """
 
@@ -30,23 +30,21 @@ from megarl.serving.refusal import RequestError
 from megarl.types import Caller
 
 _WITHOUT_EFFECT = ("thinking", "output_config")
-"""Fields without effect here: the model thinks as it was trained to, whatever effort a request asks for."""
+"""Ignored fields: the model thinks as it was trained to, whatever effort a request asks for."""
 _INVALID_ARGUMENTS = "invalid_arguments"
-"""Key of a tool call's input, an object, with the text of arguments that are not a valid object."""
+"""Key of a tool call's input (an object) whose value is the text of invalid arguments."""
 _SIGNATURE = "unsigned"
-"""Signature of thoughts. Clients need one to send thoughts back, and the endpoint does not check it."""
+"""Signature of thoughts. Clients need one to send thoughts back; the endpoint does not check it."""
 _ERROR_KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
 }
-"""Type of an error by HTTP status. Other statuses below 500 are `invalid_request_error`, others `api_error`."""
+"""Type of an error by HTTP status. All others below 500 are `invalid_request_error`, from 500 on `api_error`."""
 
 
 class Messages:
-    """Anthropic's Messages API."""
-
     page = "/messages"
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
@@ -79,14 +77,14 @@ class Messages:
 
     def error(self, error: RequestError) -> dict[str, Any]:
         kind = _ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        # Agents recognise this beginning, and shorten their history.
+        # Agents recognise this prefix, and then shorten their history.
         begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""
         return {"type": "error", "error": {"type": kind, "message": f"{begin}{error}"}}
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """Writer of an answer. `stops` are the stop sequences of the request."""
+    """Writer of an answer. `stops` are the request's stop sequences."""
 
     name: str
     model: str
@@ -129,7 +127,6 @@ class _Reply:
         return {"id": self.name, "type": "message", "role": "assistant", "model": self.model}
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
-        """Return why the answer ended."""
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         reason, stop = reasons[answer.finish_reason], None
         if reason == "end_turn" and answer.call.completion.finish_reason == "stop":
@@ -138,7 +135,7 @@ class _Reply:
 
 
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for a field that would change the samples or the prompt, and is not supported."""
+    """Raise RequestError for an unsupported field that would change the samples or the prompt."""
     output = body.get("output_config")
     edits = body.get("context_management")
     choice = body.get("tool_choice")
@@ -147,7 +144,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         "container": body.get("container") is not None,
         "output_format": body.get("output_format") is not None,
         "output_config": output is not None and not (isinstance(output, Mapping) and output.get("format") is None),
-        # Thoughts of earlier turns reach the model as its template renders them. Other edits would cut the history.
+        # The chat template decides about thoughts of earlier turns. Other edits would cut the history.
         "context_management": edits is not None and not _clears_only_thoughts(edits),
         "tool_choice": choice is not None and not _is_free(choice),
     }
@@ -157,7 +154,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _is_free(choice: Any) -> bool:
-    """Return whether a choice of tools lets the model write what it likes. `none` shows it no tools."""
+    """Return whether a `tool_choice` leaves the choice to the model. With `none` the model sees no tools."""
     return (
         isinstance(choice, Mapping)
         and choice.get("type") in ("auto", "none")
@@ -173,7 +170,7 @@ def _clears_only_thoughts(edits: Any) -> bool:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return a text, or the texts of a list of text blocks, joined. Raises RequestError for other blocks."""
+    """Return a text, or the joined texts of a list of text blocks. Raises RequestError for other blocks."""
     if isinstance(content, str):
         return content
     return "\n".join(_text_of(block, f"{where}.{i}") for i, block in enumerate(read_objects(content, where)))
@@ -192,7 +189,7 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return one message of a request as messages of a chat. Raises RequestError if it is invalid."""
+    """Convert a request's message to chat messages. Raises RequestError if it is invalid."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role: is {role!r:.40}; give user, assistant or system", param=f"{where}.role")
@@ -216,7 +213,7 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name := block.get("tool_use_id"), str):
         raise RequestError(f"{where}.tool_use_id: must be a text", param=where)
     text = _text("" if block.get("content") is None else block["content"], f"{where}.content")
-    # Chat templates have no mark for a failed call.
+    # Chat templates have no field for a failed call.
     return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": name}
 
 
@@ -245,7 +242,7 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments: Any = block["input"]
-    # Only a text is wrapped by `_input`, and only one that is no object.
+    # Unwrap only what `_input` would wrap: a text that is not a JSON object.
     if arguments.keys() == {_INVALID_ARGUMENTS} and _input(arguments[_INVALID_ARGUMENTS]) == arguments:
         arguments = arguments[_INVALID_ARGUMENTS]
     return {
@@ -256,7 +253,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool as the schema of a function. Raises RequestError for tools that the vendor's servers run."""
+    """Convert a tool to a function's schema. Raises RequestError for tools that run on the vendor's servers."""
     if tool.get("type") not in (None, "custom"):
         raise RequestError(
             f"{where}.type = {tool['type']!r:.40}: tools of this type run on the vendor's servers; remove it",
@@ -267,7 +264,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _parts(answer: Answer) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an answer: kind of block, and its text or (id, name, arguments)."""
+    """Yield an answer's parts as (kind of block, content). A tool call's content is (id, name, arguments)."""
     if answer.reasoning:
         yield "thinking", answer.reasoning
     if answer.text:
@@ -277,21 +274,21 @@ def _parts(answer: Answer) -> Iterator[tuple[str, Any]]:
 
 
 def _empty_block(kind: str, parts: Any) -> dict[str, Any]:
-    """Return a block as it begins in a stream."""
+    """Return the block that begins a part in a stream. `parts` is its content, as `_parts` yields it."""
     if kind == "tool_use":
         return {"type": kind, "id": parts[0], "name": parts[1], "input": {}}
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def _block(kind: str, parts: Any) -> dict[str, Any]:
-    """Return a content block with all its contents, for an answer that is not streamed. `parts` are of this kind."""
+    """Return a complete content block. `parts` is its content, as `_parts` yields it."""
     if kind == "tool_use":
         return _empty_block(kind, parts) | {"input": _input(parts[2])}
     return {"type": kind, kind: parts} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
 
 
 def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
-    """Yield the pieces of a block in a stream."""
+    """Yield a block's content as the pieces of a stream."""
     if kind == "tool_use":
         text, name, field = json.dumps(_input(parts[2]), ensure_ascii=False), "input_json_delta", "partial_json"
     else:
@@ -303,7 +300,7 @@ def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
 
 
 def _input(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object, the only form that this API has."""
+    """Return a tool call's arguments as an object, the only form that this API has."""
     try:
         value = json.loads(arguments)
     except (TypeError, ValueError):
@@ -312,7 +309,7 @@ def _input(arguments: Any) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    """Return the numbers of tokens. Agents shorten their history by them, so they are the true ones."""
+    """Return the true numbers of tokens, because agents shorten their history by them."""
     return {
         "input_tokens": answer.num_prompt_tokens,
         "output_tokens": answer.num_sampled_tokens,

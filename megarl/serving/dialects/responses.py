@@ -1,10 +1,13 @@
-"""OpenAI's Responses: requests, answers, and the events of a stream.
+"""OpenAI's Responses API: requests, answers, and the events of a stream.
 
-Items become messages of a chat by fixed rules, so that a longer history begins with the same ones. `instructions` and
-the first system and developer items are one system message; later ones are texts of the user. Reasoning, text and calls
-of functions in a row are one answer. A function `NAME` of a namespace is `NAMESPACE__NAME` for the model. Ids of items
-are ignored, because clients change them. Every request has the whole history: answers are not stored for
-`previous_response_id`.
+Items become chat messages by fixed rules, so that a longer history has the same beginning:
+
+- `instructions` and the first system and developer items become one system message; later ones become user texts.
+- Consecutive reasoning, text and function calls become one answer.
+- A function `NAME` in a namespace is `NAMESPACE__NAME` for the model.
+- Ids of items are ignored, because clients change them.
+
+Every request has the whole history: answers are not stored for `previous_response_id`.
 """
 
 from __future__ import annotations
@@ -37,16 +40,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "max_tool_calls": (),
 }
-"""Fields that are refused because they would change the prompt or the samples, with the values that change nothing."""
+"""Refused fields, because they would change the prompt or the samples. The listed values change nothing and are
+accepted.
+"""
 _JOINT = "__"
-"""Text between a namespace and the name of a function in it, in the name that the model sees."""
+"""Separator of namespace and function in the name that the model sees."""
 _ANSWER_ITEMS = ("reasoning", "function_call")
 _FORM = "a text or a list of objects"
 
 
 class Responses:
-    """OpenAI's Responses API."""
-
     page = "/responses"
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
@@ -66,7 +69,7 @@ class Responses:
         functions, unused = _tools([] if body.get("tools") is None else body["tools"])
         if functions:
             chat["tools"] = functions
-        # Hints: this model thinks, and calls tools, as it was trained to.
+        # These fields are hints: this model thinks and calls tools as it was trained to.
         if body.get("reasoning") is not None and body["reasoning"].get("effort") is not None:
             unused.append("reasoning")
         if body.get("parallel_tool_calls") is False:
@@ -87,9 +90,9 @@ class Responses:
 
 @dataclass(slots=True)
 class _Reply:
-    """Writer of an answer. Events of a stream have numbers, so each answer needs a writer of its own.
+    """Writer of one answer. It numbers the events of a stream.
 
-    `prefixes` are the beginnings of the names of functions in namespaces.
+    `prefixes` are the namespace prefixes of function names.
     """
 
     name: str
@@ -109,7 +112,7 @@ class _Reply:
         return self._event("response.created", response=self._object("in_progress", [])) + self.waiting()
 
     def waiting(self) -> bytes:
-        # Clients that limit the time between events do not count comments.
+        # An event, not a comment: clients that limit the time between events do not count comments.
         return self._event("response.in_progress", response=self._object("in_progress", []))
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
@@ -152,20 +155,20 @@ class _Reply:
         }
 
     def _function(self, name: str) -> dict[str, str]:
-        """Return the name of a called function, with its namespace if it has one."""
+        """Return a called function's name, and its namespace if it has one."""
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
         if prefix is None:
             return {"name": name}
         return {"name": name.removeprefix(prefix), "namespace": prefix.removesuffix(_JOINT)}
 
     def _output(self, answer: Answer) -> Iterator[tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]]:
-        """Yield the items of an answer, each with the events between its beginning and its end."""
+        """Yield an answer's items, each with the events between its beginning and its end."""
         status = "incomplete" if answer.finish_reason == "length" else "completed"
         if answer.reasoning:
             part = {"type": "summary_text", "text": answer.reasoning}
             item = {"type": "reasoning", "id": f"rs_{self.name}", "summary": [part]}
             yield item, _part_events("reasoning_summary_part", "reasoning_summary_text", "summary_index", part)
-        # An answer without any item would look like a fault of the connection.
+        # Without any item, clients would take an empty answer for a lost connection.
         if answer.text or not (answer.reasoning or answer.calls):
             part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
             item = {"type": "message", "id": f"msg_{self.name}", "role": "assistant", "status": status}
@@ -177,9 +180,9 @@ class _Reply:
 
 
 def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with one system message at most, the first. Later ones become texts of the user.
+    """Return messages with at most one system message, the first. Later system messages become user texts.
 
-    Many templates refuse a system message after others.
+    Many templates refuse a system message after other messages.
     """
     systems, folded = [instructions] if instructions else [], list[dict[str, Any]]()
     for message in messages:
@@ -194,7 +197,7 @@ def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list
 def _part_events(
     part_kind: str, text_kind: str, index: str, part: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of an item's only part of text."""
+    """Yield the events of an item's single text part."""
     logprobs = {"logprobs": []} if text_kind == "output_text" else {}
     yield f"response.{part_kind}.added", {index: 0, "part": part | {"text": ""}}
     for piece in pieces(part["text"]):
@@ -204,7 +207,6 @@ def _part_events(
 
 
 def _argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a call's arguments."""
     for piece in pieces(arguments):
         yield "response.function_call_arguments.delta", {"delta": piece}
     yield "response.function_call_arguments.done", {"name": name, "arguments": arguments}
@@ -217,7 +219,7 @@ def _empty_item(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for a field that would change the prompt or the samples, and is not supported."""
+    """Raise RequestError for an unsupported field that would change the prompt or the samples."""
     for name in ("reasoning", "text"):
         if body.get(name) is not None and not isinstance(body[name], Mapping):
             raise RequestError(f"{name}: must be an object", param=name)
@@ -230,7 +232,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return a text, or the texts of a list of parts, joined. Raises RequestError for other parts."""
+    """Return a text, or the joined texts of a list of parts. Raises RequestError for other parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -244,7 +246,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert the `input` items of a request to chat messages. Raises RequestError for an unsupported type of item."""
+    """Convert a request's `input` items to chat messages. Raises RequestError for an unsupported type of item."""
     messages: list[dict[str, Any]] = []
     is_answer = False
     for place, item in enumerate(items):
@@ -291,10 +293,10 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions among a request's tools as chat completions write them, and the types of dropped tools.
+    """Return a request's functions in the form of chat completions, and the types of dropped tools.
 
-    `prefix` precedes the names of functions in a namespace. Tools of other types run on the vendor's servers, or need a
-    grammar.
+    `prefix` precedes the names of functions in a namespace. Tools of other types are dropped: they run on the vendor's
+    servers, or need a grammar.
     """
     functions: list[dict[str, Any]] = []
     dropped: list[str] = []
@@ -312,7 +314,7 @@ def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Return the numbers of tokens. Agents shorten their history by them, so they are the true ones."""
+    """Return the true numbers of tokens, because agents shorten their history by them."""
     return {
         "input_tokens": answer.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0},

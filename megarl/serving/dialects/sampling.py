@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, with the field names of chat completions."""
+"""Sampling parameters of a request, by the field names of chat completions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Request fields that are refused, because they would change the sampled distribution or the number of answers. The
-listed values are accepted, because they change nothing.
+"""Refused fields, because they would change the sampled distribution or the number of answers. The listed values change
+nothing and are accepted.
 """
 
 _RANGES = {
@@ -39,23 +39,23 @@ _RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 2.0),
 }
-"""Accepted ranges of sampling parameters. The recipe's values hold."""
+"""Accepted ranges of sampling parameters. Accepted values are then replaced by the recipe's."""
 CHANGES_SAMPLES = ", as it would change the samples; remove it"
 """Reason and remedy of an unsupported field."""
 
 
 def changed_fields(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the fields of a request that change something. `neutral` has for each field the values that do not."""
+    """Return the fields of a request whose value is not one of the `neutral` values, which change nothing."""
     return [name for name, values in neutral.items() if body.get(name) is not None and body[name] not in values]
 
 
 def unsupported_field(name: str, value: Any, reason: str) -> RequestError:
-    """Return the error for a field that is not supported. `reason` includes the remedy."""
+    """Return the error for an unsupported field. `reason` includes the remedy."""
     return RequestError(f"{name} = {value!r:.80}: is not supported{reason}", param=name, code="unsupported_parameter")
 
 
 def read_objects(value: Any, where: str, *, form: str = "a list of objects") -> list[Mapping[str, Any]]:
-    """Return a list of objects in a request. Raises RequestError, naming the expected `form`, for anything else."""
+    """Check a list of objects in a request. Raises RequestError, naming the expected `form`, for anything else."""
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise RequestError(f"{where}: must be {form}", param=where)
     return value
@@ -64,7 +64,7 @@ def read_objects(value: Any, where: str, *, form: str = "a list of objects") -> 
 def copy_sampling_fields(body: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the fields of a request that chat completions read or refuse, except those in `without`.
 
-    Servers and clients pass on fields that an API does not have. They are judged in every dialect as in a chat.
+    Servers and clients pass on fields that an API does not have. Every dialect treats them as a chat completion does.
     """
     names = ("model", "stream", "seed", "stop", *_RANGES, *NEUTRAL)
     return {name: body[name] for name in names if name in body and name not in without}
@@ -74,7 +74,7 @@ def copy_sampling_fields(body: Mapping[str, Any], *, without: Collection[str] = 
 class Asked:
     """Sampling parameters and form of the answer that a request asks for.
 
-    `overridden` names the fields replaced by the recipe's values. `stops` are the stop strings of the request.
+    `overridden` names the fields replaced by the recipe's values. `stops` are the request's stop strings.
     """
 
     sampling: SamplingSettings
@@ -90,7 +90,7 @@ class Asked:
 
         Raises RequestError for invalid values, and for fields that would change the sampled distribution.
         """
-        # Refused, not ignored: training assumes that tokens come from the recipe's distribution.
+        # Refuse, do not ignore: training assumes that tokens come from the recipe's distribution.
         for name in changed_fields(body, NEUTRAL):
             raise unsupported_field(name, body[name], CHANGES_SAMPLES)
         sampling, overridden = _sampling(body, recipe)
@@ -117,7 +117,7 @@ def _sampling(body: Mapping[str, Any], recipe: SamplingSettings) -> tuple[Sampli
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise RequestError(f"{name} = {value!r:.40}: give a number from {low:g} to {high:g}", param=name)
         if name == "top_k":
-            # OpenAI-compatible servers use -1 for no limit, megarl 0.
+            # "No limit" is -1 in OpenAI-compatible servers and 0 in megarl.
             value = max(int(value), 0)
         if value != getattr(recipe, name):
             overridden.append(name)
