@@ -1,4 +1,4 @@
-"""Environments, in which the policy acts: a small async protocol, and the table of built-in environments.
+"""Environments in which the policy acts: an async protocol, and the table of built-in environments.
 
 This package does not import torch. To add an environment, add a file here and a line in `ENVIRONMENTS`. Or write a
 class in any other file and name it in the recipe (`rollout.environment: path/to/file.py:Class`).
@@ -34,7 +34,7 @@ ENVIRONMENTS = {
     "verifiers": "megarl.environments.verifiers:Verifiers",
     "harbor": "megarl.environments.harbor:Harbor",
 }
-"""Environments by their name in a recipe, with the import path of the class."""
+"""Environments by name in a recipe, with the import path of the class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Step:
 
 
 class EnvironmentUnavailableError(Exception):
-    """Raised by an environment for a fault outside the policy, like an unreachable server. The attempt is retried.
+    """Raised by an environment for a fault outside the policy, such as an unreachable server. The attempt is retried.
 
     `rollout.budget.attempts` limits the tries. After the last try the attempt has no reward.
     """
@@ -107,8 +107,7 @@ class Environment(Protocol):
 
     The class may have these members:
 
-    - `tools`: its tools, if they are the same for all problems, in the format of `Start.tools`. They are checked before
-      a run starts.
+    - `tools`: tools of all problems, in the format of `Start.tools`. They are checked before a run starts.
     - `makes_problems = True`: it makes each problem from the number `Problem.index`. The recipe names
       `environment:COUNT` in place of a data file. A problem's record has only the field `split`, train or validation.
     - `names_states = True`: its `Start` and `Step` name states.
@@ -130,7 +129,7 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Protocol of an agent: a program making a whole attempt itself, with calls to the policy over HTTP.
+    """Protocol of an agent: a program that makes a whole attempt itself, and calls the policy over HTTP.
 
     The policy is served at `rollout.endpoint`, an OpenAI-compatible server that records the calls for training. Each
     attempt has a new agent object.
@@ -154,9 +153,8 @@ def is_agent(name: str) -> bool:
 
 
 METHODS = ("reset", "step", "close")
-"""Methods that a class needs to be an environment."""
 TOOL_SCHEMA = "_megarl_tool_schema"
-"""Name of the attribute marking a method as a tool."""
+"""Attribute that marks a method as a tool."""
 PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
 """Default number of processes for an environment with blocking methods: per CPU, and at most."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
@@ -181,14 +179,14 @@ def find_environment(name: str) -> Callable[..., Environment]:
             "a function interact(messages)"
         )
     if inspect.iscoroutinefunction(getattr(target, "run", None)):
-        return cast(Callable[..., Environment], target)  # It is an Agent, without the methods of an environment.
+        return cast(Callable[..., Environment], target)  # An `Agent` lacks the methods of an environment.
     if wrong := [method for method in METHODS if not inspect.isfunction(getattr(target, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
     return cast(Callable[..., Environment], target)
 
 
 def num_processes(name: str, configured: int | None) -> int:
-    """Return how many processes run the attempts of an environment. 0: attempts run in the driver, as agents do.
+    """Return the number of processes for an environment's attempts. 0: attempts run in the driver, as agents do.
 
     `configured` is the recipe's `rollout.environment_processes`. Raises ConfigError if it is 0 but a method is not a
     coroutine, because the method would block the driver.
@@ -207,21 +205,21 @@ def num_processes(name: str, configured: int | None) -> int:
         )
     if configured is not None:
         return configured
-    # Blocking tools run in threads of a process: in the driver they would compete with its event loop.
+    # Blocking tools run in threads. In the driver they would compete with its event loop.
     may_block = not all(map(inspect.iscoroutinefunction, (*methods, *tools, *functions)))
     return min(PROCESSES_PER_CPU * (os.cpu_count() or 1), MAX_DEFAULT_PROCESSES) if may_block else 0
 
 
 def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an environment's settings, with the recipe's section sandbox if the constructor takes `sandbox` and none
-    is set.
+    """Return an environment's settings. If the constructor takes `sandbox` and none is set, add the recipe's
+    section.
     """
     takes = "sandbox" in inspect.signature(find_environment(name)).parameters
     return {"sandbox": dict(sandbox), **settings} if takes else settings
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Return a function making the environment `name` with `settings` (`rollout.environment_kwargs`).
+    """Return a function that makes the environment `name` with `settings` (`rollout.environment_kwargs`).
 
     Raises ConfigError if the environment cannot be imported, or for unknown or missing settings.
     """
@@ -234,5 +232,5 @@ def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], En
             f"rollout.environment_kwargs = {dict(settings)}: the environment {name} does not take these settings: "
             f"{error}; it takes: {parameters or 'none'}"
         ) from error
-    # A copy for each attempt: an object may change its settings, such as a list of words that are left.
+    # A copy for each attempt: an object may change its settings, such as a list of remaining words.
     return lambda: factory(**deepcopy(dict(settings)))

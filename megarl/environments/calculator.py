@@ -1,4 +1,4 @@
-"""Environment with a calculator as a tool: arithmetic and a few functions, limited in size."""
+"""Environment with a calculator as a tool: arithmetic and a few functions on numbers of limited size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 
 
 def _round(value: Number, digits: int = 0) -> Number:
-    # More digits than a float has are useless, and huge numbers of them make `round` slow.
+    # More digits than a float has are useless, and a huge number of digits makes `round` slow.
     if not isinstance(digits, int) or abs(digits) > 100:
         raise ToolError("the second argument of round (digits) must be an integer from -100 to 100")
     return round(value, digits) if digits else round(value)
@@ -57,7 +57,7 @@ class Calculator(ToolEnvironment):
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an arithmetic expression. Integers are exact. Any expression takes at most milliseconds.
+    """Return the value of an arithmetic expression, in milliseconds at most. Integers are exact.
 
     Raises ToolError for other text, and for too large numbers.
     """
@@ -74,7 +74,7 @@ def arithmetic_tree(expression: str) -> ast.expr:
     """Return Python's syntax tree of an expression. Raises ToolError if the text is too long or not an expression."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
-    # Models also write the signs for times and divided by, and ^ for powers.
+    # Models also write the Unicode signs of multiplication and division, and ^ for powers.
     written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
     try:
         with warnings.catch_warnings():
@@ -85,14 +85,14 @@ def arithmetic_tree(expression: str) -> ast.expr:
 
 
 def as_text(value: Number) -> str:
-    """Return a number as text: all digits of an integer, at most twelve of a fraction."""
+    """Return a number as text: an integer with all digits, a fraction with at most twelve."""
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 def _value(node: ast.expr, depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ToolError("the expression is nested too deeply")
-    # `type`, not `isinstance`: True and False are ints, too, but not numbers here.
+    # `type`, not `isinstance`: True and False are instances of int.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value: Any = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
@@ -108,7 +108,7 @@ def _value(node: ast.expr, depth: int) -> Number:
         value = function(*(_value(argument, depth + 1) for argument in node.args))
     else:
         raise ToolError("only numbers, + - * / // % **, brackets and functions are allowed")
-    # Check every intermediate value: the next operation could be slow with a huge one.
+    # Check every intermediate value: with a huge one the next operation could be slow.
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ToolError("the number is too large")
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
@@ -124,7 +124,7 @@ def _binary(node: ast.BinOp, left: Number, right: Number) -> Any:
         if right < 0 and abs(right) > MAX_BITS:
             raise ToolError("the exponent is too large")
     if isinstance(node.op, ast.Div) and isinstance(left, int) and isinstance(right, int) and right:
-        # A whole quotient of integers stays exact: a float would lose digits of large numbers.
+        # A whole quotient stays an integer: a float would lose digits of large numbers.
         quotient, remainder = divmod(left, right)
         return quotient if remainder == 0 else left / right
     return _BINARY[type(node.op)](left, right)

@@ -24,7 +24,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
     ast.Div: operator.truediv,
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-# Other signs for times, divided by and minus, as models write them.
+# Unicode signs that models write for multiplication, division and minus.
 _WRITTEN_OTHERWISE = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"})
 
 
@@ -32,7 +32,7 @@ class Countdown:
     """Game of reaching a target with given numbers, each used at most once.
 
     A record may give `numbers` and `target`. Otherwise the problem's index determines them. The guess is the last line
-    of a turn with an expression; `= TARGET` may follow. A wrong guess gets the reason as a reply, for up to
+    of a turn with an expression; `= TARGET` may follow. The reply to a wrong guess is its fault, for up to
     `max_guesses` guesses. The reward is 1 if the target is reached, else 0.
     """
 
@@ -68,7 +68,10 @@ class Countdown:
 
 
 def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
-    """Draw numbers, and a target that some of them reach but none equals. Equal arguments give equal results."""
+    """Draw numbers and a target. Some numbers together reach the target, but none equals it.
+
+    Equal arguments give equal results.
+    """
     # A text as seed gives the same problem in every process.
     generator = random.Random(f"countdown {index} {num_numbers} {max_number}")
     while True:
@@ -76,14 +79,14 @@ def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]
         value = Fraction(numbers[0])
         for number in numbers[1 : generator.randint(2, num_numbers)]:
             choices = [value + number, value - number, value * number, value / number]
-            # Only positive whole numbers below 1000: intermediate values stay easy to compute by hand.
+            # Positive whole numbers below 1000 only, so that intermediate values are easy to compute by hand.
             value = generator.choice([choice for choice in choices if choice.denominator == 1 and 0 < choice < 1000])
         if value not in numbers:
             return numbers, int(value)
 
 
 def fault_of(text: str, numbers: list[int], target: int) -> str | None:
-    """Return why the guess in a text misses the target; None: the guess reaches it."""
+    """Return why the guess in a text misses the target; None: the guess is right."""
     expression = guess_in(text)
     if expression is None:
         return "there is no expression"
@@ -101,9 +104,8 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
 
 
 def exact_value(expression: str) -> Fraction:
-    """Return the exact value of an expression of whole numbers, + - * / and brackets.
-
-    Raises ToolError for other text.
+    """Return the exact value of an expression of whole numbers, + - * / and brackets. Raises ToolError for other
+    text.
     """
     try:
         return _value(arithmetic_tree(expression), 0)
@@ -124,7 +126,7 @@ def _value(node: ast.expr, depth: int) -> Fraction:
 
 
 def guess_in(text: str) -> str | None:
-    r"""Return the last expression in a text, without tags, \boxed{} and any text after `=`; None: there is none."""
+    """Return a text's last expression, without tags, \boxed{} and any text after `=`; None: there is none."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
         before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)

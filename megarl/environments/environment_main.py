@@ -1,4 +1,4 @@
-"""Main function of a process running an environment's attempts, one after the other."""
+"""Main function of a process that runs an environment's attempts, one after the other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.types import MegarlError, Problem, ToolCall
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import an environment by its name in the recipe, and return the function answering requests.
+    """Import an environment by its name in the recipe, and return the function that answers requests.
 
     A request has the name of an environment's method in `do`, with the method's arguments. The answer has the `value`
-    returned, the `error` raised, or `unavailable` with the reason. `is_last` in an answer means that the process cannot
-    run another attempt. Raises RefusedError if the environment cannot be used.
+    returned, the `error` raised, or `unavailable` with the reason. `is_last`: the process cannot run another attempt.
+    Raises RefusedError if the environment cannot be used.
     """
     try:
         make = environment_maker(settings["environment"], settings["settings"])
@@ -30,7 +30,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 class _Player:
-    """Runs attempts one after the other. Each reset makes a new environment with `make`."""
+    """Runs attempts one after the other. Each reset makes a new environment."""
 
     def __init__(self, make: Callable[[], Environment], runner: asyncio.Runner) -> None:
         self._make = make
@@ -43,7 +43,7 @@ class _Player:
         except EnvironmentUnavailableError as error:
             return {"unavailable": _text(error)}
         except BaseException as error:  # SystemExit and timeouts of some libraries are not Exceptions.
-            # After a MemoryError the process may be in any state, so it plays no further attempt.
+            # After a MemoryError the process may be in any state: it runs no further attempt.
             return {"error": f"{type(error).__name__}: {_text(error)}", "is_last": isinstance(error, MemoryError)}
 
     def _value(self, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ class _Player:
         return self._runner.run(_await_result(result)) if inspect.isawaitable(result) else result
 
     def _is_unfit(self) -> bool:
-        """Whether a tool function of the last attempt still runs in a thread of this process."""
+        """Whether a tool of the last attempt still runs in a thread of this process."""
         return self._environment is None and any(t.name.startswith(CALL_THREAD) for t in threading.enumerate())
 
 
@@ -87,7 +87,7 @@ def _start(start: Start) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    """Return an environment's step as JSON values. NumPy numbers become Python numbers."""
+    """Return a step as JSON values. NumPy numbers become Python numbers."""
     return {
         "messages": list(map(dict, step.messages)),
         "reward": None if step.reward is None else float(step.reward),

@@ -1,4 +1,4 @@
-"""Pool of processes for environments. A process runs one attempt at a time, so killing it affects no other attempt."""
+"""Pool of environment processes. A process runs one attempt at a time, so killing it affects no other attempt."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from megarl.types import Problem
 
 
 class EnvironmentProcessError(EnvironmentUnavailableError):
-    """Raised if an environment's process ended or gave an invalid answer. Another process may retry the attempt."""
+    """Raised if an environment's process ended or gave an invalid answer. The attempt may be retried in another
+    process.
+    """
 
 
 class RaisedError(Exception):
-    """Raised for an exception of an environment in its process. The text is `TYPE: message` of that exception."""
+    """Raised for an exception of an environment in its process. The text is `TYPE: message` of this exception."""
 
 
 class EnvironmentPool:
     """At most `num_processes` processes for attempts, started on demand and reused until `close`.
 
     A process is replaced if it hangs, ended, or cannot run another attempt. Output of environments goes to
-    `log_folder/environment_NNNN.log`, numbered from `first_log`. `make_server` starts a process, on this machine or
-    another one.
+    `log_folder/environment_NNNN.log`, numbered from `first_log`. `make_server` starts a process, on this or another
+    machine.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Seat]:
-        """Reserve a process for one attempt, as soon as a process is free and has imported the environment.
+        """Reserve a process for one attempt. Waits until one is free and has imported the environment.
 
         Raises ConfigError if the environment cannot be imported there, and PeerLostError if the process does not start.
         """
@@ -66,14 +68,14 @@ class EnvironmentPool:
 
 
 class Seat:
-    """A process reserved for one attempt, also for its restarts."""
+    """A reservation of a process for one attempt. It holds through restarts of the process."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     @property
     def num_killed(self) -> int:
-        """Number of environment processes that megarl killed, or that ended by themselves, during this attempt."""
+        """Number of environment processes that ended or were killed by megarl during this attempt."""
         return self._place.num_killed
 
     def environment(self) -> SeatedEnvironment:
@@ -84,8 +86,8 @@ class Seat:
 class SeatedEnvironment:
     """Environment whose methods run in another process.
 
-    A method raises RaisedError for an exception of the environment, or EnvironmentUnavailableError if the environment
-    raised it. It raises EnvironmentProcessError if the process ended. A cancelled call kills the process.
+    Methods raise EnvironmentUnavailableError if the environment raises it, and RaisedError for its other exceptions.
+    They raise EnvironmentProcessError if the process ended. A cancelled call kills the process.
     """
 
     def __init__(self, place: Place) -> None:
@@ -126,7 +128,7 @@ class SeatedEnvironment:
 def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: float) -> ServerSettings:
     """Return the settings of environment processes. They run in the current folder with this process's import paths.
 
-    `settings` are the environment's constructor arguments, `memory_gib` limits the address space.
+    `settings` are the environment's constructor arguments. `memory_gib` limits the address space.
     """
     folder = os.getcwd()
     return ServerSettings(
@@ -134,7 +136,7 @@ def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: 
         environment,
         "rollout.environment",
         {"environment": environment, "settings": dict(settings)},
-        # An empty entry of sys.path means the current folder, so name it explicitly.
+        # An empty entry of sys.path means the current folder: name it explicitly.
         tuple(entry or folder for entry in sys.path),
         folder,
         memory_bytes=int(memory_gib * (1 << 30)),

@@ -11,9 +11,9 @@ from megarl.environments.libraries.episodes import ForeignEnvironment
 class Gem(ForeignEnvironment):
     """Environment `name` of GEM, made with `config`. Its random seed combines the problem's number and `seed`.
 
-    Each new observation is a user message. `modules` are imported first and may register your own environments. The
-    pinned versions of gem-llm and megarl differ, so both cannot be installed together. `python` must be the interpreter
-    of a virtual environment with gem-llm.
+    Each new observation is a user message. `modules` are imported first, and may register your own environments.
+    `python` must be the interpreter of a virtual environment with gem-llm: the versions pinned by gem-llm and megarl
+    differ, so both cannot be installed together.
     """
 
     library = "gem"

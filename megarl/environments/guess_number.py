@@ -12,8 +12,8 @@ from megarl.types import Problem
 class GuessNumber:
     """Game of guessing a number from 1 to `max_number`, drawn from the problem's index.
 
-    The last number in a turn is the guess. The reward is 1 for a right guess within `max_guesses`, else 0. A state
-    names the numbers still possible and the number of guesses made.
+    The last number in a turn is the guess. The reward is 1 for a right guess within `max_guesses`, else 0. A state's
+    name has the numbers still possible and the number of guesses made.
     """
 
     makes_problems = True
@@ -33,7 +33,7 @@ class GuessNumber:
         return Start((*problem.messages[:-1], {"role": "user", "content": question}), state=self._state(0))
 
     async def step(self, turn: Turn) -> Step:
-        # Limits on text and digits keep the search fast and `int` within Python's limit for any completion.
+        # For any completion these limits keep the search fast, and `int` within Python's limit of digits.
         numbers = re.findall(r"\d+", turn.text[-2000:])
         guess = int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None
         if guess == self.secret:

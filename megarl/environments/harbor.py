@@ -1,4 +1,4 @@
-"""Tasks of the library Harbor, tried by its agents in its environments, against the training engines."""
+"""Tasks of the library Harbor, played by its agents in its environments. The policy is the agents' model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from megarl.terminal import FirstOfEachKind
 
 _NOTICES = FirstOfEachKind(logging.getLogger(__name__).warning)
 _ARGUMENT_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
-"""Fields of Harbor's TrialConfig set by the arguments of `Harbor`."""
+"""Fields of Harbor's TrialConfig that the arguments of `Harbor` set."""
 
 
 class Harbor:
-    """Agent making trials of Harbor's tasks. Its model calls go to the endpoint that records them for training.
+    """Agent that makes trials of Harbor's tasks. Its model calls go to the endpoint that records them for training.
 
-    `tasks` is a folder of tasks. `agent` is one of Harbor's, or your own as `module:Class`. It gets the endpoint's
-    address and the attempt's key. `environment` is one of Harbor's, docker for example, or `module:Class`. Both get
-    their arguments from `agent_kwargs` and `environment_kwargs`. `trial` has further fields of Harbor's TrialConfig.
-    Each attempt has a folder in `trials` with Harbor's result, logs and trajectory. A verifier's reward counts although
-    the trial also had an error; the first error of each kind is logged. A trial that is cancelled stops its environment
-    within a minute. Environments of killed trials are stopped by the next trial on their machine. With data
-    `environment:COUNT` the last tasks, a share of `heldout`, are for validation only, and the others for training only.
-    `python` is the interpreter of a virtual environment with harbor (Python 3.12 or newer).
+    `tasks` is a folder of tasks. `agent` is one of Harbor's, or your own as `module:Class`; it gets the endpoint's
+    address and the attempt's key. `environment` is one of Harbor's, such as docker, or `module:Class`. `agent_kwargs`
+    and `environment_kwargs` are their arguments. `trial` has further fields of Harbor's TrialConfig. `python` is the
+    interpreter of a virtual environment with harbor (Python 3.12 or newer).
+
+    Each attempt has a folder in `trials` with Harbor's result, logs and trajectory. A verifier's reward counts even if
+    the trial had an error; the first error of each kind is logged. A cancelled trial stops its environment within a
+    minute. The next trial on a machine stops the environments of killed trials.
+
+    With data `environment:COUNT`, validation uses the last tasks, a share of `heldout`. Training uses the others.
     """
 
     makes_problems = True
@@ -65,13 +67,13 @@ class Harbor:
         self._tasks = LibraryTasks("harbor", settings, python=python, heldout=heldout)
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
-        """Make a trial of the problem's task against the endpoint and return its reward.
+        """Make a trial of the problem's task against the endpoint, and return its reward.
 
         Raises ForeignError and ChildError.
         """
         process = await self._tasks.process()
         task = self._tasks.number_for(problem, process)
-        # Random, because an attempt may be made again after a kill.
+        # Random: an attempt may be made again after a kill.
         trial_name = f"{problem['index']}-{secrets.token_hex(4)}"
         request = {"task": task, "trial_name": trial_name, "base_url": base_url, "api_key": api_key}
         answer = await process.request(request)
@@ -89,10 +91,10 @@ class Harbor:
         return float(reward)
 
     def check(self) -> None:
-        """Read the tasks and try agent and environment, as a test before a run. Raises ConfigError if it fails."""
+        """Read the tasks and try agent and environment before a run. Raises ConfigError if this fails."""
         self._tasks.check(self._folder)
 
 
 def _choice(name: str, field: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the config of an agent or environment: one of Harbor's, or an import path `module:Class`."""
+    """Return the config of an agent or environment. `name` is one of Harbor's, or an import path `module:Class`."""
     return {"import_path" if ":" in name else field: name, "kwargs": dict(kwargs or {})}

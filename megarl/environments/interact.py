@@ -28,7 +28,7 @@ KNOWN = ("messages", "answer", "record")
 
 
 def is_interact(value: object) -> bool:
-    """Return whether an object is a function with a parameter `messages`, as RL2's environments are."""
+    """Return whether an object is a function with a parameter `messages`, like RL2's environments."""
     return inspect.isfunction(value) and "messages" in inspect.signature(value).parameters
 
 
@@ -36,12 +36,11 @@ class Interact:
     """Environment given by a function `interact(messages)`.
 
     The attempt starts with the problem's messages. After each turn the function gets the whole conversation, including
-    tool calls and reasoning as sampled, and returns new messages. An empty list ends the attempt. The function is not
-    called after the last turn allowed by `rollout.max_turns`. Reward functions score the last turn.
+    tool calls and reasoning as sampled, and returns new messages. An empty list ends the attempt. After the last turn
+    allowed by `rollout.max_turns` the function is not called. Reward functions score the last turn.
 
-    The function may have further parameters: `answer` and `record` are values of the problem, others are set by the
-    recipe. It may be `async def`; otherwise it runs in a thread. The variable `TOOL` of its module lists tools for the
-    policy.
+    The function may have further parameters: `answer` and `record` are values of the problem, the recipe sets others.
+    It may be `async def`; otherwise it runs in a thread. The variable `TOOL` of its module lists tools for the policy.
     """
 
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""Game Mastermind: guess a word in several turns from the number of letters in place."""
+"""Game Mastermind: guess a word in several turns; each reply states the number of letters in place."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ class Mastermind:
 
 
 def marks(guess: str, secret: str) -> tuple[int, int]:
-    """Return how many letters of a guess are in place, and how many others occur elsewhere in the secret word."""
+    """Return (letters of a guess in place, further letters that occur elsewhere in the secret word)."""
     right = sum(letter == secret_letter for letter, secret_letter in zip(guess, secret, strict=False))
     return right, (Counter(guess) & Counter(secret)).total() - right

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import aiohttp
 
 _MAX_MESSAGE_BYTES = 16 << 20
-# Seconds until a started server is healthy, and between tries for a free session.
+# Seconds for a started server to become healthy; seconds between tries for a free session.
 _START_SECONDS = 120.0
 _CAPACITY_SECONDS = 0.1
 _WORDS = {"done", "reward", "metadata"}
-"""Fields of a server's observation hidden from the policy."""
+"""Fields of a server's observation that the policy does not see."""
 
 
 class ServerError(Exception):
@@ -32,7 +32,7 @@ class ServerError(Exception):
 
 
 class UnreachableError(EnvironmentUnavailableError):
-    """Raised if an OpenEnv server cannot be reached, or closed the connection during an attempt."""
+    """Raised if an OpenEnv server cannot be reached, or closes the connection during an attempt."""
 
 
 class OpenEnv:
@@ -45,9 +45,9 @@ class OpenEnv:
     `observation`; by default the only text field, or the whole observation as JSON. With `tools` the policy calls the
     environment's tools (MCP), and a turn without a call ends the attempt.
 
-    The problem's number is the seed of the server's reset; `reset` has the other parameters of it. At most
-    `max_sessions` attempts run at once. If the server accepts fewer sessions, an attempt waits for a free one, for up
-    to `seconds`. `seconds` also limits any answer.
+    The problem's number is the seed of the server's reset; `reset` has the other parameters. At most `max_sessions`
+    attempts run at once. If the server accepts fewer sessions, an attempt waits up to `seconds` for a free one.
+    `seconds` also limits any answer.
     """
 
     makes_problems = True
@@ -116,7 +116,7 @@ class OpenEnv:
             self._server.places.release()
 
     def check(self) -> None:
-        """Start a session, as a test before a run. Raises ConfigError if the test fails."""
+        """Start a session before a run. Raises ConfigError if this fails."""
         try:
             run_alone(self._open_session)
         except Exception as error:
@@ -133,7 +133,7 @@ class OpenEnv:
         """Send a turn's tool calls to the server. Returns the replies in order, and the sum of their rewards."""
         messages: list[Message] = []
         rewards: list[float] = []
-        # After a call that ends the episode the server accepts no further one.
+        # After a call that ends the episode, the server accepts no further call.
         is_done = not calls
         for call in calls:
             reply = f"error: {call.error}"
@@ -184,7 +184,7 @@ class OpenEnv:
         return data
 
     def _read_observation(self, answer: Mapping[str, Any]) -> str:
-        """Return the part of a server's observation that the policy sees, as text."""
+        """Return what the policy sees of a server's observation, as text."""
         observation = answer["observation"]
         if self._observation is not None:
             if self._observation not in observation:
@@ -227,7 +227,7 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 
 class _Server:
-    """An OpenEnv server and its sessions. With `command` the server's process is started and stopped here."""
+    """An OpenEnv server and its sessions. With `command` this object starts and stops the server's process."""
 
     def __init__(self, url: str, command: tuple[str, ...], max_sessions: int) -> None:
         self.places = asyncio.Semaphore(max_sessions)
@@ -250,7 +250,7 @@ class _Server:
             if not self._command or (self._process is not None and not self._process.has_ended):
                 return
             await self._end_process()
-            # Another process may take the port first. Then the server ends, and its output is in the error.
+            # Another process may take the port first. Then the server ends, and its output is quoted in the error.
             port = _free_port()
             self._url = f"http://127.0.0.1:{port}"
             command = [part.replace("{port}", str(port)) for part in self._command]
@@ -273,9 +273,9 @@ class _Server:
             raise UnreachableError(f"{self._url}: the OpenEnv server opened no session: {error}") from None
 
     async def text_field(self) -> str:
-        """Return the name of the action's text field. It is the only one that the server's schema requires.
+        """Return the name of the action's text field: the only one that the server's schema requires.
 
-        Raises ServerError if no or several fields qualify.
+        Raises ServerError if no field or several fields qualify.
         """
         if self._text_field is not None:
             return self._text_field

@@ -1,4 +1,4 @@
-"""Environment with Python as a tool: the policy's programs, each run alone in the sandbox."""
+"""Environment with Python as a tool. Each program of the policy runs alone in the sandbox."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megarl.types import ConfigError, Problem
 
 
 class Python(ToolEnvironment):
-    """Environment with the problem's messages and the tool `python`. Default of `sandbox`: the recipe's section
+    """Environment with the problem's messages and the tool `python`. `sandbox` is by default the recipe's section
     sandbox.
     """
 
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         sandbox_settings = SandboxSettings(**(sandbox or {}))
-        # The sandbox ends a program before the tool's own limit, even a program without CPU time. A call beyond the
-        # tool's limit would hang in a thread, and the process would have to be replaced.
+        # The sandbox must end a program, even one that uses no CPU, before the tool's own limit. Beyond this limit the
+        # call would hang in a thread, and the process would have to be replaced.
         wall_seconds = min(sandbox_settings.wall_seconds, 0.5 * self.tool_seconds)
         longest_seconds = 0.8 * self.tool_seconds
         self._settings = replace(sandbox_settings, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
@@ -39,9 +39,8 @@ class Python(ToolEnvironment):
                 raise ConfigError(str(error)) from None
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Start the attempt, and the sandbox if needed.
-
-        Raises EnvironmentUnavailableError if the sandbox does not start.
+        """Start the attempt, and the sandbox if needed. Raises EnvironmentUnavailableError if the sandbox does not
+        start.
         """
         await start_call(self._start_sandbox, {})
         return await super().reset(problem, seed)
@@ -76,7 +75,7 @@ class Python(ToolEnvironment):
         raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
 
     def _time_of(self, ran: Ran) -> str:
-        """Return the exceeded time limit as text for the policy: seconds of CPU time, or of wall-clock time."""
+        """Return the exceeded time limit as text for the policy: seconds of CPU time or wall-clock time."""
         if not ran.is_by_clock:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
         return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"
@@ -85,7 +84,7 @@ class Python(ToolEnvironment):
 @lru_cache(maxsize=4)
 def _sandbox(settings: str) -> AnySandbox:
     """Return this process's running sandbox with these settings. All attempts share it until the process ends."""
-    # JSON serves as a hashable key for the cache. It turns tuples into lists.
+    # `settings` is JSON, a hashable key for the cache. JSON turned tuples into lists.
     fields = json.loads(settings)
     lists = {name: tuple(fields[name]) for name in ("require", "packages")}
     sandbox = open_sandbox(SandboxSettings(**{**fields, **lists}))

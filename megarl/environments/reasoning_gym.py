@@ -11,12 +11,12 @@ Place = Literal["tags", "boxed", "text"]
 
 
 class ReasoningGym(ForeignEnvironment):
-    r"""One question of a reasoning-gym task, like `basic_arithmetic`. `config` has the task's own settings.
+    """One question of a reasoning-gym task, like `basic_arithmetic`. `config` has the task's own settings.
 
     The question is generated from the problem's number and `seed`. With data `environment:COUNT`, training and
-    validation never share a question. `answer` says where the answer stands: in the last <answer> tags of the turn
-    (tags), in its last \boxed{} (boxed), or in the whole text (text). `system` names a system prompt of reasoning-gym
-    for problems without one: default, simple, direct, chain_of_draft, DeepSeekZero.
+    validation never share a question. `answer` names the place of the answer: in the last <answer> tags of the turn
+    (tags), in its last \boxed{} (boxed), or in the whole text (text). `system` names reasoning-gym's system prompt for
+    problems without one: default, simple, direct, chain_of_draft, DeepSeekZero.
     """
 
     library = "reasoning_gym"

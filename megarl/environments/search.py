@@ -18,7 +18,7 @@ from megarl.files.strict_json import MEDIUM, parse
 from megarl.types import DataError
 
 SATURATION = 1.2
-"""Parameter k1 of BM25. The smaller it is, the less repeated occurrences of a term in a document add."""
+"""Parameter k1 of BM25. The smaller it is, the less repeated occurrences of a term in a document count."""
 LENGTH_NORMALIZATION = 0.75
 """Parameter b of BM25. 0 ignores the documents' lengths, 1 counts occurrences in proportion to length."""
 
@@ -62,21 +62,19 @@ class Index:
         self._bm25.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
     def scores(self, query: str) -> NDArray[np.float32]:
-        """Return the BM25 score of each document for a query, [documents]; 0 for documents without a term of the
-        query.
-        """
+        """Return each document's BM25 score for a query, [documents]; 0 without a term of the query."""
         words = list(dict.fromkeys(terms(query)))
         # bm25s 0.3 raises IndexError for an empty list; it skips unknown words.
         return self._bm25.get_scores(words) if words else np.zeros(len(self.texts), np.float32)
 
     def best(self, query: str, count: int) -> list[int]:
-        """Return the numbers of the `count` documents with the highest scores, best first; of ties, the first in the
-        corpus.
+        """Return the numbers of the `count` documents with the highest scores, best first. Ties are in the corpus's
+        order.
         """
         scores = self.scores(query)
         matches = np.flatnonzero(scores)
         if len(matches) > count:
-            # bm25s.retrieve returns ties in any order. So keep all documents tied with the last one, then sort them.
+            # bm25s.retrieve returns ties in any order. Keep all documents tied with the last one, then sort them.
             least = np.partition(scores[matches], -count)[-count]
             matches = np.flatnonzero(scores >= least)
         order = np.argsort(-scores[matches], kind="stable")[:count]

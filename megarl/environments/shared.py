@@ -1,4 +1,4 @@
-"""Objects, like processes and connections, that all attempts share until their event loop ends."""
+"""Objects, such as processes and connections, that all attempts share until their event loop ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment of one question and one answer: the first step ends the attempt."""
+"""Environment of one question and one answer."""
 
 from __future__ import annotations
 

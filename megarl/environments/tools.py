@@ -51,11 +51,11 @@ METRICS = (
 )
 
 _MARKER = "\n[... {} characters and more left out ...]\n"
-"""Text in place of the omitted middle of a reply, with the number of omitted characters."""
+"""Replaces the middle of a long reply, with the number of omitted characters."""
 _WRITTEN_MARKER = re.compile(r"\d+".join(map(re.escape, _MARKER.split("{}"))))
 
 CALL_THREAD = "call of "
-"""Prefix of the names of threads running a tool's function."""
+"""Prefix of the names of threads that run a tool's function."""
 
 
 _PARAMETER_TYPES = "_megarl_parameter_types"
@@ -94,7 +94,7 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
                 kind.json_schema()
             except PydanticUserError as error:
                 raise _unknown_type(function, name, error) from None
-        # Made together: a $ref is relative to the root, and classes of one name need different names there.
+        # Made in one call: a $ref is relative to the root, and classes of one name need different names there.
         schemas, shared = TypeAdapter.json_schemas([(name, "validation", kind) for name, kind in kinds.items()])
         properties = {name: dict(schemas[name, "validation"]) for name in kinds}
         definitions = shared.get("$defs", {})
@@ -113,7 +113,7 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
 
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into the description of the tool, and the descriptions of its parameters by name."""
+    """Split a docstring into the tool's description and its parameters' descriptions by name."""
     description, _, rest = text.partition("\n\n")
     parameter_texts = {}
     for line in rest.splitlines():
@@ -153,9 +153,9 @@ def _unknown_type(function: Callable[..., Any], name: str, error: PydanticUserEr
 class ToolEnvironment:
     """Environment with the problem's messages and the tools of its class. A turn without a call ends the attempt.
 
-    Each tool call gets one reply, a message of role `tool`, in the order of the calls. For an invalid call, a tool that
-    raises and a tool slower than `tool_seconds`, the reply is the error. If a tool raises EnvironmentUnavailableError,
-    the attempt is retried, because the policy is not at fault.
+    Each tool call gets one reply, a message of role `tool`, in the order of the calls. The reply is an error text for
+    an invalid call, for a tool that raises and for a tool slower than `tool_seconds`. If a tool raises
+    EnvironmentUnavailableError, the attempt is retried, because the policy is not at fault.
 
     A reply longer than `max_reply_characters` is shortened in the middle (`rollout.budget.reply_tokens` is a limit in
     tokens). `rollout.budget.invalid_calls` limits the invalid calls in a row before the attempt ends.
@@ -200,13 +200,13 @@ class ToolEnvironment:
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
 
     async def _run_tool(self, call: ToolCall, metrics: dict[str, float]) -> str:
-        """Carry out a tool call and return the tool's result, or its error, as text."""
+        """Carry out a tool call and return its result, or its error, as text."""
         function = self._functions[call.name]
         metrics[f"tools/{call.name}/calls"] += 1
         start = time.perf_counter()
         try:
             async with self._waiting(function):
-                # Start again after the lock: time spent waiting for another call is not the tool's.
+                # Start the time again after the lock: waiting for another call does not count.
                 start = time.perf_counter()
                 types: Mapping[str, TypeAdapter[Any]] = getattr(function, _PARAMETER_TYPES)
                 values = {
@@ -235,7 +235,7 @@ class ToolError(Exception):
 
 
 def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """Start a call of a function, and return an awaitable of its result.
+    """Start a function call, and return an awaitable of its result.
 
     A blocking function runs in a daemon thread, so a hanging call does not keep the process from exiting.
     """

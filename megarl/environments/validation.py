@@ -15,7 +15,7 @@ from megarl.environments import Start, Step
 
 
 def checked_start(start: object) -> Start:
-    """Return a copy of the value of `reset` if it is a valid `Start`. Raises TypeError otherwise."""
+    """Return a copy of the value of `reset`. Raises TypeError unless it is a valid `Start`."""
     if not isinstance(start, Start):
         raise TypeError(f"the environment's reset returned {start!r:.80}; return a megarl.environments.Start")
     _check_messages(start.messages, "reset")
@@ -31,9 +31,9 @@ def checked_start(start: object) -> Start:
 
 
 def checked_step(step: object) -> Step:
-    """Return a copy of the value of `step` if it is a valid `Step`. The environment may go on to use its own.
+    """Return a copy of the value of `step`; the environment may continue to use the value itself.
 
-    Raises TypeError otherwise, and ValueError for numbers that are not finite.
+    Raises TypeError unless it is a valid `Step`, and ValueError for numbers that are not finite.
     """
     if not isinstance(step, Step):
         raise TypeError(f"the environment's step returned {step!r:.80}; return a megarl.environments.Step")

@@ -1,4 +1,4 @@
-"""Tasksets of the library verifiers (its `v1`), played by one of its harnesses against the training engines."""
+"""Tasksets of the library verifiers (its `v1`), played by its harnesses. The policy is the harness's model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from megarl.environments.libraries.library_tasks import LibraryTasks
 
 
 class Verifiers:
-    """Agent playing tasks of a verifiers taskset. Its model calls go to the endpoint that records them for training.
+    """Agent that plays tasks of a verifiers taskset. Its model calls go to the endpoint that records them for training.
 
     `taskset` is an installed package or a module of the current folder, with settings `config`. `harness` (one of
     verifiers' or your own, with `harness_config`) plays a task in separate processes on this machine. `env` has further
-    fields of the environment's config. The first `max_tasks` tasks are used. With data `environment:COUNT` the last
-    tasks, a share of `heldout`, are for validation only, and the others for training only. `python` is the interpreter
-    of a virtual environment with verifiers and uv.
+    fields of the environment's config. `python` is the interpreter of a virtual environment with verifiers and uv.
+
+    The first `max_tasks` tasks are used. With data `environment:COUNT`, validation uses the last tasks, a share of
+    `heldout`. Training uses the others.
     """
 
     makes_problems = True
@@ -42,7 +43,7 @@ class Verifiers:
         self._tasks = LibraryTasks("verifiers", child_settings, python=python, heldout=heldout)
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
-        """Play the problem's task against the endpoint and return its reward. Raises ForeignError and ChildError."""
+        """Play the problem's task against the endpoint, and return its reward. Raises ForeignError and ChildError."""
         process = await self._tasks.process()
         task = self._tasks.number_for(problem, process)
         value = await process.request({"task": task, "base_url": base_url, "api_key": api_key})
@@ -52,5 +53,5 @@ class Verifiers:
         return reward
 
     def check(self) -> None:
-        """Load the taskset, as a test before a run. Raises ConfigError if the test fails."""
+        """Load the taskset before a run. Raises ConfigError if this fails."""
         self._tasks.check("the taskset")

@@ -1,5 +1,5 @@
-"""Libraries of environments. Each runs in a child process, whose Python interpreter has the library installed.
+"""Environment libraries. Each runs in a child process with a Python interpreter that has the library installed.
 
-`child` is the program of every child process, and `NAME_adapter` the code for the library NAME. `library_process`
-starts the processes from the driver, exchanges messages with them and replaces ended ones.
+`child` is the program of every child process, `NAME_adapter` the code for the library NAME. `library_process` is the
+driver's side: it starts the processes, exchanges messages with them and replaces ended ones.
 """

@@ -41,16 +41,16 @@ import sys
 import time
 
 MAX_ERROR_CHARACTERS = 2000
-"""Maximum characters of an error's text, so a fork's answer stays below 32 KiB. Linux writes at most so many bytes
-to the socket in one piece.
+"""Maximum characters of an error's text. A fork's answer must stay below 32 KiB, because Linux may split longer writes
+to the socket.
 """
 SEED_STEP = 1_000_003
-"""Prime stride that keeps the problems of neighbouring seeds apart."""
+"""Prime stride between seeds, so that neighbouring seeds do not share problems."""
 MAX_SEED = 1 << 32
 
 
 def load_file(path):
-    """Import a file of megarl by its path in the package, because this interpreter need not have megarl."""
+    """Import a file of megarl by its path in the package, because this interpreter may lack megarl."""
     file = pathlib.Path(__file__).parents[2] / path
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -60,7 +60,7 @@ def load_file(path):
 
 
 class Session:
-    """An episode with a separate state of the global random generators, so episodes do not interfere."""
+    """An episode with its own state of the global random generators, so that episodes do not interfere."""
 
     def __init__(self, episode):
         self.episode = episode
@@ -93,7 +93,7 @@ class Episodes:
         self.sessions = {}
 
     def play(self, request):
-        """Carry out a request, and return its value."""
+        """Carry out a request and return its value."""
         for name in request["closed"]:
             session = self.sessions.pop(name, None)
             # An error while closing an episode must not fail the request of another episode.
@@ -103,7 +103,7 @@ class Episodes:
                     session.call("close")
         if request["do"] == "step":
             return self.sessions[request["session"]].call("step", request["text"])
-        # Libraries may draw from global generators while they make an episode, so seed them by the problem.
+        # Libraries may use global random generators to make an episode: seed them by the problem.
         random.seed(request["index"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(request["index"] % MAX_SEED)
@@ -125,10 +125,10 @@ def answer(play, request):
 def answer_in_forks(connection, answer, frames, end_seconds):
     """Fork a process for each request, until the driver closes the connection.
 
-    A fork that must end gets SIGTERM first, and is killed after `end_seconds`.
+    A fork that must end gets SIGTERM, and is killed `end_seconds` later.
     """
     process_tree = load_file("processes/process_tree.py")
-    # `select` also wakes for SIGCHLD through this pipe, so ended forks are noticed at once.
+    # Through this pipe SIGCHLD wakes `select`, so ended forks are noticed at once.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -182,9 +182,9 @@ def answer_in_forks(connection, answer, frames, end_seconds):
 
 
 def reap_forks(running, ends, kill_tree):
-    """Collect ended forks and kill their descendants. Yields the request number and exit status of failed forks.
+    """Collect ended forks, and kill their descendants. Yields the request number and exit status of failed forks.
 
-    `running` and `ends` have the living forks, and lose the ended ones.
+    `running` and `ends` have the living forks. Ended forks are removed from both.
     """
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -201,7 +201,7 @@ def reap_forks(running, ends, kill_tree):
 def limit_address_space(limit):
     """Limit the address space of this process, in bytes.
 
-    Raises MemoryError if the process already uses more, because the limit would then have hardly any effect.
+    Raises MemoryError if the process already uses more: the limit would then have hardly any effect.
     """
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -213,14 +213,14 @@ def limit_address_space(limit):
 
 
 def main():
-    # Error messages of the driver show standard error alone, so everything printed goes there.
+    # The driver's error messages quote only standard error: print everything there.
     os.dup2(2, 1)
     name, descriptor = sys.argv[1:]
     frames = load_file("processes/frames.py")
     connection = socket.socket(fileno=int(descriptor))
     # Programs started by the library must not inherit the connection.
     connection.set_inheritable(False)
-    # Modules next to this file must not hide the user's own modules, which are in the current folder.
+    # Modules next to this file must not hide the user's modules in the current folder.
     folder = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder] + [os.getcwd()]
     adapter = load_file(f"environments/libraries/{name}_adapter.py").Library

@@ -1,8 +1,8 @@
 """Episodes of other libraries' environments, played in child processes.
 
 A child process plays many episodes, one request at a time. If it hangs, dies or gives an invalid answer, it is killed,
-and the episode of the faulty request fails. Other episodes are replayed in a new process, where their answers must be
-the same.
+and the episode of the faulty request fails. Other episodes are replayed in a new process, and must get the same
+answers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SESSION_NUMBERS = itertools.count()
 
 
 class NotRepeatedError(Exception):
-    """Raised if an episode replayed in a new child process gave other answers than before."""
+    """Raised if an episode that is replayed in a new child process gets other answers than before."""
 
 
 class ForeignEnvironment:
     """Environment of another library, run in a child process.
 
-    `python` is the interpreter with the library (default: megarl's own). `processes` is the number of children for
-    all attempts together. `seconds` limits the time of one answer, `memory_gib` a child's address space.
+    `python` is the interpreter with the library (default: megarl's own). `processes` is the number of children for all
+    attempts together. `seconds` limits the time of one answer, `memory_gib` a child's address space.
     """
 
     makes_problems = True
@@ -67,12 +67,12 @@ class ForeignEnvironment:
         check_installed(self._command[0], self.library, self.package)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        # Attempts at one problem share a child, so the problem is made only once.
+        # Attempts at one problem share a child, which makes the problem only once.
         key = (self._command, problem.index % self._processes)
         self._child = get_shared(key, lambda: _EpisodeChild(*self._command))
         split = problem.record.get("split")
         request = {"do": "reset", "settings": self._settings, "index": problem.index}
-        # Without a split (no `environment:COUNT` data) problems are not divided into training and validation.
+        # Without a split (no `environment:COUNT` data) all problems are for training and validation alike.
         value = await self._request({**request, "is_heldout": split and split != "train"})
         has_system = bool(problem.messages) and problem.messages[0]["role"] == "system"
         system = value.get("system")
@@ -98,7 +98,7 @@ class ForeignEnvironment:
             self._child = None
 
     def check(self) -> None:
-        """Generate the first problem, as a test before a run. Raises ConfigError if the test fails."""
+        """Generate the first problem before a run. Raises ConfigError if this fails."""
         try:
             run_alone(lambda: self.reset(Problem(0, ({"role": "user", "content": "."},), (), ""), 0))
         except Exception as error:
@@ -109,12 +109,12 @@ class ForeignEnvironment:
     async def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request to the child and return its answer.
 
-        Another episode may have replaced the child meanwhile. Then this episode is first replayed in the new child.
+        If another episode has replaced the child meanwhile, first replay this episode in the new child.
         """
         assert self._child is not None
         async with self._child.reserve() as process:
             if process is not self._process:
-                # The answers so far must repeat exactly: otherwise the policy's history would not match the episode.
+                # Past answers must repeat exactly. Otherwise the policy's history would not match the episode.
                 for earlier_request, answer in self._history:
                     if await self._send(self._child, process, earlier_request) != answer:
                         raise NotRepeatedError(
@@ -139,13 +139,13 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 class _EpisodeChild(LibraryChild):
-    """Child process for many episodes, reserved for one request at a time."""
+    """Child process of many episodes, reserved for one request at a time."""
 
     def __init__(self, python: str, library: str, memory_gib: float | None) -> None:
         super().__init__(child_settings(library, {}, python=python, memory_gib=memory_gib))
         self._turns = asyncio.Lock()
         self.closed_sessions: list[str] = []
-        """Episodes that the process may close when it gets the next request."""
+        """Ended episodes, which the process closes with the next request."""
 
     @asynccontextmanager
     async def reserve(self) -> AsyncIterator[LibraryProcess]:

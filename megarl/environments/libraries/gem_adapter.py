@@ -1,4 +1,4 @@
-"""Adapter of GEM (gem-llm) for the child process: makes its environments and plays their episodes."""
+"""Adapter of GEM (gem-llm), run in the child process: makes environments and plays their episodes."""
 
 import importlib
 
@@ -15,8 +15,6 @@ class Library:
 
 
 class Gem:
-    """An environment of GEM, made by `gem.make`."""
-
     def __init__(self, settings):
         for module in settings["modules"]:
             importlib.import_module(module)
@@ -30,7 +28,7 @@ class Gem:
         observation, reward, terminated, truncated, info = self.environment.step(text)
         is_done = bool(terminated or truncated)
         verdicts = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
-        # GEM rewards a won game with 1, and a lost game with 0 or a part of 1.
+        # GEM rewards a won game with 1, and a lost game with less.
         correct = verdicts[0] if verdicts else float(reward) >= 1.0 if is_done else None
         return {
             "text": observed_text(observation, info),
@@ -46,6 +44,6 @@ class Gem:
 
 
 def observed_text(observation, info):
-    """Return an observation with the environment's prefix and suffix: the text that the policy sees."""
+    """Return an observation with the environment's prefix and suffix, as the policy sees it."""
     parts = [info.get("prefix"), observation, info.get("suffix")]
     return "\n".join(str(part).strip("\n") for part in parts if part)

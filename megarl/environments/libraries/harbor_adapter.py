@@ -1,4 +1,4 @@
-"""Adapter of Harbor for the child process: makes trials of tasks against an endpoint."""
+"""Adapter of Harbor, run in the child process: makes trials of tasks against an endpoint."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ import sys
 
 KEY_NAME = "OPENAI_API_KEY"
 LIVE = ".live"
-"""Folder in that of the trials, with a file for each running one. A trial's process has its file locked."""
+"""Folder, inside the folder of trials, with a file for each running trial. The trial's process locks its file."""
 
 
 class Library:
     is_forked = True
     # Harbor stops an environment by `docker compose down`, which gives its programs 10 s to end.
     end_seconds = 60.0
-    """Seconds for a cancelled trial to stop its environment, after SIGTERM."""
+    """Seconds after SIGTERM for a cancelled trial to stop its environment."""
 
     def __init__(self, settings, load_file):
         os.environ["HARBOR_TELEMETRY"] = "0"
@@ -29,7 +29,7 @@ class Library:
         self.trial_class = importlib.import_module("harbor.trial.trial").Trial
         self.settings = settings["trial"]
         folders = [path.parent for path in sorted(pathlib.Path(settings["tasks"]).glob("*/task.toml"))]
-        # Reads each task, so that a broken one is refused before the run.
+        # Read each task, so that a broken one is refused before the run.
         self.tasks = [str(self.task_class(folder).task_dir) for folder in folders]
         environment = self.configs.EnvironmentConfig.model_validate(self.settings["environment"])
         self.environments = importlib.import_module("harbor.environments.factory").EnvironmentFactory
@@ -41,18 +41,17 @@ class Library:
         self.introduction = {"num_tasks": len(self.tasks)}
 
     def make_config(self, task, trial_name, base_url):
-        """Return the config of a trial of the task with this number."""
         agent = dict(self.settings["agent"])
-        # Agents without a model connection, such as oracle, refuse its fields.
+        # Agents that call no model, such as oracle, refuse these fields.
         if self.has_connection:
-            # Harbor takes the model's provider from its name. The endpoint serves one model, whatever its name.
+            # Harbor takes the model's provider from its name. The endpoint has one model, under any name.
             agent |= {"model_name": "openai/policy", "base_url": base_url, "model_api_key_name": KEY_NAME}
         values = self.settings | {
             "agent": agent,
             "task": {"path": self.tasks[task] if self.tasks else "."},
             "trial_name": trial_name,
         }
-        # An unknown field would be ignored without a word.
+        # Harbor would silently ignore an unknown field.
         if unknown := sorted(values.keys() - self.configs.TrialConfig.model_fields.keys()):
             raise ValueError(f"trial.{unknown[0]}: Harbor's TrialConfig has no such field")
         return self.configs.TrialConfig.model_validate(values)
@@ -62,7 +61,7 @@ class Library:
 
         Returns its rewards by name, and `notes`: errors of the trial that leave the verifier's rewards valid.
         """
-        # Agents outside of the environment read these variables.
+        # Agents outside the environment read these variables.
         os.environ[KEY_NAME] = request["api_key"]
         os.environ["OPENAI_BASE_URL"] = os.environ["OPENAI_API_BASE"] = request["base_url"]
         config = self.make_config(request["task"], request["trial_name"], request["base_url"])
@@ -79,7 +78,7 @@ class Library:
         return asyncio.run(make_trial())
 
     async def make_trial(self, config, note_session):
-        """Make a trial. Returns the verifier's rewards by name, and the errors after them or before.
+        """Make a trial. Returns the verifier's rewards by name, and the trial's errors.
 
         `note_session` is called with the session of each environment before it is created. Raises RuntimeError with the
         errors of a trial without rewards.
@@ -98,7 +97,7 @@ class Library:
             self.environments.create_environment_from_config = create
         errors = [f"{error.exception_type}: {error.exception_message}" for error in result.recorded_exceptions()]
         rewards = None if result.verifier_result is None else result.verifier_result.rewards
-        # An agent out of time is judged too, and an environment may fail to stop after the verdict.
+        # A verifier also judges an agent that ran out of time. After the verdict the environment may fail to stop.
         if errors and not rewards:
             raise RuntimeError("; ".join(errors))
         return rewards, errors
@@ -107,7 +106,7 @@ class Library:
     def live_trial(self, trial_name, task):
         """Keep a locked file while a trial runs. Yields the function that notes a session of an environment.
 
-        The file of a killed trial stays, without a lock, until `sweep` has stopped the environments.
+        After a kill the file stays, unlocked, until `sweep` has stopped the trial's environments.
         """
         folder = pathlib.Path(self.settings["trials_dir"], LIVE)
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ class Library:
             facts = {"machine": os.uname().nodename, "environment": self.settings["environment"], "task": task}
             file.write(json.dumps(facts) + "\n")
             file.flush()
-            # Locked before `sweep` sees it.
+            # Lock the file before the rename shows it to `sweep`.
             path = begun.rename(folder / trial_name)
 
             def note_session(session):
@@ -134,7 +133,7 @@ class Library:
             try:
                 yield note_session
             finally:
-                # Harbor has stopped the environments, also of a cancelled trial.
+                # Harbor has stopped the environments, also those of a cancelled trial.
                 path.unlink()
 
     async def sweep(self):
@@ -147,13 +146,13 @@ class Library:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue
-                # Its trial may have ended between the two calls.
+                # The trial may have ended between `open` and `flock`.
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
                 try:
                     facts, *sessions = map(json.loads, file)
                     is_here = facts["machine"] == os.uname().nodename
-                # A crash of the machine may leave an empty file, which would stop all later trials.
+                # A crash of the machine may leave an empty file. It must not stop all later trials.
                 except (ValueError, TypeError, KeyError) as error:
                     errors.append(
                         f"the file of the killed trial {path.name} is damaged: {error!r:.200}; it is deleted. Stop the "
@@ -166,7 +165,7 @@ class Library:
                 try:
                     for session in sessions:
                         await self.stop_session(path.name, facts, session)
-                # The environment may be anybody's class.
+                # The environment may be a user's class and raise anything.
                 except Exception as error:
                     print(f"{path}: {error!r}", file=sys.stderr)
                     errors.append(f"the environment of the killed trial {path.name} does not stop: {error!r:.200}")

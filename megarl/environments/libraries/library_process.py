@@ -1,4 +1,4 @@
-"""The driver's side of an environment library's child process: its start, requests and end."""
+"""The driver's side of an environment library's child process: start, requests and end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.processes.server_process import ServerProcess, ServerSettings
 from megarl.types import ConfigError, PeerLostError
 
 _SCRIPT = Path(__file__).with_name("child.py")
-# Importing a library for the first time can take minutes on a shared file system.
+# The first import of a library can take minutes on a shared file system.
 _START_SECONDS = 300.0
 _GIB = 1 << 30
 
@@ -43,7 +43,7 @@ def child_settings(
 ) -> ServerSettings:
     """Return the settings of a child process: `child.py` with the adapter of `library`, run by `python`.
 
-    The adapter gets `settings`. `memory_gib` limits the address space of the process. None: no limit.
+    The adapter gets `settings`. `memory_gib` limits the address space of the process; None: no limit.
     """
     return ServerSettings(
         (python, str(_SCRIPT), library),
@@ -59,7 +59,7 @@ def child_settings(
 
 @lru_cache(maxsize=64)
 def check_installed(python: str, module: str, package: str) -> None:
-    """Raise ConfigError if the interpreter `python` does not have `module`. Nothing is imported."""
+    """Raise ConfigError if the interpreter `python` lacks `module`. Nothing is imported."""
     command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"]
     try:
         is_installed = run_command(command, seconds=_START_SECONDS).returncode == 0
@@ -76,7 +76,7 @@ def check_installed(python: str, module: str, package: str) -> None:
 
 
 class LibraryChild:
-    """Child process of a library. It starts at its first use, and again if it ended."""
+    """Child process of a library, started at its first use, and again if it ended."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -95,7 +95,7 @@ class LibraryChild:
                 try:
                     self._process = await self._starting
                 finally:
-                    # The start must not outlive a caller that is cancelled.
+                    # If the caller is cancelled, its start must end too.
                     self._starting.cancel()
             return self._process
 
@@ -104,13 +104,13 @@ class LibraryChild:
             try:
                 return await LibraryProcess.start(self._settings)
             except PeerLostError:
-                # A process may be killed from outside, for lack of memory for example.
+                # A process may be killed from outside, for example for lack of memory.
                 return await LibraryProcess.start(self._settings)
         except (ConfigError, PeerLostError) as error:
             raise ChildError(str(error)) from None
 
     async def close(self) -> None:
-        """Kill the process, even one that is still starting, and wait for its end."""
+        """Kill the process, even during its start, and wait for its end."""
         self._is_closed = True
         if self._starting is not None:
             self._starting.cancel()
@@ -120,7 +120,7 @@ class LibraryChild:
 
 
 class LibraryProcess:
-    """A running child process. Several requests may wait for their answers at the same time."""
+    """A running child process. Several requests may be in flight."""
 
     def __init__(
         self,
@@ -134,29 +134,29 @@ class LibraryProcess:
         self.introduction = introduction
         """The adapter's description of the library."""
         self.has_ended = False
-        """Whether the process has ended or was killed. It then takes no requests."""
+        """Whether the process ended or was killed. It then takes no requests."""
         self._is_closing = False
         self._server = server
         self._writer = writer
         self._max_answer_bytes = max_answer_bytes
         self._num_requests = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        """Awaited answers, by the number of the request."""
+        """Awaited answers by request number."""
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
     async def start(cls, settings: ServerSettings) -> LibraryProcess:
         """Start a process and wait until it has loaded the library.
 
-        Raises ConfigError if the library cannot be loaded, PeerLostError if the process ends meanwhile.
+        Raises ConfigError if the library cannot be loaded, and PeerLostError if the process ends meanwhile.
         """
         server = ServerProcess(settings)
         try:
             introduction = await asyncio.to_thread(server.wait_until_ready)
-            # A copy, because asyncio closes the socket that it reads.
+            # A copy: asyncio closes the socket that it reads.
             reader, writer = await asyncio.open_connection(sock=server.connection.dup())
         except BaseException:
-            # In a thread, because a cancelled start must not block the event loop.
+            # In a thread: a cancelled start must not block the event loop.
             asyncio.get_running_loop().run_in_executor(None, server.close)
             raise
         return cls(server, introduction, reader, writer, max_answer_bytes=settings.max_answer_bytes)
@@ -165,8 +165,8 @@ class LibraryProcess:
         """Send a request and return the value in its answer. `seconds` limits the wait; None: no limit.
 
         Raises ForeignError for an error of the library, and ChildError if the process ended or gave an invalid answer.
-        Raises TimeoutError after `seconds`. A request that is overdue or cancelled ends its fork, or without forks the
-        process.
+        Raises TimeoutError after `seconds`. An overdue or cancelled request ends its fork, or the process if it has no
+        forks.
         """
         self._num_requests += 1
         number = self._num_requests
@@ -193,7 +193,7 @@ class LibraryProcess:
     async def close(self) -> None:
         """End the process and all its descendants, and wait for their end.
 
-        Forks of a library with `end_seconds` get so many to stop what they have started. Then all are killed.
+        Forks of a library with `end_seconds` get this time to stop what they have started. Then all are killed.
         """
         if (seconds := float(self.introduction.get("end_seconds", 0.0))) and not self.has_ended:
             self._is_closing = True
@@ -216,17 +216,17 @@ class LibraryProcess:
     def _cancel(self, number: int) -> None:
         if self.introduction.get("is_forked") is not True:
             self.kill()
-        # A process that is closing ends all forks.
+        # A closing process ends all forks itself.
         elif not self.has_ended and not self._is_closing:
             self._writer.write(encode({"cancel": number}))
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
-        """Pass answers to the waiting requests. When the process ends, these requests fail."""
+        """Pass answers to the waiting requests. When the process ends, fail those still waiting."""
         try:
             while True:
                 message = await _receive(reader, self._max_answer_bytes)
                 answer = self._answers.get(answered_request(message, self._num_requests))
-                # A cancelled request may be answered nevertheless.
+                # A cancelled request may still get an answer.
                 if answer is not None and not answer.done():
                     answer.set_result(message)
         except FrameError as error:
@@ -244,7 +244,6 @@ class LibraryProcess:
 
 
 async def _receive(reader: asyncio.StreamReader, max_bytes: int) -> dict[str, Any]:
-    """Receive a message. Raises EOFError at the end of the connection, FrameError for an invalid message."""
     # IncompleteReadError is an EOFError.
     size = payload_size(await reader.readexactly(HEADER_BYTES), max_bytes)
     return decode(await reader.readexactly(size))

@@ -1,4 +1,6 @@
-"""Numbered tasks of an environment library: the child process that has loaded them, and the task of each problem."""
+"""Numbered tasks of an environment library: the child process that has loaded them, and the choice of a problem's
+task.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class LibraryTasks:
         check_installed(self._python, library, library)
 
     async def process(self) -> LibraryProcess:
-        """Return the process that has loaded the tasks. The first call starts it. Raises ChildError."""
+        """Return the process that has loaded the tasks, started at the first call. Raises ChildError."""
         key = self._library, self._python, json.dumps(self._settings)
         child = get_shared(
             key, lambda: LibraryChild(child_settings(self._library, self._settings, python=self._python))
@@ -42,11 +44,11 @@ class LibraryTasks:
         return await child.process()
 
     def number_for(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:
-        """Return the number of the task used for a problem. Raises ChildError for an invalid number of tasks."""
+        """Return the number of a problem's task. Raises ChildError for an invalid number of tasks."""
         return task_of(problem["index"], problem["record"].get("split"), _count_tasks(process), self._heldout)
 
     def check(self, source: str) -> None:
-        """Load the tasks of `source`, as a test before a run. Raises ConfigError if it fails."""
+        """Load the tasks of `source` before a run. Raises ConfigError if this fails."""
         try:
             if _count_tasks(run_alone(self.process)) < 2:
                 raise ChildError(
@@ -57,7 +59,7 @@ class LibraryTasks:
 
 
 def _count_tasks(process: LibraryProcess) -> int:
-    """Return the number of tasks that a library's process has loaded. Raises ChildError for an invalid number."""
+    """Return the number of loaded tasks. Raises ChildError if the process reports an invalid number."""
     num_tasks = process.introduction.get("num_tasks")
     if not isinstance(num_tasks, int) or num_tasks < 0:
         raise ChildError(f"the number of tasks is {num_tasks!r:.80}, not a whole number")
@@ -65,7 +67,7 @@ def _count_tasks(process: LibraryProcess) -> int:
 
 
 def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
-    """Return the number of the task used for a problem. The last tasks, a share of `heldout`, are for validation."""
+    """Return the number of a problem's task. The last tasks, a share of `heldout`, are for validation."""
     num_heldout = max(1, math.floor(num_tasks * heldout))
     if split is None:
         return index % num_tasks

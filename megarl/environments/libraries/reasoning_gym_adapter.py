@@ -1,4 +1,4 @@
-"""Adapter of reasoning-gym for the child process: makes its problems and scores the answers."""
+"""Adapter of reasoning-gym, run in the child process: makes problems and scores answers."""
 
 import functools
 import hashlib
@@ -8,7 +8,7 @@ import re
 import warnings
 
 HELD_OUT_PARTS = 64
-"""Part of all questions reserved for validation, in units of 1/256."""
+"""Share of all questions reserved for validation, in units of 1/256."""
 MAX_DRAWS = 2000
 DRAW_STEP = 1_000_005
 """Stride between the seeds tried for one problem."""
@@ -31,8 +31,8 @@ class Library:
 class Problem:
     """A problem of a reasoning-gym task, given by its seed. The task's own scorer scores the answer.
 
-    A hash of the question assigns it to training or validation, so both never share a question. `is_heldout` selects
-    validation questions. `scoring` is the module with `score_safely`.
+    A hash of the question assigns it to training or validation, so that they never share a question. `is_heldout`
+    selects validation questions. `scoring` is the module with `score_safely`.
     """
 
     def __init__(self, settings, scoring):
@@ -57,7 +57,7 @@ class Problem:
 def read_answer(text, place):
     """Return the answer in a completion; None: there is none.
 
-    Only the last answer counts, so a list of many candidates gains nothing.
+    Only the last answer counts: listing many candidates gains nothing.
     """
     if place == "text":
         return text.strip()
@@ -80,7 +80,7 @@ def system_prompt(name):
 def make_problem(task, config, seed, is_heldout):
     """Make one problem of a reasoning-gym task. Returns a dataset of size 1, and its entry.
 
-    Some tasks generate their whole dataset from one seed, so every problem gets a separate dataset.
+    Each problem gets its own dataset, because some tasks generate a whole dataset from one seed.
     """
     import reasoning_gym
 

@@ -1,4 +1,4 @@
-"""Adapter of verifiers (its `v1`) for the child process: plays tasks of a taskset against an endpoint."""
+"""Adapter of verifiers (its `v1`), run in the child process: plays tasks of a taskset against an endpoint."""
 
 import asyncio
 import importlib
@@ -11,7 +11,7 @@ class Library:
     is_forked = True
 
     def __init__(self, settings, load_file):
-        # The harness finds programs of the interpreter's environment, such as uv, by PATH.
+        # Through PATH the harness finds programs of the interpreter's environment, such as uv.
         os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         self.environment = loaders.load_environment(loaders.resolve_env_config(settings["env"]))
@@ -26,7 +26,7 @@ class Library:
 
 
 async def play_task(environment, task, base_url):
-    """Play a task against the endpoint and return its reward. Raises RuntimeError with the errors of the episode."""
+    """Play a task and return its reward. Raises RuntimeError with the errors of the episode."""
     vf = importlib.import_module("verifiers.v1")
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
     context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
