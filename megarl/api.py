@@ -6,8 +6,8 @@
         run = megarl.train("recipe.yaml", {"train.steps": 3, "reward.functions": [my_reward]})
         print(run.metrics().select(["step", "reward/mean"]))
 
-Each call that trains or samples runs the command of its name in a separate process. So it does not disturb a notebook,
-or a program with an event loop and signal handlers.
+Calls that train or sample run the command of the same name in a separate process. They do not disturb a notebook, nor a
+program with an event loop and signal handlers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RecipeSource = str | Path | Mapping[str, Any]
-"""YAML file of a recipe, a name in the list of `megarl recipes`, or the recipe's sections as a mapping."""
+"""YAML file of a recipe, a name listed by `megarl recipes`, or the recipe's sections as a mapping."""
 _SHOWN_LINES = 20
-"""Lines of output in an error without a message, like that of a killed process."""
+"""Lines of output shown if a command ended without a message, for example because it was killed."""
 Overrides = Mapping[str, Any]
-"""Values by dotted field name. Functions and classes of a Python file may replace their import paths."""
+"""Values by dotted field name. Where a field takes an import path, the function or class itself may be passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """State of the run, like `running`, `done` or `failed`; `ended unseen` if its process is gone."""
+        """State of the run, like `running`, `done` or `failed`; `ended unseen`: its process is gone without a
+        report.
+        """
         return self._read().state
 
     @property
@@ -70,16 +72,16 @@ class Run:
         return folder if folder.is_dir() else None
 
     def metrics(self) -> pa.Table:
-        """Return the metrics: one row per step with the column `step`, one column per metric.
+        """Return a table with one row per step: the column `step`, and one column per metric of METRICS.md.
 
-        A cell is null where a step has no value. METRICS.md explains the names.
+        A cell is null where a step has no value.
         """
         return _table([{"step": step, **values} for step, values in self._read().rows])
 
     def samples(self, step: int | None = None) -> pa.Table:
         """Return the recorded samples of a step; None: of all steps. Objects and lists become JSON text.
 
-        Raises ConfigError if no samples were recorded for the step.
+        Raises ConfigError if the step has no recorded samples.
         """
         from megarl.report.samples import read_records
 
@@ -105,9 +107,9 @@ def train(
 ) -> Run:
     """Run `megarl train` in a separate process, show its output here, and return the finished run.
 
-    If this process is killed, the training goes on to its end. `resume` continues the run from its newest checkpoint;
-    `restart` moves an earlier run aside. Raises ConfigError if the recipe cannot run. Any other failure is the subclass
-    of MegarlError with the process's exit code.
+    The training continues if this process is killed. `resume` continues the run from its newest checkpoint; `restart`
+    moves an earlier run aside. Raises ConfigError if the recipe cannot run, else the subclass of MegarlError with the
+    exit code of the failed command.
     """
     options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
     with _recipe_file(recipe) as file:
@@ -118,7 +120,7 @@ def train(
 
 
 def plan(recipe: RecipeSource, overrides: Overrides | None = None) -> dict[str, Any]:
-    """Return the plan of a recipe, the object printed by `megarl plan --json`. Nothing is started.
+    """Return the plan of a recipe without starting it: the object printed by `megarl plan --json`.
 
     It has memory by phase in bytes, `fits`, and the bytes and seconds of a weight update of the engines. Raises
     ConfigError for a recipe that cannot run.
@@ -143,9 +145,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate a model or a run on a recipe's validation sets, as `megarl eval` does.
 
-    `n` is the number of attempts per problem, `sets` the names of validation sets; empty: all. `out` is a new folder
-    for the results (default: one in evaluations/ of the run or of the current folder). Returns the contents of its
-    metrics.json: the measures of each set with 95 % intervals. Raises the errors of `megarl eval`.
+    `n` is the number of attempts per problem. `sets` are names of validation sets; empty: all. `out` is a new folder
+    for the results (default: a folder in evaluations/ of the run, or of the current folder). Returns the contents of
+    its metrics.json: the measures of each set with 95 % intervals. Raises the errors of `megarl eval`.
     """
     source = model.path if isinstance(model, Run) else Path(model)
     place = source / "evaluations" if isinstance(model, Run) else Path("evaluations")
@@ -171,10 +173,10 @@ def load_run(path: str | Path) -> Run:
 
 @contextmanager
 def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
-    """Context with the path of a recipe's file. The file of a mapping exists only within the context.
+    """Yield the path of a recipe's file. A mapping is written to a temporary file.
 
-    Raises ConfigError while megarl imports a file for a function in it, because that file would start commands without
-    end.
+    Raises ConfigError while megarl imports a function from the calling file: each import would start another command,
+    without end.
     """
     if source := source_being_imported():
         raise ConfigError(
@@ -195,7 +197,7 @@ def _overrides(overrides: Overrides | None) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON: functions and classes become import paths, paths become texts."""
+    """Return a JSON value: functions and classes become import paths, paths become texts."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -249,7 +251,7 @@ def _error_of(code: int, error_output: str) -> MegarlError:
         kinds += kind.__subclasses__()
     kind = next((kind for kind in kinds if kind.exit_code == code), MegarlError)
     plain = printable(error_output)
-    # The command writes its message after `error: `, at the beginning of a line, and last.
+    # The command's message is its last output. It follows `error: ` at the beginning of a line.
     messages = re.split(r"^error: ", plain, flags=re.MULTILINE)[1:]
     if messages:
         return kind(messages[-1].strip())
@@ -258,9 +260,7 @@ def _error_of(code: int, error_output: str) -> MegarlError:
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return records as a table with a column for every key, in order of appearance; null where a record lacks the
-    key.
-    """
+    """Return records as a table with a column for every key, in order of appearance. Missing values are null."""
     import pyarrow as pa
 
     names = list(dict.fromkeys(name for record in records for name in record))

@@ -11,7 +11,7 @@ from megarl.types import ConfigError
 
 VARIABLE = "MEGARL_FAULT"
 TEST_MARK = "MEGARL_TEST_RUN"
-"""Variable set by pytest (tests/leftovers.py) for all that it starts. Without it `VARIABLE` is refused."""
+"""Variable set by pytest (tests/leftovers.py) for all processes that it starts. Without it, `VARIABLE` is an error."""
 DRIVER = "driver"
 _INJECTION = "tests.faults.injection"
 
@@ -20,7 +20,9 @@ _injector: Any = None
 
 
 def reach(point: str, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
-    """Inject the fault that a test has set for this point, if any. `tensors` returns the tensors that it may change."""
+    """Inject the fault set by a test for this point, if any. `tensors` returns the tensors that the fault may
+    change.
+    """
     # The only cost in a run without faults.
     if _injector is not None:
         _injector.reach(point, tensors)
@@ -47,7 +49,7 @@ def arm(text: str, process: str) -> None:
 
 
 def arm_driver(world_size: int | None = None) -> None:
-    """Set the faults of a driver from the environment. Does nothing without the variable.
+    """Set the faults of a driver from the environment variable, if it is set.
 
     `world_size` is the number of the run's ranks, if known. Raises ConfigError for a wrong value, or outside of tests.
     """

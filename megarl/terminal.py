@@ -1,5 +1,6 @@
-"""Output to the terminal. Texts of data, models and ranks cannot send escape sequences; a run survives a closed
-terminal."""
+"""Output to the terminal. Escape sequences in texts of data, models and ranks are removed. A run survives a closed
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters never printed: control characters except tab and line feed, bidirectional controls, lone
-surrogates."""
+"""Characters never printed: control characters except tab and line feed, bidirectional controls, lone surrogates."""
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
 """Error numbers of writing to a closed terminal, or to a pipe without a reader."""
@@ -36,15 +36,15 @@ def printable(text: str) -> str:
 
 
 class Console(rich.console.Console):
-    """Console of the library Rich that prints no escape sequences except its own."""
+    """Console of the library Rich. It prints no escape sequences except its own."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.push_render_hook(_PrintableOnly())
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        # Cleaned before rich highlights parts of a text: that would split an escape sequence, and the filter would
-        # miss it.
+        # Texts are cleaned before Rich highlights parts of them: a highlight could split an escape sequence, and
+        # the filter would miss it.
         super().print(*(printable(item) if isinstance(item, str) else item for item in objects), **settings)
 
 
@@ -52,7 +52,6 @@ class Terminal(Console):
     """Console that silently stops printing once its terminal, or the reader of its pipe, is gone."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print like `Console`, but do nothing once the terminal is gone."""
         try:
             super().print(*objects, **options)
         except OSError as error:
@@ -61,7 +60,7 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def __exit__(self, *raised: Any) -> None:
-        """Write the last state of a progress line. Does nothing once the terminal is gone."""
+        """Write the last state of a progress line."""
         try:
             super().__exit__(*raised)
         except OSError as error:
@@ -83,14 +82,13 @@ class Terminal(Console):
 
 
 class FirstOfEachKind:
-    """Notices shown only once per kind. Callers count repeated events themselves."""
+    """Shows only the first notice of each kind. Callers count repeated events themselves."""
 
     def __init__(self, show: Callable[[str], object]) -> None:
         self._show = show
         self._kinds: set[str] = set()
 
     def tell(self, kind: str, text: str) -> None:
-        """Show a text if it is the first of its kind."""
         if kind not in self._kinds:
             self._kinds.add(kind)
             self._show(text)
@@ -122,5 +120,5 @@ class _Printable:
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
         segments: Iterable[Segment] = console.render(self._renderable, options)
         for segment in segments:
-            # Control segments are rich's own, for a live line.
+            # Control segments come from Rich itself, for a live line.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

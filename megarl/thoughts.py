@@ -5,12 +5,12 @@ from __future__ import annotations
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Openings and closings: most families, Mistral, Seed-OSS."""
 _CHANNEL = "<|channel|>"
-"""Begin of a channel's name in gpt-oss (Harmony). Thoughts are the channel `analysis`."""
+"""Start of a channel's name in gpt-oss (Harmony). Thoughts are the channel `analysis`."""
 ALL_MARKS = (*(mark for pair in MARKS for mark in pair), _CHANNEL)
 
 
 def ends_in_thoughts(text: str, *, begins_in_thoughts: bool = False) -> bool:
-    """Return whether a completion ended, or was cut, before its thoughts were closed. It then gives no answer.
+    """Return whether a completion ended, or was cut, inside its thoughts, so that it has no answer.
 
     `begins_in_thoughts`: the prompt opens the thoughts, as some chat templates do.
     """

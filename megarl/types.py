@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 Ended = Literal["done", "length", "turns", "calls", "invalid_calls", "seconds", "error"]
 """Reason for a trajectory's end. done: the environment finished. length, turns, calls, invalid_calls, seconds: a limit
-of tokens, turns, tool calls, consecutive invalid calls or time. error: the environment raised or hung, or the engine
-refused a request.
+of tokens, turns, tool calls, consecutive invalid calls or time was reached. error: the environment raised an exception
+or hung, or the engine refused a request.
 """
 
 
 # Exit codes follow sysexits.h where it fits: 65 data, 70 internal, 73 cannot create, 74 I/O, 75 try again.
 class MegarlError(Exception):
-    """Error for the user: one message with field or file, value and remedy. `exit_code` is the exit code of the
-    process.
-    """
+    """Error shown to the user: field or file, value and remedy. `exit_code` is the exit code of the process."""
 
     exit_code = 70
 
@@ -68,12 +66,12 @@ class StoppedError(MegarlError):
 
 
 class UnhealthyError(MegarlError):
-    """A rule of `tracking.health` was broken with train.on_unhealthy=stop. The run saved a checkpoint and ended."""
+    """A rule of `tracking.health` failed with train.on_unhealthy=stop. The run saved a checkpoint and ended."""
 
     exit_code = 79
 
 
-# 130 is the shell's code for a process ended by SIGINT (128 + 2).
+# The shell's code for a process ended by SIGINT: 128 + 2.
 class EndedError(MegarlError):
     """A signal ended the run without a checkpoint."""
 
@@ -87,9 +85,9 @@ class PeerLostError(MegarlError):
 
 
 class FaultyNodeError(PeerLostError):
-    """A rank computes wrong results. The run must go on elsewhere.
+    """A rank computes wrong results, so the run must continue on other nodes.
 
-    `nodes` must not be used again; empty: the faulty node is not known. `rank` is the faulty rank; None: not known.
+    `nodes` are the faulty nodes; empty: unknown. `rank` is the faulty rank; None: unknown.
     """
 
     def __init__(self, text: str, *, rank: int | None = None, nodes: tuple[str, ...] = ()) -> None:
@@ -101,7 +99,7 @@ class FaultyNodeError(PeerLostError):
 class Problem:
     """Record of an RL data set, with its prompt as tokens.
 
-    `index` is its index in the data, the same in every epoch. `answer` is the gold answer: a text or another JSON
+    `index` is its position in the data, the same in every epoch. `answer` is the gold answer: a text or another JSON
     value. `record` is the parsed line.
     """
 
@@ -111,7 +109,7 @@ class Problem:
     answer: Any
     record: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
-    """Name of the problem's source in the mixture. Without a mixture: the environment's name."""
+    """Name of the problem's source in a mixture. Without a mixture: the environment's name."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The record's tools, JSON schemas in OpenAI's form. The prompt includes them."""
 
@@ -121,8 +119,8 @@ class SamplingSettings:
     """Sampling parameters of a completion.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. Training uses `repetition_penalty`
-    1. `ignore_eos`: end-of-sequence tokens do not end the completion. `num_top_tokens` is the number of most likely
-    tokens to return at each position.
+    1. With `ignore_eos`, sampling continues after an end-of-sequence token. `num_top_tokens`: also return this many of
+    the most likely tokens at each position.
     """
 
     max_new_tokens: int
@@ -141,7 +139,7 @@ class SamplingSettings:
 class TopTokens:
     """The k most likely tokens at each of n positions, the most likely first.
 
-    `token_ids` int32 [n, k], `logprobs` float32 [n, k], in nats. A cell without a token has log-prob minus infinity.
+    `token_ids` int32 [n, k], `logprobs` float32 [n, k], in nats. An empty cell has log-prob minus infinity.
     """
 
     token_ids: NDArray[np.int32]
@@ -153,7 +151,7 @@ class TopTokens:
 class Request:
     """Request to sample a completion from exactly these prompt tokens, int32 [prompt].
 
-    The last `num_retained` prompt tokens were sampled before a pause. A stop string may begin in them.
+    After a pause, the last `num_retained` prompt tokens are tokens sampled before it. A stop string may begin in them.
     """
 
     request_id: str
@@ -167,9 +165,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Arrays and measured times of saved records. Names begin with the record's prefix.
+    """Arrays and measured times of saved records, by name. Names begin with the record's prefix.
 
-    Both are stored apart from the records' JSON values: arrays are large, and times differ between two otherwise equal
+    Both are stored apart from the records' JSON values: arrays are large, and times differ between otherwise equal
     runs.
     """
 
@@ -177,17 +175,17 @@ class Archive:
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
-        """Add these array fields of a record, except None, and the record's sampling sets."""
+        """Store the named array fields of a record, except None, and its sampling sets."""
         arrays = {name: getattr(record, name) for name in names}
         if (sets := record.retained_sets) is not None:
-            # The key has an older name, so that checkpoints of earlier versions can be read.
+            # The key keeps its older name: checkpoints of earlier versions have it.
             arrays |= {"kept_sets.counts": sets.counts, "kept_sets.token_ids": sets.token_ids}
         self.arrays.update({f"{prefix}{name}": array for name, array in arrays.items() if array is not None})
 
     def fields(self, names: tuple[str, ...], prefix: str) -> dict[str, Any]:
         """Return the array fields of a record that `put` stored."""
         fields = {name: self.arrays[prefix + name] for name in names if prefix + name in self.arrays}
-        # A handle is a tuple of integers; it was stored as an array.
+        # `put` stored the handle, a tuple of integers, as an array.
         if "routed_experts" in fields:
             fields["routed_experts"] = ExpertsHandle(*fields["routed_experts"].tolist())
         if f"{prefix}kept_sets.counts" in self.arrays:
@@ -197,8 +195,8 @@ class Archive:
 
 
 class ExpertsHandle(NamedTuple):
-    """Reference to the routed experts (MoE) of a completion. They are large, so rank `rank` keeps them under
-    `number`.
+    """Reference to the routed experts (MoE) of a completion. The experts are large, so they stay at rank `rank`, stored
+    under `number`.
     """
 
     rank: int
@@ -207,7 +205,7 @@ class ExpertsHandle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RetainedSets:
-    """Sampling sets: the tokens left by top-p, top-k and min-p, for each token of a completion, sequence or batch.
+    """Sampling sets: for each token of a completion, sequence or batch, the tokens left by top-p, top-k and min-p.
 
     `counts` int32 [tokens] are the sizes of the sets; 0: nothing was excluded, or the token was not sampled.
     `token_ids` int32 [sum of counts] are the sets, one after another.
@@ -227,11 +225,10 @@ class Completion:
 
     `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]. Log-probs, in nats, are under the sampling
     distribution (after temperature, min-p, top-p and top-k). A sampled end-of-sequence token is the last token.
-
-    `weight_versions` count the weight updates of the engine before each token. `retained_sets` are the sampling sets of
-    the new tokens, in training with truncation only. `routed_experts`, if requested, cover every token read by the
-    model: the prompt and all new tokens except the last. `expert_digests` uint32 [read tokens] has a hash of each
-    token's experts. A refused request has no tokens, finish reason `error`, and the engine's message in `error`.
+    `weight_versions` count the engine's weight updates before each token. `retained_sets` are the sampling sets of the
+    new tokens, in training with truncation only. `routed_experts`, if requested, cover every token read by the model:
+    the prompt and all new tokens except the last. `expert_digests` uint32 [read tokens] has a hash of each token's
+    experts. A refused request has no tokens, finish reason `error`, and the engine's message in `error`.
     """
 
     request_id: str
@@ -249,7 +246,7 @@ class Completion:
     """The most likely tokens at each new token's position, under the sampling distribution; None: not requested."""
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return the completion as JSON values. Its arrays go to the archive under names beginning with `prefix`."""
+        """Return the completion as JSON values. Its arrays go to the archive, under names beginning with `prefix`."""
         archive.put(self, _COMPLETION_ARRAYS, prefix)
         return {"request_id": self.request_id, "finish_reason": self.finish_reason, "error": self.error}
 
@@ -263,7 +260,7 @@ _COMPLETION_ARRAYS = ("token_ids", "rollout_logprobs", "weight_versions", "route
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call in a completion, with arguments or an `error`. The reply to it has the same `id`."""
+    """Tool call in a completion: arguments, or an `error` if they are invalid. The reply has the same `id`."""
 
     id: str
     name: str
@@ -279,17 +276,17 @@ declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, 
 
 
 def strongest(judgings: Iterable[Judging]) -> Judging:
-    """Return how several reward functions judge together. A single function with verdicts is enough."""
+    """Return how several reward functions judge together. One function with verdicts is enough for `declared`."""
     kinds = set(judgings)
     return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Reward of a completion: the trained score, and two flags with logged rates.
+    """Reward of a completion. `score` is trained; the rates of the two flags are logged.
 
     A reward function returns the first three fields, and optionally `metrics`. The sum over functions also has each
-    function's score in `scores`, and metrics as FUNCTION/NAME. `answer_correct` is None if nothing judged the answer.
+    function's score in `scores`, and metrics as FUNCTION/NAME. `answer_correct` None: no function judged the answer.
     """
 
     score: float
@@ -298,7 +295,7 @@ class Reward:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Unweighted score by function. None: the function does not apply to the sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of a function, logged as reward/FUNCTION/NAME: means over the samples with a value."""
+    """Further numbers, logged as reward/FUNCTION/NAME: means over the samples with a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +303,7 @@ class Segment:
     """Token sequence of a trajectory: prompt, completions and the observations between them.
 
     All arrays are [tokens]. `loss_mask` is True for tokens sampled in this segment. A segment may begin with a copy of
-    an earlier segment; there the mask is False.
+    an earlier segment; its mask is False there.
     """
 
     token_ids: NDArray[np.int64]
@@ -314,15 +311,15 @@ class Segment:
     rollout_logprobs: NDArray[np.float32]
     """Log-probs of the sampled tokens under the sampling distribution, in nats; 0 elsewhere."""
     weight_versions: NDArray[np.int32]
-    """Number of the engine's weight updates before each token was sampled; -1 for untrained tokens."""
+    """Number of the engine's weight updates before the token was sampled; -1 for untrained tokens."""
     turns: NDArray[np.int16]
-    """Index of the model call that sampled each token; -1 for untrained tokens."""
+    """Index of the model call that sampled the token; -1 for untrained tokens."""
     old_logprobs: NDArray[np.float32] | None = None
     """The trainer's log-probs under the sampling weights, in nats; 0 for tokens not sampled."""
     entropies: NDArray[np.float32] | None = None
-    """Entropies of the trainer's distributions under the sampling weights, in nats; 0 for tokens not sampled."""
+    """Entropies of the trainer's token distributions under the sampling weights, in nats; 0 for tokens not sampled."""
     routed_experts: ExpertsHandle | None = None
-    """Routed experts of the last completion. Its prompt is the rest of the segment, so they cover all tokens."""
+    """Routed experts of the last completion. Its prompt is the segment up to it, so all tokens are covered."""
     expert_digests: NDArray[np.uint32] | None = None
     """A hash of each token's routed experts; 0 for the last token, which the engine has not read."""
     retained_sets: RetainedSets | None = None
@@ -343,10 +340,10 @@ MAIN_AGENT = "main"
 
 
 class Caller(NamedTuple):
-    """Agent that made a model call, as its client names it. `parent` is the agent that started it; None: the main
+    """Agent that made a model call, as named by its client. `parent` is the agent that started it; None: the main
     agent.
 
-    `kind` is the purpose of the call, like `turn` or `compaction`; empty: the client names none.
+    `kind` is the purpose of the call, like `turn` or `compaction`; empty: the client named none.
     """
 
     agent: str = MAIN_AGENT
@@ -358,8 +355,8 @@ class Caller(NamedTuple):
 class Trajectory:
     """Attempt at a problem: sampled segments and their reward.
 
-    `group` numbers the prompt in the step, `number` the attempt in its group. `turn_rewards` are pairs (index of the
-    model call, reward). `metrics` are numbers reported by the environment.
+    `group` is the number of the prompt in the step, `number` the number of the attempt in its group. `turn_rewards` are
+    pairs (index of the model call, reward). `metrics` are numbers reported by the environment.
     """
 
     environment: str
@@ -368,7 +365,7 @@ class Trajectory:
     number: int
     segments: tuple[Segment, ...]
     reward: Reward | None
-    """None: not scored. Group statistics then exclude the trajectory, and its tokens are not trained."""
+    """None: not scored. The trajectory is then neither trained nor part of group statistics."""
     failure: str | None = None
     """Why there is no score: `error`, `timeout` or `parse_error` of the reward functions, or `KIND: text` of the error
     that ended the attempt.
@@ -377,31 +374,31 @@ class Trajectory:
     """Completions as text without special tokens, one per model call."""
     messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     """New messages before each completion, and after the last one: JSON values for people to read. The first entry is
-    the prompt. If a completion does not continue the previous one, its entry has all messages before it.
+    the prompt. A completion that does not continue the previous one has its whole history as entry.
     """
     callers: tuple[Caller, ...] = ()
-    """Agents that made the model calls, one per call; empty: megarl made the calls."""
+    """Agents that made the model calls, one per call; empty: no agent program, megarl made the calls."""
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     turn_states: tuple[str | None, ...] = ()
-    """State in which each turn acted, as named by the environment; empty if it named none."""
+    """Environment's name of the state in which each turn acted; empty: it names no states."""
     role: str | None = None
     """Role that the policy played, as named by the environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_in_thoughts: bool = False
-    """Whether the last completion ended within its thoughts. It then gives no answer."""
+    """Whether the last completion ended inside its thoughts, without an answer."""
     restarts: int = 0
-    """Number of restarts because the environment was unavailable."""
+    """Number of restarts after the environment was unavailable."""
     temperature: float = 1.0
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools in the first prompt."""
     journaled_as: str = ""
-    """Name of the attempt's record in the run's journal of attempts; empty: there is none."""
+    """Name of the attempt's record in the run's journal of attempts; empty: it has no record."""
     engine_seconds: float = 0.0
     """Seconds of waiting for completions, without pauses of the engines."""
     environment_seconds: float = 0.0
-    """Seconds of waiting for environment, tools and a free process. For an agent: seconds without a pending
-    completion.
+    """Seconds of waiting for the environment, its tools and a free process. For an agent program: seconds without a
+    pending completion.
     """
 
     @property
@@ -422,9 +419,9 @@ class Trajectory:
 
     @property
     def num_observed(self) -> int:
-        """Number of tokens between completions: the text of environment and tools, in the chat template.
+        """Number of tokens between completions: texts of the environment and its tools, in the chat template.
 
-        Tokens before a segment's first sampled token do not count. After a rewritten history they repeat earlier
+        Tokens before a segment's first sampled token do not count: after a rewritten history they repeat earlier
         tokens.
         """
         places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
@@ -442,12 +439,12 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Weight version of the oldest sampled token. Raises ValueError if none was sampled."""
+        """Weight version of the oldest sampled token. Raises ValueError if no token was sampled."""
         sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
         return min(int(versions.min()) for versions in sampled if len(versions))
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return the trajectory as JSON values. Arrays and times go to the archive under names beginning with
+        """Return the trajectory as JSON values. Arrays and times go to the archive, under names beginning with
         `prefix`.
         """
         for place, segment in enumerate(self.segments):
@@ -491,7 +488,7 @@ class Trajectory:
             messages=tuple(tuple(new) for new in values["messages"]),
             callers=tuple(Caller(*caller) for caller in values.get("callers", ())),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
-            # Records of earlier versions lack these, and callers.
+            # Records of earlier versions lack these fields, and `callers`.
             role=values.get("role"),
             turn_states=tuple(values.get("turn_states", ())),
             is_in_thoughts=values.get("is_in_thoughts", False),
@@ -505,8 +502,9 @@ class Trajectory:
     def record(self) -> dict[str, object]:
         """Return the trajectory as a JSON object for samples/ in the run folder.
 
-        With several turns, `turns` replaces `completion`: completions, rewards and the messages answering them. Turns
-        of an agent name their caller, and the training segment with their tokens; null: the turn is not trained.
+        With several turns, `turns` replaces `completion`. A turn has a completion, its reward, and the messages that
+        follow it. A turn of an agent program also has its caller and the index of its training segment; null: not
+        trained.
         """
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
@@ -536,7 +534,7 @@ class Trajectory:
 
 _TRAJECTORY_VALUES = ("environment", "group", "number", "failure", "ended", "restarts", "temperature")
 FindProblem = Callable[[str, int], Problem]
-"""Function returning a problem by source and index. Raises ConfigError if the run no longer has the problem."""
+"""Return the problem with this source and index. Raises ConfigError if the run no longer has it."""
 Group = list[Trajectory]
 
 
@@ -544,7 +542,7 @@ Group = list[Trajectory]
 class TrainingSequence:
     """Sequence to train on, with optional values per token. Entry t belongs to the prediction of token t.
 
-    All arrays are [tokens]. `token_weights` are the weights of the tokens' losses in the global batch; zero for masked
+    All arrays are [tokens]. `token_weights` are the weights of the tokens' losses in the global batch; 0 for masked
     tokens.
     """
 
@@ -553,28 +551,28 @@ class TrainingSequence:
     token_weights: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
-    """Denominator of the policy ratio, in nats. NaN (or None for all tokens): the update's own forward pass gives
-    it.
+    """Denominator of the policy ratio, in nats. NaN (or None for all tokens): use the log-probs of the update's own
+    forward pass.
     """
     rollout_logprobs: NDArray[np.float32] | None = None
     """Log-probs of the engine, in nats. NaN if the trainer has no log-probs under the same weights."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
-    """Factors of the policy loss: importance-sampling weights between trainer and engine. Zero for tokens excluded by
+    """Factors of the policy loss: importance-sampling weights between trainer and engine. 0 for tokens excluded by
     `algorithm.entropy_top_share` or `algorithm.clip_cov_share`.
     """
     log_ratio_penalties: NDArray[np.float32] | None = None
-    """Coefficients of the absolute log-ratio in the policy loss (`algorithm.kl_cov_share`); zero for most tokens."""
+    """Coefficients of the absolute log-ratio in the policy loss (`algorithm.kl_cov_share`); 0 for most tokens."""
     values: NDArray[np.float32] | None = None
-    """Values of the critic before the update, for the state before each token."""
+    """Critic's value before the update, for the state before each token."""
     returns: NDArray[np.float32] | None = None
     """Targets of the critic's values."""
     desirable: NDArray[np.float32] | None = None
     """1 for trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
-    """1 for tokens of supervised conversations (PPO-ptx), which have a likelihood loss; else 0."""
+    """1 for tokens of supervised conversations (PPO-ptx), trained with a likelihood loss; else 0."""
     retained_sets: RetainedSets | None = None
-    """Sampling sets for renormalising log-probs. None: the whole vocabulary for all tokens."""
+    """Sampling sets over which log-probs are normalised. None: over the whole vocabulary."""
     temperature: float = 1.0
 
     def __len__(self) -> int:

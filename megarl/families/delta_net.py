@@ -18,37 +18,39 @@ class DeltaNet(LinearAttention):
     tensor_part = "linear_attn"
     megatron_lm_variant = "gated_delta_net"
     kernels = ("fla", "flash-linear-attention")
-    # In Megatron-Core 0.16.1.
+    # True of Megatron-Core 0.16.1.
     sums_norm_gradient = False
 
     num_key_heads: int
-    """Number of query heads, and of key heads. A key head serves num_value_heads / num_key_heads value heads."""
+    """Number of query heads and of key heads. Each serves num_value_heads / num_key_heads value heads."""
     num_value_heads: int
     key_dim: int
     """Channels of a query or key head."""
     value_dim: int
     """Channels of a value head."""
     width: int
-    """Tokens that the causal convolution reads, including the current one."""
+    """Tokens read by the causal convolution, including the current one."""
 
     @property
     def key_channels(self) -> int:
-        """Return the key channels of all heads. Queries have equally many."""
+        """Key channels of all heads, equal to the query channels."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_channels(self) -> int:
-        """Return the value channels of all heads. Output gates and the output projection's input have equally many."""
+        """Value channels of all heads, equal to the channels of the output gates and of the output projection's
+        input.
+        """
         return self.num_value_heads * self.value_dim
 
     @property
     def convolved_channels(self) -> int:
-        """Return the channels of the causal convolution: queries, keys and values."""
+        """Channels of the causal convolution: queries, keys and values."""
         return 2 * self.key_channels + self.value_channels
 
     @property
     def state_numbers(self) -> int:
-        """Return the number of elements in the state of one sequence."""
+        """Elements of one sequence's state."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property

@@ -1,6 +1,6 @@
-"""Draft layers: further layers of a checkpoint. An engine drafts tokens with them.
+"""Draft layers: additional layers of a checkpoint with which an engine drafts tokens. Untrained ones are only copied.
 
-A family with draft layers names their kind, an instance of `DraftLayers`. Without training they are only copied.
+A family with draft layers names their kind, an instance of `DraftLayers`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ PARAMETERS = "mtp."
 
 
 class DraftLayers(Protocol):
-    """The tensors of one kind of draft layers, in checkpoints, in Megatron and in vLLM.
+    """Tensors of one kind of draft layers: in checkpoints, in Megatron and in vLLM.
 
     `model.num_draft_layers` counts trained layers, `model.num_kept_layers` copied layers.
     """
 
     @property
     def num_layers_field(self) -> str:
-        """Return the field of config.json with the number of draft layers."""
+        """Field of config.json with the number of draft layers."""
         ...
 
     @property
     def recipe_field(self) -> str:
-        """Return the recipe field that switches on the training of draft layers, for error messages."""
+        """Recipe field that switches on the training of draft layers, for error messages."""
         ...
 
     @property
     def copied(self) -> Mapping[str, str]:
-        """Return the draft layer's copies of the model's tensors: name without the layer's prefix -> name of the
-        original.
-        """
+        """Tensors of the draft layer that are copies: name without the layer's prefix -> name of the model's tensor."""
         ...
 
     def has_tensor(self, model: ModelShape, tensor: TensorName) -> bool:
@@ -55,15 +53,16 @@ class DraftLayers(Protocol):
         ...
 
     def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-        """Yield the rules of the trained draft layers in the last stage. `rules` are the rules of the model's own
+        """Yield the rules of trained draft layers, on the last stage. `rules` are the rules of the model's other
         layers.
         """
         ...
 
     def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
-        """Yield the parameters of vLLM's draft model. `templates` are its tensors, `stacks` the policy's parameters.
+        """Yield the parameters of vLLM's draft model.
 
-        `layer` is the prefix of the policy's layers in the checkpoint.
+        `templates` are the draft layers' tensors, `stacks` the policy's parameters. `layer` is the prefix of the
+        policy's layers in the checkpoint.
         """
         ...
 

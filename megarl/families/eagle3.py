@@ -1,6 +1,6 @@
-"""Published EAGLE-3 drafters (arXiv 2503.01840): one layer that drafts tokens from hidden states of three layers.
+"""Published EAGLE-3 drafters (arXiv 2503.01840): one layer drafts tokens from the hidden states of three policy layers.
 
-vLLM 0.30 reads a drafter from a folder of its own. A drafter is frozen, or trained with the policy (`DrafterShape`).
+vLLM 0.30 reads a drafter from a separate folder. A drafter is frozen, or trained with the policy (`DrafterShape`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from megarl.files.model_folder import read_object, read_safetensors_header, stor
 from megarl.types import DataError
 
 PARAMETERS = "drafter."
-"""Prefix of a trained drafter's parameters among the policy's, in Megatron and in checkpoints. Published names follow.
-"""
+"""Prefix of a trained drafter's parameters, in Megatron and in checkpoints. The published name follows it."""
 METHOD = "eagle3"
 """vLLM's name of the speculative method."""
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-"""Class names of drafters in config.json. They are the same for the drafters of all policies."""
+"""Class names of drafters in config.json, for policies of any family."""
 WITHOUT_EAGLE3 = ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "seed_oss")
 """Families whose vLLM 0.30 models pass no hidden states to a drafter."""
 _NUM_STATES = 3
@@ -38,19 +37,21 @@ _LAYER = (
 )  # fmt: skip
 """Modules with a weight in the drafter's layer."""
 OFFSETS, IS_DRAFTED = "d2t", "t2d"
-"""Maps of a smaller draft vocabulary, int64 [drafted tokens] and bool [vocabulary]. d2t: the policy's id of a drafted
-token, minus the drafted token's number. t2d: whether a token of the policy is drafted. Training does not change them.
+"""Maps of a draft vocabulary smaller than the policy's. Training does not change them.
+
+d2t, int64 [drafted tokens]: the policy's id of a drafted token, minus the drafted token's number. t2d, bool
+[vocabulary]: whether a token of the policy is drafted.
 """
 _OTHER_FORMS = {
     "attention_bias": False, "mlp_bias": False, "norm_output": False, "fc_norm": False, "norm_before_fc": False,
     "logit_scale": 1.0, "hidden_act": "silu", "bias": False, "qkv_bias": False, "is_causal": True,
 }  # fmt: skip
-"""Fields of config.json that change vLLM 0.30's computation, each with the only value that the trainer supports."""
+"""Fields of config.json that change vLLM 0.30's computation, with the only value supported by the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """Sizes and options of a trained EAGLE-3 drafter. It reads the policy's embedding."""
+    """Sizes and options of a trained EAGLE-3 drafter. Its embedding is the policy's."""
 
     hidden_size: int
     intermediate_size: int
@@ -85,7 +86,7 @@ class DrafterShape:
 
 
 def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
-    """Return the shape of a drafter without faults (`drafter_faults`). Raises DataError if it cannot be trained."""
+    """Return the shape of a drafter that passed `drafter_faults`. Raises DataError if it cannot be trained."""
     config = read_object(Path(folder) / "config.json")
     eagle = config.get("eagle_config") or {}
     options = {**config, **eagle}
@@ -104,7 +105,7 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
     rotary = read_rotary(config)
     if rotary.fraction != 1:
         raise DataError(f"it rotates {rotary.fraction} of a head's channels; only all of them are trained")
-    # vLLM concatenates the states in the order of the layers, whatever the order of the numbers in config.json.
+    # vLLM concatenates the states by increasing layer, whatever the order in config.json.
     layers = tuple(sorted(_layer_ids(config, policy)))
     if max(layers) >= policy.num_layers:
         raise DataError(f"it reads the output of layer {max(layers)}; only inputs of layers can be trained from")
@@ -124,25 +125,23 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
 
 
 def published_name(name: str) -> str:
-    """Return the usual name of a drafter's tensor. Published files have several names for it."""
+    """Return the usual name of a drafter's tensor. Published files differ in their names."""
     name = name.removeprefix("model.")
     return name.replace(_MIDDLE[1], _MIDDLE[0], 1) if name.startswith(_MIDDLE[1]) else name
 
 
 def _layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
-    """Return the policy's layer numbers in config.json. If several fields have them, vLLM 0.30's choice is read."""
+    """Return the policy's layer numbers in config.json, in the field that vLLM 0.30 prefers."""
     return config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
 
 
 def default_layers(policy: ModelShape) -> tuple[int, int, int]:
-    """Return the policy's layers that vLLM 0.30 chooses if config.json names none. The drafter reads their inputs."""
+    """Return the layers chosen by vLLM 0.30 if config.json names none. The drafter reads the inputs of these layers."""
     return 2, policy.num_layers // 2, policy.num_layers - 3
 
 
 def drafter_folder(speculative_config: object) -> str | None:
-    """Return the folder or Hub name of an EAGLE-3 drafter in vLLM's `speculative_config`; None without such a
-    drafter.
-    """
+    """Return the folder or Hub name of the EAGLE-3 drafter in vLLM's `speculative_config`; None: it has none."""
     if not isinstance(speculative_config, Mapping) or speculative_config.get("method") != METHOD:
         return None
     model = speculative_config.get("model")
@@ -197,12 +196,14 @@ def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]
 def _tensor_faults(
     folder: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], policy: ModelShape
 ) -> Iterator[str]:
-    """Yield faults of missing tensors. vLLM does not notice them: it leaves the parameters random or zero."""
+    """Yield missing tensors and wrong shapes. vLLM leaves the parameters of missing tensors random or zero, without an
+    error.
+    """
     hidden, num_drafted = config.get("hidden_size"), config.get("draft_vocab_size") or policy.vocab_size
     expected = {"fc.weight": (hidden, _NUM_STATES * policy.hidden_size), "norm.weight": (hidden,)}
     if num_drafted != policy.vocab_size:
         expected |= {"d2t": (num_drafted,), "lm_head.weight": (num_drafted, hidden)}
-    # Without an embedding of its own the drafter reads the policy's.
+    # A drafter without an embedding uses the policy's.
     if hidden != policy.hidden_size:
         expected["embed_tokens.weight"] = (policy.vocab_size, hidden)
     own_names = {name.removeprefix("model."): shape for name, shape in shapes.items()}
@@ -226,8 +227,7 @@ def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
 
 
 def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
-    """Return a drafter's vocabulary maps, `OFFSETS` and `IS_DRAFTED`, by published name. Empty without a smaller
-    vocabulary.
+    """Return a drafter's maps `OFFSETS` and `IS_DRAFTED` by published name. Empty: it drafts the whole vocabulary.
 
     Raises DataError for broken files.
     """
@@ -240,7 +240,7 @@ def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
 
 
 def read_stored_bytes(folder: str) -> int:
-    """Return `stored_bytes`, or 0 for broken files: checks before the start report them."""
+    """Return `stored_bytes`, or 0 for broken files, which checks before the start report."""
     try:
         return stored_bytes(folder)
     except (DataError, OSError):

@@ -1,4 +1,4 @@
-"""Definition of a model family: how its config.json is read, its tensors, and its settings of Megatron-Core."""
+"""Definition of a model family: how config.json is read, its tensors, and its settings of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ StoredNames = Callable[[], Collection[str]]
 
 
 def no_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return no fields, for families with all fields of vLLM in config.json."""
     return {}
 
 
@@ -42,7 +41,6 @@ def no_settings(model: ModelShape) -> Mapping[str, Any]:
 
 
 def no_aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return no aliases, for families with one tensor per expert in files."""
     return ()
 
 
@@ -53,44 +51,44 @@ class Family:
     architecture: str
     """Architecture of the family's language models, for example `Qwen3ForCausalLM`."""
     read: Read
-    """Function from config.json to the model's parts. Raises DataError for values that megarl would compute wrongly."""
+    """Read the model's parts from config.json. Raises DataError for values that megarl would compute wrongly."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]
-    """Function from a model's shape to the rules of its Megatron parameters."""
+    """Return the rules of a model's Megatron parameters."""
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
-    """Values of missing fields in transformers' configuration class, which vLLM uses too. Any other missing field is an
-    error.
+    """Values of missing fields in transformers' configuration class; vLLM uses them too. A missing field without a
+    default is an error.
     """
     added_fields: Callable[[Mapping[str, Any], StoredNames], Mapping[str, Any]] = no_fields
-    """Function from config.json and the folder's tensor names to fields that vLLM reads and transformers 5 does not
-    write. Engines and exports get these fields too.
+    """Return fields that vLLM reads and transformers 5 does not write, from config.json and the folder's tensor names.
+    Engines and exports get these fields.
     """
     stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
-    """Function from a model's shape to vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). All
-    further tensors are stored whole on every rank. Stacks of tensors without a rule are ignored.
+    """Return vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). Every rank stores all other
+    tensors whole. Stacks of tensors without a rule are ignored.
     """
     settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
-    """Function from a model's shape to fields of TransformerConfig that only this family needs."""
+    """Return fields of TransformerConfig that only this family needs."""
     section: str = ""
-    """Field of config.json with the language model's sizes, like `text_config`. Empty: config.json itself."""
+    """Field of config.json with the language model's sizes, like `text_config`. Empty: config.json itself has them."""
     prefix: str = "model."
-    """Prefix of tensor names in checkpoints. In the family's module, names have the prefix `model.` instead."""
+    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead."""
     engine_architecture: str = ""
     """vLLM's architecture for the language model alone. Empty: the architecture in config.json."""
     copied_prefixes: tuple[str, ...] = ()
-    """Prefixes of tensors that trainer and engine do not use, like `visual.`. An export copies them byte for byte."""
+    """Prefixes of tensors unused by trainer and engine, like `visual.`. An export copies them byte for byte."""
     draft_layers: DraftLayers | None = None
     """Kind of the checkpoints' draft layers. None: the family has no draft layers."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
-    """Function from a model's shape to the places of single experts' tensors in packed tensors (all experts in one)."""
+    """Return the places of single experts' tensors in packed tensors (one tensor for all experts of a layer)."""
     reads_mxfp4: bool = False
-    """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
+    """Whether packed tensors in files may be MXFP4. They are dequantised to bfloat16 when read."""
     classifier: str = ""
-    """transformers' class with a value head. Empty: `architecture`, with the ending `ForSequenceClassification`."""
+    """transformers' class with a value head. Empty: `architecture`, ending in `ForSequenceClassification`."""
     other_model_types: tuple[str, ...] = ()
-    """Other values of `model_type` for models of this architecture."""
+    """Further values of `model_type` for this architecture."""
     is_quantisable: bool = False
     """Whether tests cover `rollout.quantization` for this family (tests/reshard/layouts)."""
     has_adapter_slots: bool = False
-    """Whether tests cover LoRA adapters in vLLM's slots (lora.sync: adapter) for this family, on attention and dense
-    layers (tests/distributed/test_adapter_reshard.py).
+    """Whether tests cover LoRA adapters in vLLM's slots (lora.sync: adapter), on attention and dense layers
+    (tests/distributed/test_adapter_reshard.py).
     """

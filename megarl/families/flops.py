@@ -1,8 +1,7 @@
-"""Model FLOPs of a forward pass, from a model's shape. No torch.
+"""Model FLOPs of a forward pass, from a model's shape. No torch. Source: PaLM (arXiv 2204.02311, appendix B).
 
 A multiply-add counts as two FLOPs. Included are causal attention and the matrix products of projections, feed-forward
-layers (only the chosen experts of a token), routers and output head. Excluded are norms, activations and recomputation.
-Source: PaLM (arXiv 2204.02311, appendix B).
+layers (for experts: a token's chosen ones), routers and output head. Norms, activations and recomputation are excluded.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megarl.families.shape import ModelShape
 
 
 def matrix_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of one token's matrix products, without attention scores: two for each used weight."""
+    """Return the FLOPs of one token's matrix products, two per used weight, without attention scores."""
     layers = sum(count * _layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
     head = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
     return 2.0 * (layers + head)
@@ -36,7 +35,7 @@ def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
-    """Return the multiply-adds of one token in a layer's attention projections (also linear attention), without
+    """Return the multiply-adds of one token in a layer's projections of attention or linear attention, without
     scores.
     """
     linear = shape.linear_attention
@@ -46,7 +45,9 @@ def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _pair_flops(shape: ModelShape) -> int:
-    """Return the FLOPs of a query token's attention to one key token in a layer: two per channel of score and value."""
+    """Return the FLOPs of one query token's attention to one key token in a layer: two per channel of score and
+    value.
+    """
     return 2 * (shape.attention.score_channels + shape.attention.value_channels)
 
 
@@ -57,7 +58,7 @@ class SequenceFlops:
     token_flops: float
     """FLOPs of a token's matrix products."""
     pair_flops: tuple[tuple[int, float], ...]
-    """Window (0: none) -> its tokens, and the FLOPs of a token pair in all layers with this window."""
+    """Pairs (window in tokens, 0: none; FLOPs of a token pair, summed over the layers with this window)."""
 
     def __call__(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return the FLOPs of each sequence. `lengths` and the result are [sequences]."""
@@ -72,7 +73,6 @@ class SequenceFlops:
 
 @cache
 def sequence_flops(shape: ModelShape) -> SequenceFlops:
-    """Return the FLOPs of a model's forward pass as a function of a sequence's length."""
     windows = Counter(kind.window for kind in shape.layers if kind.mixer == "attention")
     pairs = tuple((window, float(count * _pair_flops(shape))) for window, count in windows.items())
     return SequenceFlops(matrix_flops(shape), pairs)
@@ -84,10 +84,10 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
 
 
 def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs of a trained draft layer, which runs in updates only, over sequences of `lengths` [sequences].
+    """Return the FLOPs of a trained draft layer, used in updates only, over sequences of `lengths` [sequences].
 
     Each weight of the layer takes part in three products: forward, and both gradients. The head takes part in two,
-    because the draft layer's loss gives it no weight gradient.
+    because this loss gives it no weight gradient.
     """
     if not shape.num_draft_layers:
         return 0.0

@@ -17,28 +17,28 @@ class LinearAttention(ABC):
     plural: ClassVar[str]
     """Name of the layers in messages."""
     tensor_part: ClassVar[str]
-    """Part of the names of the layer's tensors in checkpoints. No other tensor has it."""
+    """Part of the names of the layer's tensors in checkpoints, and of no other names."""
     megatron_lm_variant: ClassVar[str]
     """Megatron-LM's argument `experimental_attention_variant`."""
     kernels: ClassVar[tuple[str, str]]
-    """Module with the GPU kernels, and the package that installs it. Without the package torch computes the layers."""
+    """Module with the GPU kernels, and the package that installs it. Without the package, torch computes the layers."""
     sums_norm_gradient: ClassVar[bool]
     """Whether Megatron sums the output norm's gradient over tensor-parallel ranks even without sequence parallelism."""
 
     @property
     @abstractmethod
     def num_split_heads(self) -> int:
-        """Return the number of heads that tensor and context parallelism split."""
+        """Number of heads that tensor and context parallelism split."""
 
     @property
     @abstractmethod
     def split_heads(self) -> str:
-        """Return the name of the split heads in messages."""
+        """Name of the split heads in messages."""
 
     @property
     @abstractmethod
     def config_sizes(self) -> Mapping[str, int]:
-        """Return the fields of config.json, with values, that set the shapes of the layer's tensors."""
+        """Fields of config.json, with values, that set the shapes of the layer's tensors."""
 
     @abstractmethod
     def megatron_settings(self) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class LinearAttention(ABC):
 
     @abstractmethod
     def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
-        """Return how many numbers per token autograd saves in a layer after the norm: (in the model's dtype, in
+        """Return the numbers per token that autograd saves in a layer after the norm: (in the model's dtype, in
         float32).
 
-        `in_torch`: torch computes the state and saves more than the kernels.
+        `in_torch`: torch computes the state, and saves more than the kernels.
         """

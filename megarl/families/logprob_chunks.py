@@ -1,8 +1,7 @@
-"""Choice of `trainer.logprob_chunk_tokens`: the tokens with logits in memory at once, by time and memory.
+"""Choice of `trainer.logprob_chunk_tokens`: the number of tokens with logits in memory at once.
 
-The logits [tokens, vocabulary] are computed in blocks of the vocabulary. A block has as many logits as one chunk of
-tokens. Each block reads all hidden states, and adds to their float32 gradient. So few blocks save time, and many blocks
-save memory.
+Logits [tokens, vocabulary] are computed in blocks of the vocabulary, each as large as the logits of one chunk of
+tokens. Each block reads all hidden states, and adds to their float32 gradient. Few blocks save time, many save memory.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 CPU_CHUNK_TOKENS = 1024
-"""Tokens of a chunk on CPUs. CPU caches are small."""
+"""Chunk on CPUs, in tokens: small, to fit CPU caches."""
 LIMIT_BYTES = 1 << 30
-"""Most bytes of logits in memory at once on a GPU, with the float32 copies that torch makes."""
+"""Maximum of the logits in memory at once on a GPU, including torch's float32 copies."""
 BLOCK_SHARE = 0.02
-"""Largest share of the head's time that splitting into blocks may cost. Fewer blocks would only cost memory."""
+"""Share of the head's time that blocks may cost. Fewer blocks would hardly be faster, but need more memory."""
 
 # Seconds on an H200 in bfloat16, fitted to the rows `logprobs_forward_backward` of tools/bench/results/h200.jsonl:
 # 32,768 tokens, hidden size 2,560, vocabulary 151,936, 9 to 33 blocks. The largest error is 1.7 % with kernels, and
@@ -28,7 +27,9 @@ _PRODUCT_SECONDS = 8 / 783e12
 _LOGIT_SECONDS = {True: 6.0e-12, False: 26.6e-12}
 """Seconds per logit of softmax, entropy and gradients. Key True: kernels read the logits in their stored type."""
 _BLOCK_SECONDS = {True: 7.5e-12, False: 5.7e-12}
-"""Seconds per token, hidden channel and block, to read hidden states and sum their gradient. Key True: with kernels."""
+"""Seconds per token, hidden channel and block, to read hidden states and add to their gradient. Key True: with
+kernels.
+"""
 
 
 def head_seconds(
@@ -36,24 +37,24 @@ def head_seconds(
 ) -> float:
     """Return the seconds of log-probs, entropies and their gradients on an H200 in bfloat16.
 
-    `vocabulary_rows` are the head's rows on a rank. `has_kernels`: GPU kernels read the logits in their type.
+    `vocabulary_rows` are the head's rows on a rank. `has_kernels`: GPU kernels read the logits in their stored type.
     """
     logits = vocabulary_rows * (_PRODUCT_SECONDS * hidden_size + _LOGIT_SECONDS[has_kernels])
     return num_tokens * (logits + num_blocks * hidden_size * _BLOCK_SECONDS[has_kernels])
 
 
 def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
-    """Return the bytes of one logit: the head's output of `itemsize` bytes, and without kernels two float32 copies."""
+    """Return the bytes of one logit: `itemsize` bytes, and without kernels also two float32 copies."""
     return itemsize + (0 if has_kernels else 2 * 4)
 
 
 def chosen_chunk_tokens(
     *, num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, has_kernels: bool
 ) -> int:
-    """Return the smallest chunk of tokens with blocks that cost at most `BLOCK_SHARE` of the head's time on a GPU.
+    """Return the smallest chunk of tokens whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
 
     `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows on a rank, `itemsize` the bytes of a
-    weight. The logits of a chunk never exceed `LIMIT_BYTES`, even if blocks then cost more time.
+    weight. The logits of a chunk never exceed `LIMIT_BYTES`, even if blocks then cost more.
     """
     seconds = partial(
         head_seconds, num_tokens=1, hidden_size=hidden_size, vocabulary_rows=vocabulary_rows, has_kernels=has_kernels
@@ -62,7 +63,7 @@ def chosen_chunk_tokens(
     of_block = seconds(num_blocks=1) - without
     most_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
     num_blocks = max(1, int(BLOCK_SHARE * without / of_block), -(-num_tokens // most_tokens))
-    # The smallest blocks have 64 rows. More of them would not make the chunk smaller.
+    # Blocks have at least 64 rows: from there on, more blocks do not make the chunk smaller.
     even_chunk = partial(_even_chunk, num_tokens=num_tokens, vocabulary_rows=vocabulary_rows)
     while (chunk := even_chunk(num_blocks=num_blocks)) > most_tokens:
         if num_blocks * 64 >= vocabulary_rows:
@@ -74,7 +75,7 @@ def chosen_chunk_tokens(
 def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
     """Return the chunk of tokens with as many logits as one of `num_blocks` equal blocks of the vocabulary.
 
-    A block has the logits of all `num_tokens` for a part of the vocabulary.
+    A block has logits of all `num_tokens`, a chunk has logits of the whole vocabulary.
     """
     # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
     rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
@@ -82,7 +83,7 @@ def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> in
 
 
 def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
-    """Return whether GPU kernels read the logits in their type. False: torch makes float32 copies."""
+    """Return whether GPU kernels read the logits in their stored type. False: torch makes float32 copies."""
     # Log-probs over retained tokens and divergences of whole distributions use torch's operations.
     is_truncated = any(source.recipe.rollout.sampling.is_truncated for source in recipe.sources)
     is_whole = recipe.loop == "distillation" and not recipe.has_advantages

@@ -1,6 +1,6 @@
 """LoRA adapters under PEFT's names, derived from the rules of their linear layers.
 
-A fused linear layer has one adapter. Its projections share the matrix A, and its matrix B is split like the weight.
+A fused linear layer has one adapter: its projections share the matrix A, and matrix B is split like the weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.families.shape import ModelShape
 from megarl.families.tensors.rules import Rule, Segment
 
 LINEARS = {
-    # Latent attention has the last three instead: the projections that make heads. Its down projections get no adapter.
+    # The last three are latent attention's projections to heads. Its down projections get no adapter.
     "qkv_proj": ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"),
     "o_proj": ("linear_proj",),
     "gate_up_proj": ("linear_fc1",),
@@ -45,7 +45,7 @@ def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> di
 
 
 def projections(names: Iterable[str]) -> list[str]:
-    """Return the last name parts of the modules with adapters, sorted, for PEFT's `target_modules`.
+    """Return the last name parts of the modules with adapters, sorted, for PEFT's `target_modules`: `q_proj`.
 
     `names` are matrix names, with layer numbers or with placeholders.
     """
@@ -66,7 +66,7 @@ def _linear_rules(rule: Rule, rank: int) -> tuple[Rule, ...]:
     shape_b = tuple((b[name], (shape[0], rank)) for name, shape in rule.tensors)
 
     def split(parameter: str, tensors: tuple[tuple[str, tuple[int, ...]], ...], names: dict[str, str]) -> Rule:
-        # Adapters are megarl's own modules, with the same names in both specs: so no name of Transformer Engine.
+        # Adapters are megarl's own modules. Transformer Engine's layers do not rename them.
         blocks = tuple(tuple(replace(part, tensor=names[part.tensor]) for part in block) for block in rule.blocks)
         return replace(rule, parameter=stem + parameter, tensors=tensors, blocks=blocks, transformer_engine=None)
 

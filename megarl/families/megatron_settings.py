@@ -1,6 +1,6 @@
 """Megatron-Core's settings of a model's architecture, by the names of TransformerConfig.
 
-Models in memory (`models.configuration`) and checkpoints for Megatron-LM (`checkpoint.torch_dist`) both use them.
+Models in memory (`models.configuration`) and checkpoints for Megatron-LM (`checkpoint.torch_dist`) use them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def architecture_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has a single
-    size.
-    """
+    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has one."""
     sizes = {window for window in shape.windows if window}
     if not sizes:
         return {}
@@ -53,11 +51,10 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def router_settings(router: Router, shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of a model's router and experts."""
     has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
     return {
-        # A list of layers makes Megatron-Core's checkpoints non-homogeneous, so models with experts everywhere have
-        # none.
+        # Not a list for models with experts in all layers: with a list, Megatron-Core's checkpoints are
+        # non-homogeneous.
         "moe_layer_freq": [int(kind.has_experts) for kind in shape.layers] if shape.has_dense_layers else 1,
         "moe_ffn_hidden_size": router.moe_intermediate_size,
         "moe_router_topk": router.top_k,

@@ -36,9 +36,9 @@ def list_rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
-    """Return a model's stacks: parameters of vLLM, made of concatenated Hugging Face tensors.
+    """Return a model's stacks: parameters of vLLM, composed of Hugging Face tensors.
 
-    Tensors without a rule are included, one stack each.
+    Stacks of tensors without a rule are included.
     """
     family = FAMILIES[model.family]
     return tuple(
@@ -48,7 +48,7 @@ def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the parameters of vLLM's draft model for the model's trained draft layers. Empty without such layers."""
+    """Return the parameters of vLLM's draft model for trained draft layers; empty without them."""
     draft_layers = FAMILIES[model.family].draft_layers
     if not model.num_draft_layers or draft_layers is None:
         return ()
@@ -58,13 +58,12 @@ def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def is_draft_tensor(model: ModelShape, tensor: TensorName) -> bool:
-    """Return whether a tensor belongs to the model's draft layers."""
     draft_layers = FAMILIES[model.family].draft_layers
     return draft_layers is not None and draft_layers.has_tensor(model, tensor)
 
 
 def live_name(template: str, model: ModelShape) -> str:
-    """Return vLLM's name of a tensor that vLLM does not fuse. vLLM removes prefixes other than `model.`."""
+    """Return vLLM's name of an unfused tensor. vLLM replaces longer prefixes by `model.`."""
     prefix = FAMILIES[model.family].prefix
     return "model." + template.removeprefix(prefix) if template.startswith(prefix) else template
 
@@ -76,9 +75,7 @@ def checkpoint_name(name: str, model: ModelShape) -> str:
 
 
 def template_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` in place of
-    numbers.
-    """
+    """Return the shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for numbers."""
     return {name: shape for rule in list_rules(model) for name, shape in rule.tensors}
 
 
@@ -87,7 +84,7 @@ def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
 
 
 def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the layers with a tensor, keyed by the tensor's template. For a tensor outside the layers: (-1,)."""
+    """Return the layers with a tensor, by the tensor's template. Outside of layers: (-1,)."""
     numbers: dict[str, set[int]] = {}
     for rule in rules:
         rule_layers = range(model.num_layers) if rule.layers is None else rule.layers
@@ -119,13 +116,15 @@ def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def float32_tensors(model: ModelShape) -> tuple[str, ...]:
-    """Return the names of tensors stored in float32 in models of any dtype."""
+    """Return the names of tensors that are float32 in models of any dtype."""
     templates = float32_templates(list_rules(model))
     return tuple(tensor.name for tensor in list_model_tensors(model) if tensor.template in templates)
 
 
 def list_aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return the places of single experts' tensors inside packed tensors (all experts in one) of the model's files."""
+    """Return the places of single experts' tensors inside the packed tensors (all experts in one) of the model's
+    files.
+    """
     return tuple(
         alias._replace(tensor=checkpoint_name(alias.tensor, model), packed=checkpoint_name(alias.packed, model))
         for alias in FAMILIES[model.family].aliases(model)
@@ -138,7 +137,7 @@ def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
     if family.draft_layers is None:
         return family.copied_prefixes
     if model.num_draft_layers:
-        # The copies in draft layers are not loaded either. An export writes them anew.
+        # Copies in trained draft layers are not loaded. An export writes them from the original tensors.
         return (*list_draft_copies(model), *family.copied_prefixes)
     return (*family.draft_layers.copied_prefixes(model), *family.copied_prefixes)
 
@@ -148,7 +147,7 @@ def is_read_by_drafter(model: ModelShape, name: str) -> bool:
     draft_layers = FAMILIES[model.family].draft_layers
     if draft_layers is None:
         return False
-    # A checkpoint's copies of embedding and head may be older than these, and would replace them.
+    # Copies of embedding and head in the checkpoint may be outdated, and would replace the trained tensors.
     return name.startswith(draft_layers.copied_prefixes(model)) and not name.endswith(tuple(draft_layers.copied))
 
 

@@ -1,11 +1,11 @@
 """Layers for multi-token prediction (MTP), stored in a checkpoint with the model.
 
-An MTP layer reads the hidden state of token t and the embedding of token t + 1. It predicts token t + 2 with the
+An MTP layer reads the hidden state of token t and the embedding of token t + 1, and predicts token t + 2 with the
 model's head. Source: DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). In Megatron-Core 0.16.1 it is a layer of
 `MultiTokenPredictionBlock`, in vLLM 0.30 the draft model of the method `mtp`.
 
-Its tensors are: the tensors of the model's last layer with attention, two norms and a projection before this layer, and
-a norm after it. Families name them in two ways: `NUMBERED` and `OWN_PREFIX`.
+It has the tensors of the model's last layer with attention; before it two norms and a projection, after it a norm.
+Families name them in two ways: `NUMBERED` and `OWN_PREFIX`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 OWN = "mtp."
-"""Prefix of the MTP layers' tensors, in files with a separate prefix for them."""
+"""Prefix of the MTP layers' tensors, in files that separate them from the model's layers."""
 
 PARAMETERS = draft_layers.PARAMETERS + "layers.0."
-"""Prefix of the layer's Megatron parameters. Only one layer can be trained, so its number is always 0."""
+"""Prefix of the layer's Megatron parameters. The number is 0, because only one layer can be trained."""
 
 _LAYER, _DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
 _TRANSFORMER = PARAMETERS + "transformer_layer."
 
 
 class MtpForm(NamedTuple):
-    """Form of an MTP layer in a family's checkpoints and in vLLM: names of its tensors, and its first input."""
+    """An MTP layer in a family's checkpoints and in vLLM: names of its tensors, and its first input."""
 
     layer: str
     """Prefix of the transformer layer's tensors, with `{layer}` for its number."""
@@ -42,13 +42,13 @@ class MtpForm(NamedTuple):
     hidden_norm: str
     projection: str
     final_norm: str
-    """Names of the further tensors: the norms of both inputs, their projection, and the norm before the head."""
+    """Names of the further tensors: the norms of both inputs, the projection of both, and the norm before the head."""
     live_layer: str
     """vLLM's prefix of the transformer layer's parameters."""
     splits_projection: bool
     """Whether vLLM splits the rows of the projection over ranks. False: each rank has all rows."""
     sees_first: bool
-    """Whether the layer reads the embedding at a sequence's first position. False: it reads zeros."""
+    """Whether the layer reads the embedding at a sequence's first position. False: it reads zeros there."""
     num_layers_field: str
     """Field of config.json with the number of MTP layers."""
     copied: Mapping[str, str] = {}
@@ -137,7 +137,7 @@ NUMBERED = MtpForm(
     num_layers_field="num_nextn_predict_layers",
     copied=COPIED,
 )
-"""Form of DeepSeek-V3 and GLM-4.5. The layer's number follows the model's last layer; it copies embedding and head."""
+"""Form of DeepSeek-V3 and GLM-4.5: the number after the model's last layer, and copies of embedding and head."""
 
 OWN_PREFIX = MtpForm(
     layer=OWN + "layers.{layer}.",
@@ -150,9 +150,9 @@ OWN_PREFIX = MtpForm(
     sees_first=True,
     num_layers_field="num_nextn_predict_layers",
 )
-"""Form of Qwen3-Next and Qwen3.5: separate names, numbered from 0. The field of config.json is Qwen3-Next's."""
+"""Form of Qwen3-Next and Qwen3.5: separate names, numbered from 0. `num_layers_field` is Qwen3-Next's."""
 
 
 def _last_attention(model: ModelShape) -> int:
-    """Return the number, from 0, of the model's last layer with attention. The MTP layer has the same parts."""
+    """Return the number, from 0, of the model's last layer with attention: the MTP layer has the same parts."""
     return max(number for number, kind in enumerate(model.layers) if kind.mixer == "attention")

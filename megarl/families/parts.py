@@ -31,30 +31,32 @@ class GroupedQuery:
     qk_norm: bool = False
     """Whether each query and key head has an RMSNorm."""
     has_output_gate: bool = False
-    """Whether the query projection also computes a gate for each query head that scales the output."""
+    """Whether the query projection also computes a gate per query head, which scales the head's output."""
 
     @property
     def score_channels(self) -> int:
-        """Return the query channels of all heads: the multiply-adds of a token pair's attention scores."""
+        """Query channels of all heads: the multiply-adds of a token pair's attention scores."""
         return self.num_heads * self.head_dim
 
     @property
     def value_channels(self) -> int:
-        """Return the channels of the attention's output, before the output projection."""
+        """Channels of the attention's output, before the output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def rotary_channels(self) -> int:
-        """Return the rotating channels of a head, if the rotary fraction is 1."""
+        """Rotating channels of a head at rotary fraction 1."""
         return self.head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        """Return the weights of one layer's projections (query, key, value, output), without biases."""
+        """Return the number of weights in one layer's projections (query, key, value, output), without biases."""
         gates = self.num_heads if self.has_output_gate else 0
         return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
-        """Return how many numbers the KV cache of one engine rank of `tp` has per token and layer."""
+        """Return the numbers per token and layer in the KV cache of one engine rank. `tp` is the engine's number of
+        ranks.
+        """
         # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
 
@@ -63,12 +65,12 @@ class GroupedQuery:
 class Latent:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values are projected from a latent vector.
 
-    Only some channels of each query and key head have rotary embeddings.
+    Only `rotary_channels` of a query or key head have rotary embeddings.
     """
 
     num_heads: int
     query_rank: int
-    """Channels of the queries' latent vector. 0: queries are projected from the hidden states."""
+    """Channels of the queries' latent vector. 0: none, queries are projected from the hidden states."""
     kv_rank: int
     """Channels of the latent vector of keys and values."""
     plain_channels: int
@@ -84,7 +86,7 @@ class Latent:
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of a query or key head."""
+        """Channels of a query or key head."""
         return self.plain_channels + self.rotary_channels
 
     @property
@@ -97,7 +99,7 @@ class Latent:
 
     @property
     def qk_norm(self) -> bool:
-        """Return True: Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
+        """True: Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
         return True
 
     @property
@@ -123,11 +125,11 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router of a mixture of experts, and the sizes of its experts."""
+    """Router of a mixture of experts, and the sizes of its experts."""
 
     num_experts: int
     top_k: int
-    """Number of routed experts chosen for each token."""
+    """Number of routed experts per token."""
     moe_intermediate_size: int
     """Intermediate size of a routed expert."""
     norm_topk_prob: bool = True
@@ -139,13 +141,11 @@ class Router:
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's logits into scores."""
     has_bias: bool = False
-    """Whether a float32 bias per expert is added to the scores when experts are chosen. Their weights exclude the
-    bias.
-    """
+    """Whether experts are chosen by score plus a float32 bias per expert. The routing weights exclude the bias."""
     scale: float = 1.0
     """Factor of the routing weights."""
     num_groups: int = 1
-    """Number of groups of experts. The router first chooses groups for a token, then experts in these groups."""
+    """Number of groups of experts. The router chooses groups for each token, then experts in these groups."""
     top_groups: int = 1
     """Number of groups chosen for each token."""
 
@@ -155,9 +155,9 @@ class Parts(NamedTuple):
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()
-    """The kind of each layer. Empty: all have attention without a window, and experts if the model has a router."""
+    """Kind of each layer. Empty: no layer has a window, and all have experts if the model has a router."""
     num_kept_layers: int = 0
-    """Number of draft layers at the checkpoint's end (`families.draft_layers`), copied unchanged."""
+    """Number of draft layers (`families.draft_layers`) in the checkpoint, copied unchanged."""
     linear_attention: LinearAttention | None = None
     """Sizes of the linear attention. None: no layer has linear attention."""
     has_zero_centered_norms: bool = False

@@ -43,7 +43,7 @@ def read_dense(
 ) -> Parts:
     """Return the parts of a dense model with grouped-query attention.
 
-    Raises DataError for biases in config.json. Fields in `ignored` are excluded: this family does not read them.
+    Raises DataError for biases in config.json, except the fields in `ignored`, which the family does not read.
     """
     refuse_biases(config, ignored)
     layer_windows = sliding.read(config, windows)
@@ -69,12 +69,12 @@ def read_experts(
 
 
 def layer_kinds_or_empty(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Return each layer's kind, or () if all have the default kind: experts, and attention without a window."""
+    """Return each layer's kind; () if all have the default kind: experts, no window."""
     return () if set(kinds) == {LayerKind(has_experts=True)} else kinds
 
 
 def grouped_query(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool) -> GroupedQuery:
-    """Return the sizes of grouped-query attention. Raises DataError if the key-value heads do not divide the heads."""
+    """Return the sizes of grouped-query attention. Raises DataError if num_kv_heads does not divide num_heads."""
     num_heads = size(config, "num_attention_heads")
     num_kv_heads = size(config, "num_key_value_heads", null=num_heads)
     if num_heads % num_kv_heads:
@@ -115,7 +115,7 @@ def top_k(config: Mapping[str, Any], num_experts: int) -> int:
 
 
 def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
-    """Return the layers' kinds: the first `first_k_dense_replace` are dense, and all further layers have experts."""
+    """Return the layers' kinds: the first `first_k_dense_replace` are dense, all others have experts."""
     num_dense = size(config, "first_k_dense_replace", null=0)
     if num_dense >= num_layers:
         raise DataError(f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers with experts.")
@@ -123,7 +123,7 @@ def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[Laye
 
 
 def require_field(config: Mapping[str, Any], field: str, remedy: str) -> Any:
-    """Return a field. Raises DataError, with the text `remedy`, if it is missing or null."""
+    """Return a field. Raises DataError, ending in `remedy`, if the field is missing or null."""
     if (value := config.get(field)) is None:
         raise DataError(f"{field} is missing. {remedy}")
     return value

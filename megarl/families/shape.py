@@ -44,11 +44,11 @@ class ModelShape:
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()
-    """The kind of each layer. Empty: all have attention without a window, and experts if the model has a router."""
+    """Kind of each layer. Empty: no layer has a window, and all have experts if the model has a router."""
     num_kept_layers: int = 0
-    """Number of the checkpoint's draft layers copied unchanged."""
+    """Number of draft layers (`families.draft_layers`) copied unchanged."""
     num_draft_layers: int = 0
-    """Number of trained draft layers, 0 or 1 (`families.draft_layers`)."""
+    """Number of trained draft layers: 0 or 1."""
     linear_attention: LinearAttention | None = None
     """Sizes of the linear attention. None: no layer has linear attention."""
     has_zero_centered_norms: bool = False
@@ -66,7 +66,7 @@ class ModelShape:
 
     @property
     def draft_layers_problem(self) -> str | None:
-        """Return the reason why the draft layers cannot be trained, or None."""
+        """Reason why the draft layers cannot be trained, or None."""
         draft_layers = FAMILIES[self.family].draft_layers
         if draft_layers is None:
             able = either([name for name, family in FAMILIES.items() if family.draft_layers])
@@ -77,14 +77,14 @@ class ModelShape:
 
     @property
     def draft_layer_kind(self) -> LayerKind:
-        """Return the kind of decoder layer inside each draft layer."""
+        """Kind of decoder layer inside each draft layer."""
         draft_layers = FAMILIES[self.family].draft_layers
         assert draft_layers is not None
         return draft_layers.layer_kind(self)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Return the numbers, from 0, of the layers with experts."""
+        """Numbers, from 0, of the layers with experts."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.has_experts)
 
     @property
@@ -98,7 +98,7 @@ class ModelShape:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Return the attention window of each layer in tokens, 0 for none. Empty: no layer has a window."""
+        """Attention window of each layer in tokens, 0 for none. Empty: no layer has a window."""
         windows = tuple(kind.window for kind in self.kinds)
         return windows if any(windows) else ()
 
@@ -116,41 +116,41 @@ class ModelShape:
 
     @property
     def rotary_channels(self) -> int:
-        """Return the channels of a head that rotate."""
+        """Channels of a head that rotate."""
         return int(self.attention.rotary_channels * self.rotary.fraction)
 
     @property
     def num_experts(self) -> int:
-        """Return the number of routed experts in a layer with experts. 0: a dense model."""
+        """Number of routed experts in a layer with experts; 0 for a dense model."""
         return self.router.num_experts if self.router else 0
 
     @property
     def top_k(self) -> int:
-        """Return the number of routed experts of each token. 0: a dense model."""
+        """Number of routed experts per token; 0 for a dense model."""
         return self.router.top_k if self.router else 0
 
     @property
     def moe_intermediate_size(self) -> int:
-        """Return the intermediate size of a routed expert. 0: a dense model."""
+        """Intermediate size of a routed expert; 0 for a dense model."""
         return self.router.moe_intermediate_size if self.router else 0
 
     @property
     def shared_intermediate_size(self) -> int:
-        """Return the intermediate size of the shared expert. 0: no shared expert."""
+        """Intermediate size of the shared expert; 0: there is none."""
         return self.router.shared_intermediate_size if self.router else 0
 
     def with_draft_layers(self, is_trained: bool) -> ModelShape:
-        """Return the same model, with its draft layers trained (`is_trained`) or only copied."""
+        """Return the same model with its draft layers trained, or only copied."""
         num_layers = self.num_draft_layers + self.num_kept_layers
         return replace(
             self, num_draft_layers=num_layers if is_trained else 0, num_kept_layers=0 if is_trained else num_layers
         )
 
     def with_value_head(self) -> ModelShape:
-        """Return the same backbone with a value head. Raises DataError unless the checkpoint is a text model only."""
+        """Return the same backbone with a value head. Raises DataError unless the checkpoint is a pure text model."""
         family = FAMILIES[self.family]
         if family.section:
-            # The export would keep the architecture of a language model: `value_head_fields` knows text models alone.
+            # `value_head_fields` supports text models only: the export would have a language model's architecture.
             raise DataError(
                 f"{family.architecture} with a value head (critic, reward model) is not supported; use a text model, "
                 f"{family.engine_architecture}."
@@ -172,9 +172,9 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
 
 
 def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
-    """Return the fields about packed experts that are True for a folder's files.
+    """Return `packs_experts` and `packs_draft_experts` as the folder's files have them.
 
-    Files are not read for families with a single form.
+    Empty, without reading files, for families with only one form.
     """
     forms = (list_aliases(replace(model, packs_experts=packs, packs_draft_experts=packs)) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
@@ -189,9 +189,9 @@ def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
-    """Return a model's shape for a prediction. If the folder is missing, `PUBLISHED` gives the shape.
+    """Return a model's shape for a prediction. For a missing folder, `PUBLISHED` gives the shape.
 
-    Raises DataError like `read_model_shape`. For a missing folder, the error has the command that downloads
+    Raises DataError like `read_model_shape`. For an unpublished model, the error has the command that downloads
     config.json.
     """
     if Path(model_folder).is_dir():
@@ -202,7 +202,7 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
 
 
 def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
-    """Return the shape in a config.json, with the fields of `override` changed. Errors name the file's path."""
+    """Return the shape in a config.json, with fields changed by `override`. Errors name the file `path`."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
         shape = shape_from_config(overridden(completed_config(config, path.parent), override or {}))
@@ -221,7 +221,7 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
 
 
 def completed_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json with the fields that vLLM reads and transformers 5 does not write.
+    """Return a folder's config.json with the fields that vLLM needs and transformers 5 does not write.
 
     Raises DataError for an unsupported architecture.
     """
@@ -238,7 +238,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     has_value_head = architecture.endswith(VALUE_HEAD)
     name = _family_name(architecture, config.get("model_type"))
     family = FAMILIES[name]
-    # Also where the sizes are in a section: releases have both fields outside of it.
+    # Releases with a section for the sizes have dtype and quantization_config outside of it.
     _check_number_formats(config, family.reads_mxfp4)
     if family.section:
         _check_ties(config, family.section)
@@ -284,14 +284,14 @@ def _check_ties(config: Mapping[str, Any], section: str) -> None:
 
 
 def _dense_intermediate_size(config: Mapping[str, Any], parts: Parts) -> int:
-    """Return the size of dense feed-forward layers. The field may be missing if all layers have experts."""
+    """Return the size of dense feed-forward layers; 0 if it is missing and all layers have experts."""
     if parts.router is not None and all(kind.has_experts for kind in parts.kinds):
         return size({"intermediate_size": 0, **config}, "intermediate_size", null=0)
     return size(config, "intermediate_size")
 
 
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise DataError for a changed field with no effect on this model."""
+    """Raise DataError for an overridden field without effect on this model."""
     if override and (section := FAMILIES[shape.family].section):
         raise DataError(
             f"{next(iter(override))} is a field of {section} in this model's config.json and cannot be overridden; "
@@ -303,7 +303,7 @@ def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
-    """Return the config.json fields that set a tensor's shape, with values, for messages: `intermediate_size 17408`."""
+    """Return the config.json fields that set a tensor's shape, for messages: `intermediate_size 17408`."""
     linear = model.linear_attention
     names = {
         **({linear.tensor_part: linear.config_sizes} if linear else {}),
@@ -317,9 +317,9 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
-    """Return the fields of config.json that differ between a reward model and its backbone.
+    """Return the fields of config.json in which a reward model differs from its backbone.
 
-    transformers scores the last token before the padding, so the tokenizer in `folder` gives the padding token.
+    They include the padding token of the tokenizer in `folder`: transformers scores the last token before the padding.
     """
     padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding
@@ -328,8 +328,8 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
     derived = family.architecture.replace("ForCausalLM", VALUE_HEAD)
     ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
     fields = {
-        # Programs that build the class by its name read the first. vLLM 0.30 knows only the derived one, and takes the
-        # first name that it knows.
+        # Programs that build a class by name use the first architecture. vLLM 0.30 uses the first that it knows, and
+        # knows only the derived one.
         "architectures": [family.classifier, derived] if family.classifier else [derived],
         # One label makes transformers build a head with one output.
         "id2label": {"0": "LABEL_0"},
@@ -341,8 +341,8 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Return the padded vocabulary size: rows of Megatron's embedding over all tensor-parallel ranks.
 
-    vLLM 0.30 pads to a multiple of 64 too. So at equal tp both split the vocabulary alike, and a reshard sends no rows
-    of it between ranks.
+    vLLM 0.30 pads to a multiple of 64 too. At equal tp both split the vocabulary alike, and a reshard sends none of its
+    rows between ranks.
     """
     multiple = lcm(64, tp)
     return -(-vocab_size // multiple) * multiple
@@ -356,9 +356,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _family_name(architecture: str, model_type: object) -> str:
-    """Return the model family of a language model's or a reward model's architecture.
+    """Return the model family of a language model's or reward model's architecture.
 
-    `model_type` comes from config.json. Raises DataError for a family without a module.
+    `model_type` comes from config.json. Raises DataError for an unsupported architecture.
     """
     names = {family.architecture: name for name, family in FAMILIES.items()}
     classifiers = {family.classifier: name for name, family in FAMILIES.items() if family.classifier}
@@ -386,7 +386,7 @@ def _check_number_formats(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
 
 
 def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise DataError for values of config.json that megarl cannot compute with: labels, activation, dtype."""
+    """Raise DataError for unsupported values of config.json: number of labels, activation."""
     # transformers defaults to two labels.
     labels = len(mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:

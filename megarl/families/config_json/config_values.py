@@ -15,7 +15,7 @@ _LARGEST_SIZE = 1 << 24
 
 
 def size(config: Mapping[str, Any], field: str, *, null: int | None = None) -> int:
-    """Return a positive integer field. A null field means the value `null`; with `null` 0 the field may also be 0.
+    """Return a positive integer field. `null` is the value of a null field; with `null` 0 the field may also be 0.
 
     Raises DataError for another value, KeyError for a missing field.
     """
@@ -55,5 +55,5 @@ def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def quote(value: Any) -> str:
-    """Return a field's value as text for a message; "missing" for None."""
+    """Return a field's value as text for a message; None is "missing"."""
     return "missing" if value is None else shortened(repr(value))

@@ -14,11 +14,11 @@ from megarl.families.config_json.rotary import Rotary
 Array = Any
 """A one-dimensional float32 array of numpy, or a tensor of torch."""
 Where = Callable[[Array, Array, Array], Array]
-"""Function `where` of torch or numpy: it chooses elements of two arrays by a condition."""
+"""Function `where` of torch or numpy: where(condition, if true, if false), element by element."""
 
 
 def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pairs: Array, where: Where) -> Array:
-    """Return the angle of each pair of channels per position, [num_channels / 2], in radians.
+    """Return the angle per position of each pair of channels, [num_channels / 2], in radians.
 
     `exponents` are the even numbers below num_channels, divided by num_channels. `pairs` numbers the pairs from 0.
     """
@@ -47,18 +47,18 @@ def _llama3(plain: Array, rotary: Rotary, where: Where) -> Array:
 def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
     """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2).
 
-    Fast pairs keep their `plain` frequency, slow pairs get the `divided` one. A linear ramp joins the two.
+    Fast pairs have their `plain` frequency, slow pairs the `divided` one, and pairs between them a linear mixture.
     """
 
     def find_pair(rotations: float) -> float:
-        """Return the number (a real number) of the pair that makes so many rotations over the original context."""
+        """Return the pair, a real number, with this number of rotations over the original context."""
         positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
 
     start, end = find_pair(rotary.beta_fast), find_pair(rotary.beta_slow)
     if rotary.truncate:
         start, end = math.floor(start), math.ceil(end)
-    # The bound counts channels, though there are half as many pairs: transformers and vLLM do so too.
+    # The bound counts channels, although there are half as many pairs. transformers and vLLM have the same bound.
     start, end = max(start, 0), min(end, num_channels - 1)
     # An empty ramp would divide by zero.
     width = (end - start) or 0.001

@@ -38,9 +38,7 @@ _REQUIRED: dict[str, frozenset[str]] = {
     "llama3": _FIELDS["llama3"],
     "yarn": frozenset({"factor", _ORIGINAL}),
 }
-"""Parameters that each rope_type needs. transformers and vLLM replace some missing parameters by fields of the model;
-megarl does not.
-"""
+"""Parameters that each rope_type needs. transformers and vLLM have defaults for some of them; megarl has none."""
 
 _NAMES = frozenset({"rope_type", "type", "rope_theta"})
 _FRACTION = "partial_rotary_factor"
@@ -48,12 +46,12 @@ _FRACTION = "partial_rotary_factor"
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Settings of a model's rotary embeddings. `models.rotary` computes the frequencies from them."""
+    """Settings of a model's rotary embeddings, from which `models.rotary` computes the frequencies."""
 
     theta: float
     """Base of the frequencies."""
     fraction: float = field(default=1.0, kw_only=True)
-    """Fraction of a head's channels that rotate. The first channels rotate."""
+    """Fraction of a head's channels that rotate: the first ones."""
     scaling: Scaling = "default"
     factor: float = 1.0
     """Ratio of the extended context to the trained one."""
@@ -68,7 +66,7 @@ class Rotary:
     beta_slow: float = 1.0
     """yarn: dimensions with fewer rotations than this over the original context are divided by `factor`."""
     attention_factor: float = 1.0
-    """yarn: factor of the cosines and sines, so attention scores are scaled by its square."""
+    """yarn: factor of the cosines and sines. Attention scores are scaled by its square."""
     score_mscale: float = 0.0
     """yarn with latent attention: attention scores are multiplied by (0.1 * score_mscale * ln(factor) + 1)^2."""
     truncate: bool = True
@@ -77,7 +75,7 @@ class Rotary:
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary settings without nulls, in the form of transformers 4 or 5. Raises DataError if both differ."""
-    # transformers 5 has them in rope_parameters, transformers 4 in rope_scaling, and the base in a field of its own.
+    # transformers 5 has all settings in rope_parameters; transformers 4 in rope_scaling, the base in rope_theta.
     newer, older = (
         {name: value for name, value in mapping(config, field).items() if value is not None}
         for field in ("rope_parameters", "rope_scaling")
@@ -137,7 +135,7 @@ def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
         raise DataError(f"rope parameter factor {factor}: YaRN extends the context; use a factor of at least 1.")
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and positions > original * factor:
-        # vLLM 0.30 has cosines and sines for this many positions and reads beyond them without an error.
+        # vLLM 0.30 has cosines and sines for original * factor positions, and reads beyond them without an error.
         raise DataError(
             f"max_position_embeddings {positions} exceeds original_max_position_embeddings * factor = "
             f"{original * factor:g}; lower it or raise the factor."

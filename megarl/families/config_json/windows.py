@@ -1,7 +1,7 @@
 """Sliding attention windows of a model's layers, read from config.json. No torch.
 
-A token attends to the last `sliding_window` tokens, itself included. For these families vLLM 0.30 has windows in all
-layers or in none. An error names any other arrangement.
+A token attends to the last `sliding_window` tokens, itself included. For families with these functions, vLLM 0.30 has
+windows in all layers or in none; another arrangement is an error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from megarl.families.config_json.config_values import COPY_AGAIN, flag, quote, s
 from megarl.types import DataError
 
 Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
-"""Function of config.json and the number of layers. It returns each layer's attention window in tokens; empty if no
-layer has a window. Raises DataError if transformers and vLLM place windows in different layers.
+"""Function (config.json, number of layers) -> each layer's attention window in tokens; empty: no layer has a window.
+
+Raises DataError if transformers and vLLM place windows in different layers.
 """
 
 DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -22,9 +23,7 @@ DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_lay
 
 
 def read(config: Mapping[str, Any], windows: Windows) -> tuple[int, ...]:
-    """Return each layer's window, read by the family's function `windows`. Raises DataError if `layer_types`
-    differs.
-    """
+    """Return each layer's window, as given by the family's `windows`. Raises DataError if `layer_types` differs."""
     num_layers = size(config, "num_hidden_layers")
     types = config.get("layer_types") or []
     if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
@@ -79,7 +78,7 @@ def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
 def refuse_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return no windows. Raises DataError for `use_sliding_window`.
 
-    For families with windows that transformers and vLLM 0.30 place in different layers.
+    For families whose windows transformers and vLLM 0.30 place in different layers.
     """
     if flag(config, "use_sliding_window"):
         raise DataError(

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and V3.1, Moonlight, Kimi-K2: latent attention, a sigmoid router, dense first layers, shared experts.
 
 The layer for multi-token prediction is copied unchanged, or trained (`families.mtp`). Norms of latent vectors use
-`rms_norm_eps`, like Megatron-Core and vLLM. transformers 5 always uses 1e-6 for these norms.
+`rms_norm_eps`, like Megatron-Core and vLLM. transformers 5 uses 1e-6 for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""Fields that vLLM 0.30 reads. If they are missing, it routes without the bias, or by a softmax."""
+"""Fields of vLLM 0.30. If they are missing, vLLM routes without the bias, or by a softmax."""
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
@@ -120,9 +120,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of latent attention. Down projections are replicated, in Megatron's and Transformer Engine's
-    layers.
-    """
+    """Return the rules of latent attention. Down projections are replicated, also in Transformer Engine's layers."""
     attention, hidden = model.attention, model.hidden_size
     assert isinstance(attention, Latent)
     decoder, checkpoint = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
@@ -130,7 +128,7 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
 
     def norm(kind: str, rank: int) -> Rule:
         rule = replicate(f"{decoder}{kind}_layernorm.weight", f"{checkpoint}{kind}_a_layernorm.weight", (rank,))
-        # Transformer Engine fuses it into the projection after it.
+        # Transformer Engine fuses the norm into the projection after it.
         return replace(rule, transformer_engine=Variant(f"{decoder}linear_{kind}_up_proj.layer_norm_weight"))
 
     queries = (
@@ -152,7 +150,7 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
         *(queries if attention.query_rank else direct),
         replicate(decoder + "linear_kv_down_proj.weight", checkpoint + "kv_a_proj_with_mqa.weight", shape),
         norm("kv", latent),
-        # The rows of a head, keys before values, follow each other in both programs.
+        # Megatron and the checkpoint have the same row order: head by head, keys before values.
         column(
             decoder + "linear_kv_up_proj.weight",
             checkpoint + "kv_b_proj.weight",
@@ -163,11 +161,13 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. If queries have a latent vector, both down projections are one replicated parameter."""
+    """Return vLLM's parameters. For queries with a latent vector, one replicated parameter has both down
+    projections.
+    """
     attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
     down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
-    # Queries alone have the name of a part of grouped-query attention's fused projection.
+    # The standard stack qkv_proj would take q_proj, which is a separate parameter here.
     inherited = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
     return (
         *inherited,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return `first_k_dense_replace`, the number of dense first layers. transformers 5 writes the layers' types
+    """Return `first_k_dense_replace`, the number of dense first layers. transformers 5 writes `mlp_layer_types`
     instead.
     """
     if config.get("first_k_dense_replace") is not None:
@@ -31,10 +31,10 @@ def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mappin
 
 def read(config: Mapping[str, Any]) -> Parts:
     parts = deepseek_v3.read_latent(config)
-    # No kinds: all layers have experts.
+    # `parts.kinds` is empty if all layers have experts.
     kinds = ["sparse" if kind.has_experts else "dense" for kind in parts.kinds]
     kinds = kinds or ["sparse"] * size(config, "num_hidden_layers")
-    # transformers reads this field and vLLM the other one: they must agree.
+    # transformers reads mlp_layer_types, and vLLM reads first_k_dense_replace: they must agree.
     if (stored_kinds := config.get("mlp_layer_types")) is not None and stored_kinds != kinds:
         raise DataError(f"mlp_layer_types is {quote(stored_kinds)}; first_k_dense_replace gives {quote(kinds)}.")
     return parts

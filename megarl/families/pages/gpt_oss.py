@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU.
 
-Files pack all experts of a layer into one transposed tensor, with gate and up rows in turn. The released files are
+Files pack all experts of a layer into one transposed tensor, with alternating gate and up rows. Released files are
 MXFP4.
 """
 
@@ -32,7 +32,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a gpt-oss model. Raises DataError for values that vLLM 0.30 does not read."""
+    """Return the parts of a gpt-oss model. Raises DataError for values that vLLM 0.30 ignores."""
     refuse_biases(config, ignored=("attention_bias",))
     num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window")
     alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
@@ -127,7 +127,7 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
             for kind in ("weight", "bias")
         ),
         stacks.row(_EXPERT + "down_proj.weight", live + "w2_weight")._replace(stacks_experts=True),
-        # Every rank adds its bias before the sum over ranks, so all but the first hold zeros.
+        # vLLM adds the bias on every rank before the sum over ranks, so all ranks except the first have zeros.
         stacks.Stack(live + "w2_bias", 0, (stacks.Part(_EXPERT + "down_proj.bias", "first"),), stacks_experts=True),
     )
 

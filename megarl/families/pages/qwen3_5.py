@@ -1,7 +1,7 @@
 """Qwen3.5, Qwen3.6 and Qwen3.8, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
 
-megarl trains and samples text only; exports contain the vision tower (`model.visual.`) of released checkpoints
-unchanged. The layer for multi-token prediction (`mtp.`) is copied or trained (`families.mtp`).
+megarl trains and samples text only. Exports contain the vision tower (`model.visual.`) of the base model, unchanged.
+The layer for multi-token prediction (`mtp.`) is copied or trained (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def read_dense(config: Mapping[str, Any]) -> Parts:
 
 
 def read_experts(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a model with experts in all layers."""
     # transformers and vLLM 0.30 have experts in all layers and normalise their weights. They read none of these fields.
     fixed = {"norm_topk_prob": (None, True), "mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
     for field, values in fixed.items():
@@ -46,7 +45,7 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
 
 
 def _without_image_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without the rotary settings for images. They have no effect on text: a token has one
+    """Return config.json without the rotary settings for images. Text does not need them: a text token has one
     position.
     """
     rope = {name: value for name, value in mapping(config, "rope_parameters").items() if name not in _OF_IMAGES}
@@ -74,7 +73,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return the places of the experts' tensors in packed tensors. Empty if the files have a tensor for each expert.
+    """Return the places of the experts' tensors in packed tensors; empty if the files have one tensor per expert.
 
     Packed tensors are gate_up_proj [experts, 2 * channels, hidden_size], all gates before all ups, and down_proj
     [experts, hidden_size, channels].
@@ -97,7 +96,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. A delta-net has two: one for queries, keys, values and gates, one for both rates."""
+    """Return vLLM's parameters. A delta-net has two input projections: queries, keys, values and gates; both rates."""
     linear = delta_net(model)
     keys, end = linear.key_channels, linear.convolved_channels
     rows = ((0, keys), (keys, 2 * keys), (2 * keys, end))
@@ -126,10 +125,7 @@ def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Fa
 
 
 def _with_vision(text: Family) -> Family:
-    """Return the family for checkpoints with a vision tower.
-
-    Trainer and engine use only the text model. An export copies the tower's tensors byte for byte.
-    """
+    """Return the family for checkpoints with a vision tower: trained and sampled as a text model."""
     return replace(
         text,
         classifier="",

@@ -1,7 +1,6 @@
 """Qwen3-Next: gated delta-nets in three of four layers, gated attention in the fourth, experts as in Qwen2-MoE.
 
-The layer for multi-token prediction (`mtp.`) is copied unchanged, or trained (`families.mtp`). `qwen3_5` extends this
-module.
+The layer for multi-token prediction (`mtp.`) is copied unchanged, or trained (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
 LINEAR = llama.LAYER + "linear_attn."
 MIXERS = {"full_attention": "attention", "linear_attention": "linear_attention"}
-"""Kind of a layer's mixer (`LayerKind.mixer`), keyed by the values of `layer_types`."""
+"""Kind of a layer's mixer (`LayerKind.mixer`), by the values of `layer_types`."""
 KEYS = ("query", "key", "value", "z", "beta", "alpha")
-"""Parts of a delta-net's input projection, by their key endings in checkpoints of Megatron-Core 0.16.1."""
+"""Parts of a delta-net's input projection, named by the ends of their keys in Megatron-Core 0.16.1's checkpoints."""
 
 
 def read(config: Mapping[str, Any]) -> Parts:
@@ -44,9 +43,7 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool], mtp: MtpForm) -> Parts:
-    """Return the parts of a model with delta-nets and gated attention. `has_experts` is True for each layer with
-    experts.
-    """
+    """Return the parts of a model with delta-nets and gated attention. `has_experts` has one value per layer."""
     refuse_biases(config)
     if config.get("attn_output_gate", True) is not True:
         raise DataError(f"attn_output_gate is {quote(config['attn_output_gate'])}: transformers always has the gates.")
@@ -77,7 +74,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
 
 
 def _mixers(config: Mapping[str, Any]) -> list[Any]:
-    """Return the mixer of each layer. Raises DataError for an unknown mixer, or if all layers have the same one."""
+    """Return the mixer of each layer. Raises DataError for an unknown mixer, or unless both kinds occur."""
     num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
     if types is None:
         # Releases without the field have an interval. Its default is that of transformers.
@@ -125,7 +122,8 @@ def hybrid_rules(
 ) -> tuple[Rule, ...]:
     """Return the rules of a model with delta-nets and gated attention.
 
-    `tensors` and `blocks` compose a delta-net's input projection: queries, keys, values, gates, beta, alpha.
+    `tensors` and `blocks` compose a delta-net's input projection, in the order queries, keys, values, gates, beta,
+    alpha.
     """
     linear = delta_net(model)
     is_linear = model.layers_where(lambda kind: kind.mixer == "linear_attention")
@@ -161,7 +159,7 @@ def hybrid_rules(
         replicate(mixer + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
         row(mixer + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
     )
-    # A model of few layers may have one kind alone.
+    # Rules without layers are dropped: a model of few layers may have only one kind.
     mixed = tuple(
         rule
         for rule in (*attention, *(replace(rule, layers=is_linear) for rule in added))

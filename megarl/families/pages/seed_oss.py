@@ -32,7 +32,7 @@ _FIELDS = {
     "head_dim": 128,
     "max_position_embeddings": 524288,
 }
-# The function above refuses a missing base, because transformers and vLLM 0.30 have different ones.
+# No default: `read` refuses a missing rope_theta, because transformers and vLLM 0.30 have different defaults.
 del _FIELDS["rope_theta"]
 
 FAMILY = Family("SeedOssForCausalLM", read, qwen2.rules, _FIELDS)

@@ -1,3 +1,1 @@
-"""Names of tensors in Megatron and in checkpoints, and the rules and stacks that compose parameters of them. No
-torch.
-"""
+"""Names of tensors in Megatron and in checkpoints; rules and stacks that compose parameters from them. No torch."""

@@ -1,4 +1,4 @@
-"""Parameters that are matrices between hidden states. An optimizer like Muon updates each matrix as a whole."""
+"""Parameters that are matrices between hidden states. Optimizers like Muon update each matrix as a whole."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _ROUTER = ".mlp.router.weight"
 
 
 def has_matrices(rule: Rule) -> bool:
-    """Return whether a parameter consists of matrices between hidden states.
+    """Return whether a parameter consists of matrices between hidden states: tensors with two axes and several rows.
 
-    All its tensors have two axes and several rows. Embedding and output head are excluded: a row belongs to a token,
-    and few tokens occur in a batch. Routers are excluded: a row belongs to an expert. An update of equal size in all
-    directions would send many tokens to other experts than the engine chose.
+    Excluded are embedding and output head: a row belongs to a token, and few tokens occur in a batch. Routers are
+    excluded too: a row belongs to an expert, and an update of equal size in all directions would send many tokens to
+    other experts than the engine chose.
     """
     is_fixed = rule.is_buffer or rule.padded or rule.parameter.endswith(_ROUTER)
     return not is_fixed and all(len(shape) == 2 and min(shape) > 1 for _, shape in rule.tensors)

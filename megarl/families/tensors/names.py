@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorName(NamedTuple):
-    """The name of a checkpoint's tensor. If the name has no such number, layer is -1 and expert is 0."""
+    """Name of a checkpoint's tensor. Without a layer in the name, `layer` is -1; without an expert, `expert` is 0."""
 
     template: str
     layer: int = -1
@@ -34,5 +34,5 @@ def parse_name(name: str) -> TensorName:
 
 
 def in_order(tensors: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """Return tensors sorted by layer, template and expert. Reshard plans have this order."""
+    """Return tensors sorted by layer, template and expert: the order of reshard plans."""
     return tuple(sorted(tensors, key=attrgetter("layer", "template", "expert")))

@@ -1,4 +1,6 @@
-"""Places of single experts' tensors in packed tensors of a checkpoint. A packed tensor has all experts of a layer."""
+"""Places of single experts' tensors in the packed tensors of a checkpoint. A packed tensor has all experts of a
+layer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """Place of one dimension of an expert's tensor: index i is index `start + i * step` of dimension `dim`."""
+    """One dimension of an expert's tensor in the packed tensor: index i is index `start + i * step` of dimension
+    `dim`.
+    """
 
     dim: int
     start: int = 0
@@ -22,4 +26,4 @@ class Alias(NamedTuple):
     """Name of the packed tensor in files, with `{layer}`."""
     packed_shape: tuple[int, ...]
     axes: tuple[Axis, ...]
-    """Place of each dimension of the expert's tensor in the packed tensor. The packed tensor has one dimension more."""
+    """Place of each dimension of the expert's tensor in the packed tensor, which has one dimension more."""

@@ -2,10 +2,8 @@
 
 A Megatron parameter is a sequence of blocks, and a block a sequence of segments. A segment is a range of one Hugging
 Face tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores
-its parts one after another.
-
-This covers column, row and vocabulary splits. Megatron's interleaved query groups are one block, even if a rank's part
-ends inside a group or a head. Its gate and up halves are two blocks.
+its parts one after another. A gate and up projection has two blocks. Megatron's interleaved query groups are one block,
+even if a rank's part ends inside a group or a head.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
-"""Pipeline stages with the parameter. `last_of_several_stages`: the last stage, only if there are several."""
+"""Pipeline stages with the parameter. `last_of_several_stages`: the last stage, unless it is the only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A range of indices, `start` to `stop`, of one Hugging Face tensor along the split dimension."""
+    """Indices `start` to `stop` (excluded) of one Hugging Face tensor along the split dimension."""
 
     tensor: str
     start: int
@@ -32,9 +30,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Difference of a parameter in Transformer Engine's layers: its name, and whether it is replicated.
+    """A parameter in Transformer Engine's layers: its name, and whether it is replicated.
 
-    Transformer Engine fuses a norm with the following linear layer, and puts all experts into one module.
+    Transformer Engine fuses a norm into the linear layer after it, and puts all experts into one module.
     """
 
     parameter: str
@@ -46,7 +44,7 @@ class Rule:
     """A Megatron parameter and its Hugging Face tensors.
 
     In `parameter`, `{layer}` and `{expert}` are numbers on the rank; in `tensors`, numbers in the whole model. Two
-    rules may have the same tensors or the same parameter in different layers.
+    rules may share tensors. They may also name the same parameter, in different layers.
     """
 
     parameter: str
@@ -57,13 +55,13 @@ class Rule:
     dim: int | None
     """Dimension split by tensor parallelism. None: the parameter is replicated."""
     blocks: tuple[tuple[Segment, ...], ...]
-    """Blocks of the parameter, in order: each is split over the tensor-parallel ranks."""
+    """Blocks of the parameter, in order. Each is split over the tensor-parallel ranks."""
     padded: bool = False
-    """Whether the parameter has more vocabulary rows at its end than the Hugging Face tensor."""
+    """Whether the parameter has further vocabulary rows after the rows of the Hugging Face tensor."""
     transformer_engine: Variant | None = None
     """Differences in Transformer Engine's layers. None: no difference."""
     is_expert: bool = False
-    """Whether the parameter belongs to one expert. Experts are distributed over ranks, and may be split."""
+    """Whether the parameter belongs to one expert. Ranks have different experts, and may split an expert."""
     layers: frozenset[int] | None = None
     """Numbers, from 0, of the layers with this parameter. None: all layers."""
     is_buffer: bool = False
@@ -71,10 +69,10 @@ class Rule:
     dtype: Literal["model", "float32"] = "model"
     """Data type: the model's, or always float32."""
     block_keys: tuple[str, ...] = ()
-    """Key endings, if Megatron's checkpoints store each block as a separate tensor. Empty: one key."""
+    """Key endings of the blocks, if Megatron's checkpoints store each block separately. Empty: one key."""
 
     def has_layer(self, layer: int) -> bool:
-        """Return whether a layer has this parameter. Outside of layers, `layer` is -1."""
+        """Return whether a layer has this parameter. `layer` -1 stands for parameters outside of layers."""
         return layer < 0 or self.layers is None or layer in self.layers
 
     def rename_tensors(self, rename: Callable[[str], str]) -> Rule:
@@ -83,7 +81,7 @@ class Rule:
         return replace(self, tensors=tensors, blocks=blocks)
 
     def resolve(self, transformer_engine: bool) -> Rule:
-        """Return the rule of this parameter in Transformer Engine's layers, or in Megatron's own."""
+        """Return the rule for Transformer Engine's layers, or for Megatron's own layers."""
         variant = self.transformer_engine
         if variant is None or not transformer_engine:
             return replace(self, transformer_engine=None)
@@ -92,7 +90,6 @@ class Rule:
 
 
 def overlap(first: Rule, second: Rule) -> bool:
-    """Return whether the parameters of both rules occur in a common layer."""
     if first.layers is None or second.layers is None:
         return True
     return bool(first.layers & second.layers)
@@ -131,9 +128,8 @@ def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> 
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
-    """Return the rule of a gated MLP's weight: gate and up projection in one tensor, split over output features.
-
-    On each rank the gate's rows come first.
+    """Return the rule of gate and up projection in one tensor, split over output features. A rank has the gate's rows
+    first.
     """
     return Rule(
         parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
@@ -143,8 +139,8 @@ def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
 def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, features: tuple[int, ...]) -> Rule:
     """Return the rule of Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
-    With output gates, the gates of a group follow its query heads. In the checkpoint each gate follows its head.
-    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts. If tp exceeds
+    With output gates, Megatron has a group's gates after its query heads; the checkpoint has each gate after its head.
+    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: if tp exceeds
     the number of key-value heads, a part may begin or end inside a head.
     """
     width, heads = model.head_dim, model.num_heads // model.num_kv_heads
@@ -175,8 +171,7 @@ def _queries(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment
 def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate") -> tuple[Rule, ...]:
     """Add a router and experts to a dense family's rules, in the layers with experts.
 
-    `router` is the router's name in the checkpoint. Each expert is a parameter of its own. The norm before a router is
-    never fused.
+    `router` is the router's name in the checkpoint. Each expert is a separate parameter.
     """
     mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
@@ -205,9 +200,9 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
 
 
 def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) -> tuple[Rule, ...]:
-    """Add a shared expert to the rules, in the layers with experts, if the model has one.
+    """Add the model's shared expert, if any, to the rules of the layers with experts.
 
-    `theirs` is the shared expert's name in the checkpoint: `shared_expert` or `shared_experts`.
+    `theirs` is its name in the checkpoint: `shared_expert` or `shared_experts`.
     """
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:
@@ -226,7 +221,7 @@ def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) 
 
 
 def expert_bias(model: ModelShape) -> Rule:
-    """Return the rule of the router's bias: a float32 buffer in Megatron that only affects the choice of experts."""
+    """Return the rule of the router's bias: a float32 buffer in Megatron that affects only the choice of experts."""
     parameter, tensor = (
         "decoder.layers.{layer}.mlp.router.expert_bias",
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",

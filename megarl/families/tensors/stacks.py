@@ -1,4 +1,4 @@
-"""vLLM's parameters as stacks of Hugging Face tensors, and stacks common to several families. No torch."""
+"""vLLM's parameters as stacks of Hugging Face tensors, and the stacks common to several families. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LAYER = "model.layers.{layer}."
 
 
 class Part(NamedTuple):
-    """One tensor of a stack, or a range of its rows, and its split over the engine's ranks.
+    """A tensor of a stack, or a range of its rows, and its split over the engine's ranks.
 
-    `first`: of the ranks that share an expert, only the first has the tensor. All others have zeros.
+    `first`: among the ranks that share an expert, the first has the tensor, all others have zeros.
     """
 
     tensor: str
@@ -23,9 +23,9 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A parameter of vLLM: tensors concatenated along `dim`, or with `alternates` interleaved row by row.
+    """A parameter of vLLM: tensors concatenated along `dim`, or interleaved row by row (`alternates`).
 
-    With `stacks_experts`, the parameter has all local experts in an additional first dimension.
+    With `stacks_experts`, an additional first dimension has the rank's experts.
     """
 
     storage: str
@@ -33,7 +33,7 @@ class Stack(NamedTuple):
     parts: tuple[Part, ...]
     stacks_experts: bool = False
     dtype: Literal["model", "float32"] = "model"
-    """The parameter's dtype in vLLM: the model's, or always float32."""
+    """Dtype in vLLM: the model's, or always float32."""
     alternates: bool = False
 
 
@@ -52,12 +52,12 @@ def standard(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def feed_forward(inside: str) -> tuple[Stack, Stack]:
-    """Return the stacks of a gated feed-forward layer; `inside` is the prefix of its tensors."""
+    """Return the stacks of a gated feed-forward layer. `inside` is the prefix of its tensors."""
     return gate_up(inside, inside + "gate_up_proj.weight"), row(inside + "down_proj.weight")
 
 
 def experts(mlp: str) -> tuple[Stack, Stack]:
-    """Return the stacks of the routed experts; `mlp` is the prefix of their layer's tensors."""
+    """Return the stacks of the routed experts. `mlp` is the prefix of their layer's tensors."""
     expert, live = mlp + "experts.{expert}.", mlp + "experts.routed_experts."
     return (
         gate_up(expert, live + "w13_weight")._replace(stacks_experts=True),
@@ -71,7 +71,7 @@ def vocabulary(tensor: str, storage: str | None = None) -> Stack:
 
 
 def qkv(attention: str, kind: str, live: str | None = None) -> Stack:
-    """Return the fused projection of queries, keys and values; `kind` is weight or bias.
+    """Return the fused projection of queries, keys and values. `kind` is weight or bias.
 
     `attention` is the prefix of the tensors, `live` the prefix of vLLM's parameter if it differs.
     """
@@ -80,7 +80,7 @@ def qkv(attention: str, kind: str, live: str | None = None) -> Stack:
 
 
 def gate_up(inside: str, storage: str, kind: str = "weight") -> Stack:
-    """Return the fused gate and up projections under `inside`; `kind` is weight or bias."""
+    """Return the fused gate and up projections. `inside` is the prefix of their tensors, `kind` is weight or bias."""
     gate, up = (f"{inside}{name}_proj.{kind}" for name in ("gate", "up"))
     return Stack(storage, 0, (Part(gate, "even"), Part(up, "even")))
 
@@ -91,5 +91,5 @@ def row(tensor: str, storage: str | None = None) -> Stack:
 
 
 def float32(tensor: str) -> Stack:
-    """Return a tensor that every rank stores whole in float32, in models of any dtype."""
+    """Return a tensor that every rank stores whole, in float32."""
     return Stack(tensor, 0, (Part(tensor, "copy"),), dtype="float32")
