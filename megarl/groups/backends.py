@@ -1,6 +1,6 @@
 """Backends of process groups: NCCL for GPU tensors, gloo for host tensors.
 
-gloo copies GPU tensors to the host first, but its coalesced all-gather reads GPU memory on the host and crashes, also
+gloo copies GPU tensors to the host first. But its coalesced all-gather reads GPU memory on the host and crashes, even
 with one rank (pytorch issue 152645). Megatron's distributed optimizer calls it.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 HOST_ONLY = "cpu:gloo"
-"""Backend of a group for host tensors. With it torch refuses a GPU tensor; with plain "gloo" it would accept it."""
+"""Backend of a group for host tensors. torch then refuses GPU tensors; with plain "gloo" it would accept them."""
 
 
 class GlooOnlyGroupError(MegarlError):
@@ -23,12 +23,12 @@ class GlooOnlyGroupError(MegarlError):
 
 
 def backends_for(device: torch.device) -> str:
-    """Return the backends of a group for host tensors and tensors on this device."""
+    """Return the backends of a group for host tensors and tensors on `device`."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def require_gpu_backend(group: ProcessGroup, name: str, device: torch.device) -> None:
-    """Raise GlooOnlyGroupError naming the group if it would send tensors on this device over gloo."""
+    """Raise GlooOnlyGroupError naming the group if it would send tensors on `device` over gloo."""
     if device.type == "cpu":
         return
     backend = group._get_backend(device).name() if device.type in [d.type for d in group._device_types] else None

@@ -15,9 +15,9 @@ _listeners: dict[str, Callable[[], object]] = {}
 
 
 def cancel(name: str, reason: str) -> None:
-    """Cancel the group `name`: no thread of this rank waits on it any longer. The first reason is stored.
+    """Cancel the group `name`: all waits of this rank on it end. The first reason is stored.
 
-    This also works before the rank has joined the group. Callable from any thread; returns without waiting.
+    Works before the rank has joined the group, and from any thread. Returns without waiting.
     """
     _reasons.setdefault(name, reason)
     if (listener := _listeners.get(name)) is not None:
@@ -25,7 +25,7 @@ def cancel(name: str, reason: str) -> None:
 
 
 def reason_for(name: str) -> str | None:
-    """Return why the group `name` was cancelled; None if it was not."""
+    """Return why the group was cancelled; None if it was not."""
     return _reasons.get(name)
 
 
@@ -41,5 +41,5 @@ def on_cancelled(name: str, listener: Callable[[], object]) -> None:
 
 
 def forget(name: str) -> None:
-    """Remove the callback of the group `name`, after this rank left the group."""
+    """Remove the callback of a group that this rank has left."""
     _listeners.pop(name, None)

@@ -1,10 +1,10 @@
 """Cross-world process groups: groups over ranks of several `torch.distributed` worlds.
 
-They are created again whenever a world is added or lost. Such a group is not a subgroup of a world. It numbers its own
-ranks (`rank_in`, `ProcessGroup.size`). torch functions that use a world's tables of groups reject it.
+They are created again whenever a world is added or lost. A cross-world group is not a subgroup of a world. It numbers
+its own ranks (`rank_in`, `ProcessGroup.size`). torch functions that look a group up in a world's tables reject it.
 
 No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails the exchanges of
-its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor `abort` wakes
+its peers. The exception is a rank that ends in the middle of a message: neither the closed connection nor `abort` wakes
 the peers, and the group's destructor blocks too. Waits are therefore short and repeated, and a group with a stuck
 exchange is retained until torch ends the exchange.
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 _CHECK_SECONDS = 0.01
 """Seconds between two checks while ranks connect."""
 _NAP_SECONDS = 1e-4
-"""Seconds between two checks whether a GPU exchange in a background thread has ended."""
+"""Seconds between two checks of a GPU exchange by a background thread."""
 _TURN = timedelta(seconds=0.2)
 """Maximum wait for an exchange before the group is checked for a cancellation again."""
 
@@ -51,21 +51,19 @@ class _Membership:
 
     name: str
     exchanges: list[dist.Work] = field(default_factory=list)
-    """Exchanges (asynchronous collectives) in progress."""
+    """Asynchronous collectives in progress."""
 
 
 _memberships: WeakKeyDictionary[ProcessGroup, _Membership] = WeakKeyDictionary()
 _unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Process groups that this rank left with unfinished exchanges. Destroying them would block, so they stay
-referenced.
-"""
+"""Groups that this rank left with unfinished exchanges. They stay referenced, because destroying them would block."""
 
 
 def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
     """Join a cross-world process group and return it: over gloo, and NCCL for GPU tensors. A collective of its ranks.
 
-    `own_rank` is this rank's number in its torch world. Raises PeerGoneError, with the missing ranks, if a rank does
-    not arrive in time. Also raises it if the driver cancels the group.
+    `own_rank` is this rank's number in its torch world. Raises PeerGoneError if the driver cancels the group, or if
+    ranks do not arrive in time; it lists the missing ranks.
     """
     _drop_finished()
     timeout = timedelta(seconds=timeout_seconds)
@@ -77,7 +75,7 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
 
     store, gloo = _run_unless_cancelled(meeting.name, connect)
-    # dist.new_group knows only ranks of one world, so assemble the group from its backends.
+    # dist.new_group supports only ranks of one world, so assemble the group from its backends.
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
     group._set_default_backend(kinds.GLOO)
@@ -97,8 +95,8 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
 def _run_unless_cancelled(name: str, work: Callable[[], Result]) -> Result:
     """Call `work` in a thread. Returns its result or raises its error.
 
-    If the driver cancels the group `name` first, raises PeerGoneError and abandons the thread: torch has no other way
-    to interrupt a connection to a rank that has just ended.
+    If the driver cancels the group `name` first, raises PeerGoneError and abandons the thread: torch cannot otherwise
+    interrupt a connection to a rank that has just ended.
     """
     results: list[Result] = []
     errors: list[Exception] = []
@@ -164,12 +162,12 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
             _check(membership.name)
     elif threading.current_thread() is not threading.main_thread():
         # With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. A wait queued here would block kernels of the
-        # main thread, and other ranks may be waiting for these. So the host waits. It polls, because
-        # torch aborts an NCCL exchange waited for with a timeout.
+        # main thread, for which other ranks may wait. So the host waits. It polls, because torch aborts an NCCL
+        # exchange that is waited for with a timeout.
         while not work.is_completed():
             _check(membership.name)
             time.sleep(_NAP_SECONDS)
-    # `work.wait()` may raise, but the exchange has ended in this case too.
+    # If `work.wait()` raises, the exchange has ended too.
     membership.exchanges.remove(work)
     work.wait()
     _check(membership.name)
@@ -183,7 +181,7 @@ def _has_ended(work: dist.Work) -> bool:
 
 
 def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
-    """Record an exchange and wait for it, like `register` and `wait`. `work` None means a finished exchange."""
+    """Record an exchange and wait for it, like `register` and `wait`. None: the exchange is finished already."""
     if work is not None:
         wait(register(work, group), group, is_on_host=is_on_host)
 
@@ -200,9 +198,7 @@ def _check(name: str) -> None:
 
 
 def leave_group(group: ProcessGroup | None) -> None:
-    """Leave a cross-world process group; its other ranks take no part. Exchanges of peers waiting for this rank
-    fail.
-    """
+    """Leave a cross-world process group alone. Exchanges of peers that wait for this rank fail."""
     if group is None:
         return
     if (membership := _memberships.pop(group, None)) is not None:
@@ -224,7 +220,7 @@ def _drop_finished() -> None:
 
 
 def group_name(group: ProcessGroup | None) -> str:
-    """Return the name of a cross-world group; an empty string for a group of this rank's own torch world."""
+    """Return the name of a cross-world group; "" for a group of this rank's own torch world."""
     membership = None if group is None else _memberships.get(group)
     return "" if membership is None else membership.name
 

@@ -37,7 +37,7 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
 
 def require_gpu_backends(device: torch.device) -> None:
-    """Raise GlooOnlyGroupError for the first Megatron group that would send tensors on this device over gloo."""
+    """Raise GlooOnlyGroupError for the first Megatron group that would send tensors on `device` over gloo."""
     from megatron.core import parallel_state
     from torch.distributed import ProcessGroup
 
@@ -50,15 +50,14 @@ class RankGroups:
     """A second set of Megatron's parallel groups, for a model with other parallel sizes than the policy. It starts
     empty.
 
-    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges the
-    two sets.
+    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` swaps the two.
     """
 
     def __init__(self) -> None:
         from megatron.core import parallel_state
 
         self._module: dict[str, Any] = parallel_state.__dict__
-        # All of Megatron's state has names like _TENSOR_MODEL_PARALLEL_GROUP; its functions and classes do not.
+        # Megatron's state has names like _TENSOR_MODEL_PARALLEL_GROUP; its functions and classes do not.
         names = [name for name in self._module if re.fullmatch(r"_[A-Z_]+", name)]
         self._saved: dict[str, Any] = {name: {} if isinstance(self._module[name], dict) else None for name in names}
 

@@ -22,8 +22,8 @@ class PeerGoneError(ConnectionError):
 
 
 class ReplicaCollectiveError(RuntimeError):
-    """Raised if a collective among one replica's own ranks failed during a reshard. `__cause__` is the original
-    error.
+    """Raised if a collective among one replica's own ranks fails during a reshard. `__cause__` is the
+    original error.
     """
 
 

@@ -2,8 +2,7 @@
 
 On one machine the ranks meet through a file in a folder private to their user. On several machines rank 0 serves a
 TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs that meet
-by mistake, and strangers cannot guess it. It does not stop an attacker who can read the network or list the store's
-keys.
+by mistake, and strangers cannot guess it. It does not stop an attacker who can read the network or list the keys.
 
 megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other libraries
 pickle their own objects in collectives, so the job's network must be trusted.
@@ -24,10 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The run's secret key, and the meeting place of the ranks: a shared file (one machine) or rank 0's address
-    (several).
+    """The run's secret key, and the ranks' meeting place: a shared file (one machine) or rank 0's address (several).
 
-    `world` names this rank's `torch.distributed` world. The run never reuses a name.
+    `world` names this rank's `torch.distributed` world. A run never reuses a name.
     """
 
     key: bytes
@@ -39,15 +37,15 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Instructions for the ranks of one torch world: how to join a new cross-world process group."""
+    """Instructions for the ranks of one torch world to join a new cross-world process group."""
 
     rendezvous: Rendezvous
     name: str
     """Name of the group, unique in the run."""
     first: int
-    """Number, in this group, of rank 0 of the own torch world. Rank r of the own world has number `first` + r."""
+    """Rank r of this torch world has number `first` + r in the group."""
     num_ranks: int
-    """Number of ranks in the group, over all torch worlds."""
+    """Ranks of the group, over all torch worlds."""
     seconds: float
     """Seconds within which all ranks must arrive."""
 
@@ -62,7 +60,7 @@ class _ProcessState:
 
 def listen(address: str) -> int:
     """Listen on the interface with this address, and return the port. Called by rank 0 of a run on several machines."""
-    # Port 0 lets the kernel choose. The backlog covers thousands of ranks connecting at once.
+    # Port 0 lets the kernel choose. The backlog is for thousands of ranks that connect at once.
     _ProcessState.listener = socket.create_server((address, 0), backlog=4096)
     return _ProcessState.listener.getsockname()[1]
 
@@ -78,7 +76,6 @@ def derived_key(purpose: str) -> bytes:
 
 
 def world_name() -> str:
-    """Return the name of this rank's torch world, unique in the run and never reused."""
     return _require_rendezvous().world
 
 
@@ -89,10 +86,7 @@ def _require_rendezvous() -> Rendezvous:
 
 
 def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
-    """Return a torch store for the ranks of a cross-world group.
-
-    On several machines, rank 0 of the run serves the store.
-    """
+    """Return a torch store for the ranks of a cross-world group. On several machines, rank 0 of the run serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_seconds)

@@ -1,8 +1,8 @@
 """Collectives of Python objects, pickled and signed with the run's secret key. Only signed data is unpickled.
 
 gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore has an HMAC
-over its sender, its number and its content, checked before unpickling. Forged and replayed messages are refused.
-Messages of another torch world, such as an engine replica's, are refused too. A restarted replica is a new world.
+over its sender, its number and its content, checked before unpickling. Forged and replayed messages are refused, and
+messages of another torch world, such as an engine replica's. A restarted replica is a new world.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = struct.Struct("<32sQ")
 _CONTEXT = struct.Struct("<qqQ")
 """Signed together with the content: sender, message number, length in bytes."""
 _MOST_BYTES = 1 << 32
-"""Maximum bytes of an accepted message. A message states its length before the signature can be checked."""
+"""Maximum bytes of an accepted message. A message states its length before its signature can be checked."""
 
 Value = TypeVar("Value")
 
@@ -36,8 +36,7 @@ class ForgedMessageError(Exception):
 class SignedChannel:
     """Signed messages among a set of ranks for one purpose, numbered per sender.
 
-    `purpose` names the subject and the ranks, and must be equal on all of them. Messages of another purpose are
-    refused.
+    `purpose` names the subject and the ranks, equal on all of them. Messages of another purpose are refused.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -50,7 +49,7 @@ class SignedChannel:
         return _HEAD.pack(self._signature(data, len(data), sender), len(data)) + data
 
     def size(self, message: bytes | memoryview) -> int:
-        """Return the length of a message in bytes with its header. Only its first bytes are needed.
+        """Return the length of a message in bytes, header included. Needs only the message's first bytes.
 
         Raises ForgedMessageError if the stated length exceeds 4 GiB.
         """
@@ -80,10 +79,7 @@ _channels: dict[str, SignedChannel] = {}
 
 
 def channel_between(purpose: str, members: Sequence[int]) -> SignedChannel:
-    """Return this process's channel of signed messages for a purpose, among ranks of its torch world.
-
-    All ranks must take part.
-    """
+    """Return this process's channel for a purpose among ranks of its torch world. All these ranks must take part."""
     return _channel(f"{purpose} in world {rendezvous.world_name()}", members)
 
 
@@ -107,7 +103,7 @@ def gather(
     own_rank = cross_world.rank_in(group) if name else dist.get_rank()
     if len(members) == 1:
         return [value]
-    # Ranks of a cross-world group differ in their world name. The group's own name, never reused, separates messages.
+    # The world names of a cross-world group's ranks differ. The group's own name, never reused, separates messages.
     channel = _channel(f"{purpose} {name}", members) if name else channel_between(purpose, members)
     is_receiver = to is None or own_rank == to
     message = channel.seal(value, own_rank)
@@ -139,7 +135,7 @@ def broadcast(
 
     The first broadcast has `block_bytes` bytes. A longer message needs a second one. Raises ForgedMessageError.
     """
-    # The first broadcast has a fixed size, so a short message needs no broadcast of its length.
+    # The first broadcast has a fixed size, so that a short message needs no broadcast of its length.
     if dist.get_rank() == source:
         message = bytearray(channel.seal(value, source))
         size = len(message)
@@ -160,6 +156,6 @@ def broadcast(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for collectives of a group: the CPU if the group uses gloo, else this rank's GPU."""
+    """Return the device for a group's collectives: the CPU with gloo, else this rank's GPU."""
     has_gloo = bool(cross_world.group_name(group)) or "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

@@ -31,7 +31,7 @@ def initialize(timeout_seconds: float) -> None:
         # Set before the groups exist, because NCCL uses the current device of each rank.
         torch.cuda.set_device(rank_device)
         numa.bind_rank()
-        # More threads than cores would wait for each other. The number of threads was set for the driver's cores.
+        # More threads than cores would wait for each other. Until here the number fits the driver's cores.
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     world_size = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(

@@ -14,7 +14,7 @@ from megarl.reshard.transport import CopyReport
 
 
 class AdapterReshard:
-    """Copies the base weights once, with the reshard `base`. Each later reshard copies only the LoRA matrices A and B.
+    """Copies the base weights once, with the reshard `base`. Later it copies only the LoRA matrices A and B.
 
     `plan_adapter` returns the reshard of the matrices. Call `self_test` before all other methods.
     """
@@ -28,9 +28,7 @@ class AdapterReshard:
 
     @property
     def is_computed(self) -> bool:
-        """Whether, on every rank, vLLM's recorded layouts of weights and slots equal the layouts computed from the
-        sizes.
-        """
+        """Whether vLLM's recorded layouts of weights and slots equal the computed layouts on every rank."""
         return self._base.is_computed and self._adapter.is_computed
 
     @property
@@ -38,7 +36,6 @@ class AdapterReshard:
         return self._adapter.staged_bytes
 
     def run(self) -> CopyReport:
-        """Copy the adapter's matrices. A collective."""
         return self._adapter.run()
 
     def verify(self) -> None:
@@ -52,11 +49,11 @@ class AdapterReshard:
     def self_test(self) -> CopyReport:
         """Fill base weights and adapter slots with NaN, copy both, and compare. The report sums both copies.
 
-        Frees the staging memory of the base weights, so they cannot be copied again. Raises MegarlError naming the
-        first difference.
+        Frees the staging memory of the base weights: they cannot be copied again. Raises MegarlError naming the first
+        difference.
         """
         base_copies = self._base.self_test()
-        # Freed before the adapter's staging memory is allocated: both together could exceed the device's memory.
+        # Free it first: together with the adapter's staging memory, it could exceed the device's memory.
         self._base.release()
         self._adapter = self._plan_adapter()
         return base_copies + self._adapter.self_test()
@@ -70,7 +67,7 @@ def record_slots(
 ) -> tuple[Layout | None, str]:
     """Record the layout of an adapter's slots in this rank's engine. A collective over `group` (default: the world).
 
-    `tensors` maps the names of the adapter's matrices to their shapes. A rank without an engine passes `slots` None.
-    Returns (layout, ""), or (None, reason) if some rank's slots cannot be written in place.
+    `tensors` maps the adapter's matrices to shapes. A rank without an engine passes `slots` None. Returns (layout, ""),
+    or (None, reason) if some rank's slots cannot be written in place.
     """
     return all_or_none(lambda: () if slots is None else slots.record_layout(tensors, dtype), group)

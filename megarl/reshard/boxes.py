@@ -1,6 +1,6 @@
-"""Boxes and pieces: index ranges of Hugging Face tensors, and where a rank or file stores them.
+"""Boxes and pieces: index ranges of Hugging Face tensors, and their places in a rank's memory or a file.
 
-No torch, only integers and names: layouts can be computed, intersected and checked on any machine.
+Integers and names without torch, so that any machine can compute, intersect and check layouts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Piece:
     """A box (index range of a Hugging Face tensor) and the place of its elements in memory or in a file.
 
     `storage` names a local parameter or a file. Element (i, j, ...) of the box lies at `offset + i * strides[0] + j *
-    strides[1] + ...`. Offset and strides count elements from the storage's first element.
+    strides[1] + ...`. Offset and strides count elements.
     """
 
     box: Box
@@ -52,7 +52,7 @@ Layout = tuple[Piece, ...]
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the row-major strides, in elements, of a contiguous tensor of this shape."""
+    """Return the row-major strides of a contiguous tensor, in elements."""
     sizes = tuple(shape)
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
@@ -63,9 +63,7 @@ def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) ->
 
 
 def with_prefix(layout: Layout, *, box: str = "", storage: str = "") -> Layout:
-    """Return a copy of the layout with the prefix `box` before each tensor name, and `storage` before each storage
-    name.
-    """
+    """Return the layout with the prefix `box` before each tensor name, and `storage` before each storage name."""
     return tuple(
         replace(piece, box=replace(piece.box, name=box + piece.box.name), storage=storage + piece.storage)
         for piece in layout
@@ -82,7 +80,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    # Either a part of one row; or the end of a row, whole rows, and the beginning of a row.
+    # Either a part of one row, or: the end of a row, whole rows, and the beginning of a row.
     if first > last:
         yield from _boxes_in_row(shape, last, start, stop)
         return
@@ -95,7 +93,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
-    """Yield the parts of a piece that lie in the elements `start` to `stop` of its storage.
+    """Yield the parts of a piece in the elements `start` to `stop` of its storage.
 
     Raises ValueError for a piece with gaps between its elements in the storage.
     """

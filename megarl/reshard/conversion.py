@@ -1,4 +1,4 @@
-"""Conversion of received weights into an engine's own format, such as FP8. It is chosen when the reshard is planned."""
+"""Conversion of received weights into an engine's own format, such as FP8, chosen when the reshard is planned."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megarl.reshard.transport import BucketStage
 
 
 class Conversion(Protocol):
-    """Work of one rank on received weights, if the engine does not store them as they are sent."""
+    """Work of one rank on received weights, if its engine stores them in another format."""
 
     destinations: Mapping[str, Tensor]
     """Buffers for received weights, by name."""
     converted: Collection[str]
-    """Names of the live parameters computed from these buffers. No copy writes these parameters directly."""
+    """Names of the live parameters computed from these buffers. No copy writes them directly."""
     stage: BucketStage | None
-    """Work to run after each bucket of weights has arrived."""
+    """Work after each bucket of weights has arrived."""
 
     def allocate_buffers(self) -> AbstractContextManager[None]:
         """Return a context in which the buffers have memory."""
@@ -64,8 +64,9 @@ class SameFormat:
 
 
 class ConversionChoice:
-    """Chooses between `SameFormat` and a conversion. The constructor asks all ranks of `group` whether an engine
-    converts.
+    """Chooses between `SameFormat` and a conversion.
+
+    The constructor asks all ranks of `group` whether an engine converts.
     """
 
     def __init__(self, engine: nn.Module | None, group: dist.ProcessGroup | None) -> None:
@@ -73,7 +74,7 @@ class ConversionChoice:
         self.is_needed = any(gather_values(bool(self._modules), group))
 
     def make(self, plan: Plan, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> Conversion:
-        """Return this rank's conversion. `layout` is the layout of its engine."""
+        """Return this rank's conversion. `layout` is its engine's."""
         if not self.is_needed:
             return SameFormat()
         return QuantisingConversion(self._modules, plan, layout, dtype=dtype, device=device, group=self._group)

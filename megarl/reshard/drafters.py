@@ -20,7 +20,7 @@ class ReshardWithDrafter:
     def __init__(self, policy: LiveReshard, drafter: DirectReshard) -> None:
         self._policy, self._drafter = policy, drafter
         self.is_probed = policy.is_probed
-        """Whether `verify` cannot compare the policy's weights. It always compares the drafter's."""
+        """Whether `verify` compares only the drafter's weights, because the policy's cannot be compared."""
         self.converts = policy.converts
 
     def run(self) -> CopyReport:
@@ -32,7 +32,6 @@ class ReshardWithDrafter:
         self._drafter.verify()
 
     def self_test(self) -> CopyReport:
-        """Copy both models' weights for the first time, and compare."""
         return self._policy.self_test() + self._drafter.self_test()
 
 

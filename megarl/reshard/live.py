@@ -76,7 +76,7 @@ class LiveReshard(Protocol):
 
     @property
     def is_probed(self) -> bool:
-        """Whether `verify` does nothing, so that the caller must compare log-probs of a prompt instead."""
+        """Whether `verify` does nothing: the caller must compare log-probs of a prompt instead."""
         ...
 
     @property
@@ -84,18 +84,14 @@ class LiveReshard(Protocol):
         """Whether the engine's parameters cannot be compared with the trainer's weights box by box."""
         ...
 
-    def run(self) -> CopyReport:
-        """Copy all weights."""
-        ...
+    def run(self) -> CopyReport: ...
 
     def verify(self) -> None:
         """Compare the engine's weights with the trainer's. Raises MegarlError naming the first difference."""
         ...
 
     def self_test(self) -> CopyReport:
-        """Copy all weights for the first time, and compare. `verify` of the report has the seconds of the
-        comparison.
-        """
+        """Copy all weights for the first time, and compare. The report's `verify` has the seconds of the comparison."""
         ...
 
 
@@ -166,7 +162,7 @@ class DirectReshard:
         self._conversion = choice.make(plan, recorded, dtype=dtype, device=device)
         copied = {name: value for name, value in self._live.items() if name not in self._conversion.converted}
         written = {**copied, **self._conversion.destinations}
-        # `Transport` keeps views of the conversion's buffers, so they need memory while it binds.
+        # `Transport` binds views of the conversion's buffers, which need memory meanwhile.
         with self._conversion.allocate_buffers():
             self._transport = Transport(
                 plan.for_rank(rank),
@@ -180,7 +176,6 @@ class DirectReshard:
 
     @torch.no_grad()
     def run(self) -> CopyReport:
-        """Copy all weights. A collective."""
         if self._engine is not None:
             zero_padding(self._engine)
         if self._slots is not None:
@@ -201,7 +196,7 @@ class DirectReshard:
     def verify(self) -> None:
         """Compare the live parameters with the trainer's. Raises MegarlError naming the first difference.
 
-        Converted weights cannot be compared directly: they are sent and converted again, then compared.
+        Converted weights cannot be compared directly: they are sent and converted again first.
         """
         values, differing = self._conversion.compare(self._comparison.engine, self._resend)
         self._comparison.verify(values, differing)
@@ -222,7 +217,7 @@ class DirectReshard:
         started = time.perf_counter()
         self.verify()
         verify_seconds = time.perf_counter() - started
-        # The comparison covers planned copies only. A NaN left behind reveals an element without any copy.
+        # The comparison covers planned copies only. A remaining NaN reveals an element without any copy.
         for name, parameter in self._live.items():
             if has_nan(parameter):
                 raise MegarlError(
@@ -280,7 +275,6 @@ class GatheredReshard:
 
     @torch.no_grad()
     def run(self) -> CopyReport:
-        """Send and load all weights. A collective."""
         reports: list[CopyReport] = []
         if self._load is not None:
             self._load(self._gather(reports))
@@ -296,7 +290,7 @@ class GatheredReshard:
         return self.run()
 
     def _gather(self, reports: list[CopyReport]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor with its name, group by group; append a report for each group to `reports`."""
+        """Yield every full tensor with its name, group by group. Append a report per group to `reports`."""
         device = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
             shapes = tensors if self._load is not None else {}

@@ -1,6 +1,6 @@
 """Overlap of source and destination layouts: all copies of one kind of tensor, before source ranks are chosen.
 
-Tensors of a kind are stored by the same ranks in the same way, so one overlap serves all of them. The plan then adds
+Tensors of a kind are stored by the same ranks in the same way, so one overlap serves them all. The plan then adds
 ranks, layers and experts.
 """
 
@@ -42,9 +42,7 @@ class Region(NamedTuple):
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def largest_slice_numel(self, num_slices: int) -> int:
-        """Return the elements of the largest slice after cutting the part into `num_slices` along its first
-        dimension.
-        """
+        """Return the elements of the largest slice if the part is cut into `num_slices` along its first dimension."""
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
 
@@ -111,7 +109,7 @@ class Overlap:
         self.turns = max((len(flow.holders) for flow in self.flows), default=1)
         """Number of tensors until the rotating choice among equal source ranks repeats."""
         self.longest = max((r.stop[0] - r.start[0] for flow in self.flows for r in flow.regions), default=1)
-        """Maximum number of slices: the rows of the longest part. More slices would be empty."""
+        """Maximum number of slices: the rows of the longest part."""
 
     def roles(self, rank: int) -> tuple[tuple[int, Flow], ...]:
         """Return (index, flow) for the flows that a rank sends or receives."""
@@ -210,11 +208,9 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _disjoint_cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Return disjoint boxes that cover the stored parts of a tensor. Each comes with all stored parts that contain
-    it.
-    """
+    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
-    # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.
+    # Cut at every edge of every holding: each cell then lies wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]
     cells = []
     for ranges in product(*map(pairwise, cuts)):

@@ -23,7 +23,7 @@ from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
 
 RankTopology = Sequence[Sequence[int | str]]
-"""Per rank: its node, then the network switches above the node, nearest first. All ranks list equally many."""
+"""Per rank: its node, then the network switches above the node, nearest first. All lists are equally long."""
 
 
 class View(NamedTuple):
@@ -58,8 +58,8 @@ class Transfer(NamedTuple):
 class RankBucket:
     """One rank's part of a bucket: the copies made in one exchange.
 
-    Sends are sorted by receiving rank, receives by sending rank. `is_exchanged` is True if any two ranks exchange data
-    in this bucket. Then all ranks take part.
+    Sends are sorted by receiving rank, receives by sending rank. `is_exchanged`: some ranks exchange data in this
+    bucket, so all ranks take part.
     """
 
     local: tuple[Transfer, ...]
@@ -70,7 +70,7 @@ class RankBucket:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The copies of one rank by bucket (exchange). All ranks have the same number of buckets."""
+    """One rank's copies by bucket (exchange). All ranks have the same number of buckets."""
 
     rank: int
     num_ranks: int
@@ -79,7 +79,7 @@ class RankPlan:
 
     @property
     def staging_numel(self) -> int:
-        """Elements of this rank's largest bucket, sent plus received."""
+        """Elements sent plus received in this rank's largest bucket."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
@@ -89,7 +89,7 @@ _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
 """A copy without rank numbers, and the pairs (source rank, destination rank) that make it."""
 
 NO_LOADS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-"""Stands for the loads of a tensor that no rank sends."""
+"""Loads of a tensor that no rank sends."""
 
 
 class _Loads(NamedTuple):
@@ -140,7 +140,7 @@ class Plan:
     def width(self, tensor: TensorName) -> int:
         """Return the size of a tensor's elements in items of the plan's item size.
 
-        It is above 1 for float32 tensors of the sources in a bfloat16 plan. They are sent unrounded.
+        It is above 1 for float32 tensors in a bfloat16 plan: they are sent unrounded.
         """
         return max(1, _FLOAT32_BYTES // self.itemsize) if tensor.template in self.sources.float32 else 1
 
@@ -171,7 +171,7 @@ class Plan:
                     for source, taker in pairs:
                         transfer = Transfer(source, taker, name, template.shape, source_view, destination_view, width)
                         (local if source == taker else sends if source == rank else receives).append(transfer)
-        # Peers must agree on the order of elements in a message. Sorting is stable, so both keep the order of the
+        # Peers must agree on the order of elements in a message. Sorting is stable, so both have the order of the
         # steps.
         buckets = tuple(
             RankBucket(
@@ -201,15 +201,14 @@ class Plan:
                 np.where(np.isin(taker_ranks, ranks), taker_ranks, -1),
             )
             for link_groups in self._near:
-                # Levels run from the nearest link to the farthest. A taker keeps the first source found (-1 means none
-                # yet).
+                # From the nearest link to the farthest. A taker keeps the first source found (-1: none yet).
                 order = np.argsort(link_groups[ranks], kind="stable")
                 first, last = (
                     np.searchsorted(link_groups[ranks[order]], link_groups[taker_ranks], side)
                     for side in ("left", "right")
                 )
-                # `first` to `last` are the holders at this distance. The taker's place, shifted by the turn, selects
-                # one of them.
+                # `first` to `last` are the holders at this distance. The taker's place, shifted by the turn, selects a
+                # holder.
                 index = first + place % np.maximum(last - first, 1)
                 source_ranks = np.where(
                     (source_ranks < 0) & (last > first), ranks[order[index % len(ranks)]], source_ranks
@@ -218,7 +217,7 @@ class Plan:
         return self._source_ranks[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
-        """Return a rank's copies of one tensor by slice. Empty if it has none."""
+        """Return a rank's copies of one tensor by slice; empty if it has none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, flow in overlap.roles(rank):
             takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, turn + index)
@@ -242,7 +241,7 @@ class Plan:
         count: dict[int, int] = {}
         for tensor in self.destinations.tensors:
             source_holdings, destination_holdings = self.sources.holdings(tensor), self.destinations.holdings(tensor)
-            # Holdings are one object for all tensors of a kind, so their ids identify the kind.
+            # All tensors of a kind share one object of holdings, so its id identifies the kind.
             key = (id(source_holdings), id(destination_holdings))
             if key not in overlaps:
                 overlap = Overlap(tensor, source_holdings, destination_holdings)
@@ -252,8 +251,7 @@ class Plan:
         staged = np.zeros(self.num_ranks, dtype=np.int64)
         for _, group in sorted(rounds.items(), key=lambda item: item[0]):
             buckets: list[list[int]] = [[] for _ in group]
-            # Slice i of every tensor in the group precedes slice i + 1 of any, so that all holders fill a bucket
-            # together.
+            # Slice i of every tensor in the group precedes slice i + 1 of any: all holders fill a bucket together.
             for index in range(max(loads.num_slices for _, _, loads in group)):
                 for (_, _, loads), tensor_buckets in zip(group, buckets, strict=True):
                     if index < loads.num_slices:
@@ -287,20 +285,20 @@ class Plan:
                     load[np.asarray(flow.holders)] += num_takers * numel
                     load[np.asarray(flow.takers)] += numel
             largest = int(load.max())
-            # A slice of at most half a bucket leaves space for slices of other tensors in the same bucket.
+            # A slice of at most half a bucket leaves space for slices of other tensors.
             if largest * 2 <= limit or num_slices >= overlap.longest:
                 return _Loads(load, num_slices, is_exchanged=any(max_takers))
-            # Jump to the number of slices that would fit if all slices were equal; uneven slices need another round.
+            # Jump to the number of slices for equal slices. Uneven slices need another round.
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _max_takers(self, holders: Sequence[int], takers: Sequence[int]) -> int:
-        """Return the maximum number of destination ranks of one source rank, over all rotations. 0: all copies are
+        """Return the maximum number of destination ranks of one source rank over all rotations. 0: all copies are
         local.
         """
         taker_ranks, source = np.asarray(takers), self.choose_sources(holders, takers, 0)
         max_takers, is_left = 0, source != taker_ranks
-        # A turn shifts the choices at each distance among holders at this distance. The maxima of all distances may
-        # therefore meet on one holder, so they are added.
+        # A turn shifts the choices at each distance among the holders there. The maxima of all distances may meet on
+        # one holder, so they are added.
         for link_groups in self._near:
             is_near = is_left & (link_groups[source] == link_groups[taker_ranks])
             max_takers += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
@@ -331,10 +329,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan from source to destination layouts, both listed by rank (empty for a rank without tensors).
 
-    `itemsize` is the size of a sent element in bytes. `bucket_bytes` limits the bytes that a rank stages at once, sends
-    plus receives. `topology` defaults to one node. With `bounds_local`, copies within a rank count towards the limit
-    too.
-
+    `itemsize`: bytes of a sent element. `bucket_bytes` limits the bytes that a rank stages at once, sends plus
+    receives. `topology` defaults to one node. With `bounds_local`, copies within a rank count towards the limit too.
     Raises ValueError naming the tensor if a destination element has no source.
     """
     if len(sources) != len(destinations):

@@ -1,4 +1,4 @@
-"""Conversion of received weights to FP8 by vLLM's own quantiser. It quantises a module after the last of its weights
+"""Conversion of received weights to FP8 by vLLM's own quantiser: a module is quantised once its last weight has
 arrived.
 """
 
@@ -28,9 +28,8 @@ TakeModule = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 class WeightBuffer:
     """Buffer for the unquantised weights of modules, from the arrival of a module's first piece to that of its last.
 
-    `destinations` maps names to weights: views of one buffer. Modules use the same places at different times. The
-    buffer has memory only within `allocate_buffer`. All ranks of an engine have the same buckets, so they quantise
-    together.
+    `destinations` maps names to weights: views of one buffer, with memory only within `allocate_buffer`. Modules use
+    the same places at different times. All ranks of an engine have the same buckets, so they quantise together.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class WeightBuffer:
     ) -> None:
         """Assign places in the buffer to `modules`. `layout` is the layout of this rank's engine.
 
-        `collective` is a context entered around each quantisation, because an engine's ranks exchange maxima in it.
+        The context `collective` is entered around each quantisation, in which an engine's ranks exchange maxima.
         """
         self._collective = collective
         spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
@@ -64,10 +63,10 @@ class WeightBuffer:
 
     @contextmanager
     def allocate_buffer(self, take: TakeModule | None = None) -> Iterator[None]:
-        """Context in which the buffer has memory. `take` is called with each module when its last weight has
+        """Context in which the buffer has memory. `take` is called with each module once its last weight has
         arrived.
         """
-        # Resizing the storage frees the memory and keeps all views valid: the transport has bound them.
+        # Resizing the storage frees the memory and keeps all views valid, which the transport has bound.
         storage = self._buffer.untyped_storage()
         storage.resize_(self.numel * self._buffer.itemsize)
         self._take = take
@@ -102,8 +101,8 @@ class QuantisingConversion:
         group: dist.ProcessGroup | None,
     ) -> None:
         # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. Their failures are marked, so that a
-        # failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world, and
-        # no mark is needed.
+        # failed engine is not taken for a lost peer of the reshard. Without `group` all ranks share one world: no mark
+        # is needed.
         collective = partial(engine_collectives_marked, group)
         self._weight_buffer = WeightBuffer(modules, plan, layout, dtype=dtype, device=device, collective=collective)
         self.destinations: Mapping[str, Tensor] = self._weight_buffer.destinations
@@ -117,7 +116,7 @@ class QuantisingConversion:
         return self._weight_buffer.allocate_buffer(QuantisedModule.write)
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        # These checksums must precede the second reshard below: that one writes the parameters again.
+        # Compute these checksums before the second reshard below writes the parameters again.
         checksums = ledger.compute(name for name in ledger.storages if name not in self.destinations)
         differing: list[str] = []
 

@@ -31,7 +31,7 @@ from megarl.reshard.plan import RankBucket, RankPlan
 Value = TypeVar("Value")
 
 _END_MILLISECONDS = 1000
-"""Milliseconds to wait until a peer process has ended, once its files are closed."""
+"""Milliseconds to wait for the end of a peer process with closed files."""
 
 
 class PrivateSlots:
@@ -42,7 +42,6 @@ class PrivateSlots:
     ) -> None:
         self._slots = [torch.empty(plan.staging_numel, dtype=dtype, device=device) for _ in plan.buckets[:2]]
         self.num_bytes = sum(slot.nbytes for slot in self._slots)
-        """Bytes of the two slots."""
         self._group = group
         self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
         self._travelling: deque[dist.Work] = deque()
@@ -82,8 +81,8 @@ class SharedSlots:
     The first page has three int64 counters: exchanges packed by the rank, exchanges read by it, and 1 after it left.
     """
 
-    # A whole page keeps the slots aligned. The limit of half an hour is far above any exchange: a dead peer is noticed
-    # sooner through its pidfd.
+    # A whole page keeps the slots aligned. Half an hour is far above any exchange: a dead peer is noticed sooner
+    # through its pidfd.
     _HEAD_BYTES = mmap.PAGESIZE
     _PATIENCE_SECONDS = 1800.0
 
@@ -93,8 +92,7 @@ class SharedSlots:
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
         numel = max(map(sum, self._sent))
         self._ended = select.poll()
-        # A memfd has no name, so no file remains after a crash. Peers open it through /proc/PID/fd, before it is
-        # closed.
+        # A memfd has no name, so no file remains after a crash. Peers open it through /proc/PID/fd before it is closed.
         file = os.memfd_create("megarl-reshard")
         try:
             os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
@@ -110,16 +108,16 @@ class SharedSlots:
             for m, (_, _, numel, _) in zip(maps, peers, strict=True)
         ]
         self.num_bytes = sum(slot.nbytes for slot in self._slots[plan.rank])
-        """Bytes of this rank's two slots. Ranks that send nothing have none."""
+        """Bytes of this rank's two slots; 0 for a rank that sends nothing."""
         self._starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
         self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
         self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
         self._nothing = torch.empty(0, dtype=dtype)
 
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
-        """Map the other ranks' shared memory. `files` are pairs of process id and file descriptor.
+        """Map the other ranks' shared memory, and set `_ended`, which signals the end of a peer's process.
 
-        Also sets `_ended`. It signals the end of a peer's process.
+        `files` are pairs of process id and file descriptor.
         """
         watched: list[int] = []
         weakref.finalize(self, _close_all, watched)
@@ -152,8 +150,8 @@ class SharedSlots:
     def claim(self, exchange: int) -> None:
         """Wait until all other ranks have read the slot's earlier exchange."""
         packed = self._counts[self._rank][0]
-        # The exchange before may still be unread, because it is in the other slot. Before the first exchange of a
-        # reshard all must be read: the last one of the earlier reshard may have used either slot.
+        # The exchange before may still be unread in the other slot. Before the first exchange of a reshard everything
+        # must be read: the earlier reshard's last exchange may have used either slot.
         self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
 
     def depart(self, exchange: int) -> None:
@@ -171,12 +169,11 @@ class SharedSlots:
         for rank in ranks:
             while not is_ready(rank):
                 time.sleep(nap)
-                # The first check does not sleep at all. After it, 50 microseconds keep the latency low without a busy
-                # loop.
+                # The first check does not sleep. Later, 50 microseconds keep the latency low without a busy loop.
                 nap = 5e-5
                 if self._ended.poll(0):
                     raise PeerGoneError("a rank taking part in the reshard has ended")
-                # A peer may leave after its last exchange is complete, so readiness is checked again.
+                # A peer may leave after its last exchange is complete, so check again.
                 if self._counts[rank][2] and not is_ready(rank):
                     raise PeerGoneError(f"rank {rank} has left the reshard")
                 cross_world.check(self._group)
@@ -215,7 +212,7 @@ def gather_values(value: Value, group: dist.ProcessGroup | None = None) -> list[
 
 
 def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
-    """Return the number of elements sent to each rank, and received from each rank, in a bucket."""
+    """Return the elements sent to each rank, and received from each rank, in a bucket."""
     sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
     for transfer in bucket.sends:
         sent[transfer.destination_rank] += transfer.numel

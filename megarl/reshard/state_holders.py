@@ -1,8 +1,8 @@
 """Nodes with copies of the ranks' training states, and the ranks that read the copies.
 
-After a step, a node holds the states of its own ranks, and of the ranks that have one of them as partner (`partners`).
-After a restart a rank reads all copies of its node. Copies that exist only on leaving nodes are first sent to a node of
-the new start (`hand_overs`).
+After a step, a node holds the states of its own ranks, and of ranks with a partner on this node (`partners`). After a
+restart a rank reads all copies of its node. Copies that exist only on leaving nodes are first sent to a node of the new
+start (`hand_overs`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 def partners(topology: RankTopology) -> list[int]:
-    """Return each rank's partner on the next node, the receiver of its copy. With one node it is the rank itself.
+    """Return each rank's partner on the next node, which receives its copy. With one node it is the rank itself.
 
     `topology` lists each rank's node first. No two ranks share a partner if all nodes have equally many ranks.
     """
     nodes = list(dict.fromkeys(place[0] for place in topology))
     if len(nodes) == 1:
-        # A second copy on the same node would be lost with the first one.
+        # A second copy on the same node would be lost together with the first.
         return list(range(len(topology)))
     on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
     partner_of = [0] * len(topology)
@@ -34,7 +34,7 @@ def partners(topology: RankTopology) -> list[int]:
 
 
 def hand_overs(holders: Mapping[int, Collection[Node]], nodes: Sequence[Node]) -> dict[int, Node]:
-    """Return the receiving node of each copy that no node of `nodes` holds. A copy is named by the rank of its state.
+    """Return the receiving node of each copy that none of `nodes` holds. A copy is named by the rank of its state.
 
     `holders` has the nodes with each copy; `nodes` are the nodes of the new start.
     """

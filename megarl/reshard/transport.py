@@ -26,7 +26,7 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import PrivateSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies with fewer bytes share one kernel launch. Launches of their own would take longer than the copies."""
+"""Copies with fewer bytes share one kernel launch: a launch takes longer than the copy."""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -58,8 +58,7 @@ class _Copies:
 
     def run(self) -> None:
         # numpy's copy of long rows is nearly twice as fast: unlike torch's, it does not first read the memory it
-        # overwrites. The arrays must not outlive the copy: storages are emptied and refilled elsewhere when memory is
-        # lent.
+        # overwrites. The arrays must not outlive the copy: lent memory is emptied and refilled at other addresses.
         for destination, source in self.on_cpu:
             np.copyto(np.from_dlpack(destination), np.from_dlpack(source))
         for pairs in (self.tensors, self.small):
@@ -77,7 +76,7 @@ class _Step:
     pack: _Copies
     unpack: _Copies
     exchange: int | None
-    """Index of the bucket among the exchanges of a reshard; None if no rank sends anything."""
+    """Index of the bucket among a reshard's exchanges; None: no rank sends anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,9 @@ class CopyReport:
     """Times and sizes of one rank's copies of all weights."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage: `pack`, `wire` (waiting for data), `local` and `unpack`; `total` is the wall time."""
+    """Seconds by stage: `pack`, `wire` (waiting for data), `local`, `unpack`; `total` is the wall time."""
     num_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by kind of copy: `local`, `sent` and `received`."""
+    """Bytes by kind of copy: `local`, `sent`, `received`."""
 
     def __add__(self, addend: CopyReport) -> CopyReport:
         seconds, num_bytes = {**self.seconds}, {**self.num_bytes}
@@ -108,9 +107,9 @@ class BucketStage(NamedTuple):
 class Transport:
     """One rank's part of a plan, bound to its tensors; `reshard` copies the weights.
 
-    `sources` and `destinations` map storage names to contiguous tensors. The tensors must keep their memory. `dtype` is
-    the type of sent elements. It has the plan's item size and is the same on all ranks. Values are cast if a storage
-    has another type. Rank i of the plan is rank i of `group`.
+    `sources` and `destinations` map storage names to contiguous tensors, which must keep their memory. `dtype` is the
+    type of sent elements: it has the plan's item size and is the same on all ranks. Values are cast if a storage has
+    another type. Rank i of the plan is rank i of `group`.
 
     `shared_memory`, equal on all ranks, allows exchanges through shared memory between CPU ranks of one machine. With
     it, the constructor is a collective if ranks exchange anything. Raises ValueError for a missing or too small
@@ -153,7 +152,6 @@ class Transport:
         }
         self._num_bytes = {kind: numel * plan.itemsize for kind, numel in count.items()}
         self.staged_bytes = self._slots.num_bytes
-        """Bytes of this rank's staging memory."""
 
     @torch.no_grad()
     def reshard(self) -> CopyReport:
@@ -172,7 +170,7 @@ class Transport:
                 step.local.run()
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
-            # One bucket behind, because the remote elements of the previous bucket were unpacked only now.
+            # One bucket behind, because only now the previous bucket's remote elements were unpacked.
             self._run_arrival_stage(number - 1, clock)
         self._unpack(travelling, clock)
         self._run_arrival_stage(len(self._steps) - 1, clock)
@@ -209,7 +207,7 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
 
     Raises ValueError if the view exceeds the storage, or if the storage is not contiguous.
     """
-    # `as_strided` itself checks no bounds of the parameter: it would read the neighbouring memory of a shared storage.
+    # `as_strided` does not check the parameter's bounds: it would read the neighbouring memory of a shared storage.
     last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
     if not storage.is_contiguous() or last >= storage.numel():
         raise ValueError(
@@ -269,7 +267,7 @@ def _bind(
         for t in bucket.sends:
             pack.add(message(outgoing, start, t), source(t))
             start += t.numel
-        # The elements of one sender follow each other in the order of the plan, on both sides.
+        # On both sides, the elements of one sender follow each other in the order of the plan.
         starts = [0] * plan.num_ranks
         for t in bucket.receives:
             start = starts[t.source_rank]
@@ -309,8 +307,7 @@ class _Clock:
 
     def seconds(self) -> dict[str, float]:
         if self._device.type == "cuda":
-            # Synchronise this stream only: other streams may do unrelated work, and waiting for it would distort the
-            # times.
+            # Synchronise this stream only: waiting for unrelated work of other streams would distort the times.
             torch.cuda.current_stream(self._device).synchronize()
         for name, start, stop in self._events:
             self._host[name] += start.elapsed_time(stop) / 1000

@@ -16,15 +16,13 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 class StorageSlot(NamedTuple):
-    """Storages of one kind of tensor: a name with `{layer}` and `{expert}`. Both numbers count from the rank's
-    first.
-    """
+    """Storages of one kind of tensor: a name with `{layer}` and `{expert}`, both counted from the rank's first."""
 
     storage: str
     first_layer: int = 0
     first_expert: int = 0
     expert_step: int = 0
-    """Elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
+    """Elements from one expert to the next if the storage stacks experts; else 0."""
 
     def locate(self, tensor: TensorName) -> tuple[str, int]:
         """Return the name of a tensor's storage, and the element offset of its expert there."""
@@ -33,7 +31,7 @@ class StorageSlot(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A part of a tensor (indices `start` to `stop`), and the ranks, ascending, that store it at the same place."""
+    """A part of a tensor (indices `start` to `stop`), and the ranks (ascending) that store it at the same place."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -61,7 +59,7 @@ class Layouts(Sequence[Layout]):
 
     @cached_property
     def float32(self) -> frozenset[str]:
-        """The templates of tensors that all these ranks store in float32, even in a bfloat16 model."""
+        """Templates of tensors that all these ranks store in float32, even in a bfloat16 model."""
         return frozenset()
 
     @abstractmethod
@@ -81,12 +79,12 @@ class Layouts(Sequence[Layout]):
 
 
 class PlacedLayouts(Layouts):
-    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All further ranks store nothing."""
+    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All other ranks store nothing."""
 
     def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
         assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"
         self._layouts, self._first, self._num_ranks = layouts, first, num_ranks
-        # The key is the id of a holdings object. The entry keeps this object alive, so that the id is not reused.
+        # Keyed by the id of a holdings object. The entry keeps the object alive, so that its id is not reused.
         self._placed: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
 
     @cached_property

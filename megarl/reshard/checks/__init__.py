@@ -2,6 +2,6 @@
 
 `fingerprint` computes checksums, and `ledger` stores them by box (index range of a tensor). `verify` compares the
 checksums of trainer and engine after a reshard: this proves plan and transport. `file_rows` compares rows of the engine
-with the model folder: this proves the layouts. `probe` compares log-probs where the engine converts weights.
-`version_checksums` compares the checksums of all ranks with the same version of the weights.
+with the model folder: this proves the layouts. `probe` compares log-probs if the engine converts weights.
+`version_checksums` compares the ranks' checksums of one version.
 """

@@ -26,11 +26,11 @@ from megarl.reshard.staging import gather_values
 from megarl.types import MegarlError
 
 PER_KIND = 2
-"""Number of compared tensors of each kind: two layers, or two experts."""
+"""Compared tensors of each kind: two layers, or two experts."""
 ROWS = 4
-"""Number of compared rows in each copy that the loader makes."""
+"""Compared rows in each copy that the loader makes."""
 COLUMNS = 4096
-"""Maximum number of compared elements of a row. A rank reads at most 64 KiB for each copy of the loader."""
+"""Maximum compared elements of a row. A rank reads at most 64 KiB for each copy of the loader."""
 
 
 def sampled_names(names: Iterable[str], seed: int) -> list[str]:
@@ -55,7 +55,7 @@ def check_rows(
 
     `tensor_of` returns a memory-mapped tensor [*shape] of the folder by name. `dtype` is the type of the trained
     weights. FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises
-    MegarlError on all ranks. It names the first tensor that differs or that vLLM's loader did not copy.
+    MegarlError on all ranks, naming the first tensor that differs or that vLLM's loader did not copy.
     """
     fault = None if model is None else _find_fault(model, names, tensor_of, dtype, seed)
     for rank, text in enumerate(gather_values(fault, group)):
@@ -80,10 +80,9 @@ def _find_fault(
 
 
 class RowComparer(Recorder):
-    """A torch dispatch mode: it compares the loader's writes with live values instead of executing the writes.
+    """Torch dispatch mode that compares the loader's writes with live values instead of executing the writes.
 
-    `parameters` are pairs of a name and a live tensor [*shape]. Parameters of `quantised` modules are on the meta
-    device.
+    `parameters` are pairs (name, live tensor [*shape]). Parameters of `quantised` modules are on the meta device.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class RowComparer(Recorder):
         self._modules = {name: module for module in quantised for name in module.shapes}
         self._dtype, self._numbers = dtype, random.Random(seed)
         self._names: dict[int, str] = {}
-        """Storage address -> name of the folder's tensor. The loader may have computed this storage from the tensor."""
+        """Storage address -> name of the folder's tensor from which the loader may have computed the storage."""
         self._mapped: list[Tensor] = []
 
     def folder_tensors(self, names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +130,7 @@ class RowComparer(Recorder):
             written, expected = target[row], source[row].cpu()
             if (module := self._modules.get(parameter_name)) is not None:
                 first = int(written.storage_offset() - parameter.storage_offset())
-                # None: its kernel stores the weights in another order.
+                # None: the kernel stores the weights in another order.
                 is_equal = module.holds(parameter_name, first, written.stride(-1), expected) is not False
             else:
                 is_equal = self._is_equal(written.cpu(), expected)
@@ -150,9 +149,7 @@ class RowComparer(Recorder):
         )
 
     def _rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:
-        """Yield the index of at most ROWS random rows of a tensor with this `shape`. A row has at most COLUMNS
-        elements.
-        """
+        """Yield the indices of at most ROWS random rows of a tensor of this `shape`, each at most COLUMNS long."""
         size = shape[-1] if shape else 1
         for _ in range(ROWS if len(shape) > 1 else 1):
             start = self._numbers.randrange(max(1, size - COLUMNS + 1))

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: the sum of the fingerprints of disjoint boxes is the fingerprint of the whole tensor."""
+"""Fingerprints of tensors. Those of disjoint boxes add up to the fingerprint of the whole tensor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 NUM_PROJECTIONS = 8
-"""Number of random projections in a sketch. An estimated distance has a relative error of 1 / sqrt(2 * 8) = 0.25."""
+"""Random projections in a sketch. The estimated distance has a relative error of 1 / sqrt(2 * 8) = 0.25."""
 
-# On CPUs a block and its temporary copy fit a cache of some MiB. On GPUs small blocks would wait for kernel launches.
+# On CPUs a block and its temporary copy fit into a cache of some MiB. On GPUs, small blocks would wait for launches.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Maximum number of elements in a block, by device type. A block's temporary copies take 8 bytes an element."""
+"""Maximum elements of a block, by device type. Temporary copies of a block take 8 bytes per element."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MASK = (1 << 64) - 1
 """Checksums are sums modulo 2^64."""
@@ -27,9 +27,9 @@ MASK = (1 << 64) - 1
 class Fingerprint:
     """Checksum and sketch of a tensor, or of a part of it.
 
-    `checksum` is a 64-bit integer: it changes if any element or the order changes. Each entry of `sketch`
-    [NUM_PROJECTIONS] is the sum of all elements with random signs. Two sketches give an estimate of the distance of
-    their tensors. `squares` is the sum of the squared elements, `numel` their number.
+    `checksum`, a 64-bit integer, changes if any element or the order changes. Each entry of `sketch` [NUM_PROJECTIONS]
+    is the sum of all elements with random signs: two sketches give an estimate of their tensors' distance. `squares` is
+    the sum of the squared elements, `numel` their number.
     """
 
     checksum: int = 0
@@ -46,14 +46,13 @@ class Fingerprint:
         )
 
     def distance(self, reference: Fingerprint) -> float:
-        """Return the estimated Euclidean distance of two tensors, divided by the larger norm. Equal tensors have
-        distance 0.
+        """Return the estimated Euclidean distance of two tensors, divided by the larger norm: 0 for equal tensors.
 
-        The result is NaN or infinity if a tensor has NaN or infinite elements.
+        NaN or infinity: a tensor has NaN or infinite elements.
         """
         if (self.checksum, self.numel) == (reference.checksum, reference.numel):
             return 0.0
-        # The mean square of a projection of a difference is the squared norm of the difference.
+        # The mean square of the difference's projections is the squared norm of the difference.
         squares = [(a - b) ** 2 for a, b in zip(self.sketch, reference.sketch, strict=True)]
         estimate = math.sqrt(sum(squares) / NUM_PROJECTIONS)
         norm = math.sqrt(max(self.squares, reference.squares))
@@ -83,7 +82,7 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
 def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
     """Return the checksum of `values` [*shape], a box of a larger tensor: int64 [scalar] on the device.
 
-    `start` is as in `fingerprint`. The checksums of disjoint boxes add up, modulo 2^64, to the whole tensor's checksum.
+    `start` is as in `fingerprint`. Checksums of disjoint boxes add up, modulo 2^64, to the whole tensor's checksum.
     """
     checksums = [_checksum_of_block(*block) for block in _blocks(values, start)]
     if len(checksums) == 1:
@@ -94,11 +93,11 @@ def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
 def _checksum_of_block(block: Tensor, rows: Tensor, first: int) -> Tensor:
     """Return the checksum, int64 [scalar], of a block [rows, columns].
 
-    `rows` has a random number for each row. `first` is the index of the block's first column in the tensor.
+    `rows` has a random number per row. `first` is the tensor's column at which the block begins.
     """
     words, first_word = _words(block, first)
     columns = _random(first_word, words.shape[1], -1, block.device)
-    # Products of odd numbers are odd, so each element counts in at least 32 bits. Overflow wraps around.
+    # Products of odd numbers are odd, so each element affects at least 32 bits. Overflow wraps around.
     products = torch.mul(words, columns, out=_scratch(words.shape, torch.int64, block.device))
     return (products.sum(1) * rows).sum()
 
@@ -109,8 +108,8 @@ _buffers = threading.local()
 def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised contiguous tensor [*shape] for a temporary copy of a block.
 
-    A CPU thread reuses one buffer for all copies. Freed memory of this size would go back to the system, and page
-    faults would take up to 90 % of a checksum's time.
+    A CPU thread reuses one buffer. Freed memory of this size would go back to the system, and page faults would take up
+    to 90 % of a checksum's time.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -122,8 +121,8 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
 def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
     """Return the bits of a block [rows, columns] as integers [rows, words], and the index of the first word.
 
-    A word has the elements of 4 bytes, such as two bfloat16 elements, so the sum is two to four times faster. `first`
-    is the index of the block's first column in the tensor. Bits of a word outside the block are 0.
+    A word has the elements of 4 bytes, such as two bfloat16 elements: the sum is two to four times faster. `first` is
+    the tensor's column at which the block begins. Bits of a word outside the block are 0.
     """
     itemsize = block.dtype.itemsize
     bits = block.view(_INTEGERS[itemsize])
@@ -136,14 +135,14 @@ def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
     elif bits.storage_offset() % per_word:
         # A view as words must begin at a whole word of the storage.
         bits = bits.clone()
-    # Flat first: torch refuses the view if the stride of a single row is odd.
+    # Flat first: torch refuses the view if a single row has an odd stride.
     return bits.view(-1).view(torch.int32).view(len(bits), -1), first // per_word
 
 
 def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield blocks [rows, columns] of a box [*shape], each with at most _CHUNK[device] elements.
 
-    Yields for each block also the random odd numbers of its rows, int64 [rows], and the index of its first column.
+    With each block come the random odd numbers of its rows, int64 [rows], and its first column.
     """
     shape = values.shape or torch.Size((1,))
     begin = tuple(start or (0,) * len(shape))
@@ -160,13 +159,12 @@ def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tenso
             yield block.contiguous(), rows.narrow(0, row, num_rows), begin[-1] + column
 
 
-# Without caches these numbers take several times as long as the sums of a small tensor. A model has few different
-# shapes.
+# Without caches, these numbers take several times as long as the sums of a small tensor. A model has few shapes.
 @lru_cache(maxsize=1024)
 def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a random number for each row of a box, int64 [rows].
+    """Return a random number for each row of a box, int64 [rows]: the product of a random number per index of the row.
 
-    It is the product of one random number for each index of the row. `start` and `shape` exclude the last dimension.
+    `start` and `shape` exclude the last dimension.
     """
     rows = torch.ones(1, dtype=torch.int64, device=device)
     for dim, (first, size) in enumerate(zip(start, shape, strict=True), -len(shape) - 1):
@@ -177,7 +175,7 @@ def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.d
 
 @lru_cache(maxsize=1024)
 def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
-    """Return a random odd number for each index `first` to `first + count` of a dimension, int64 [count].
+    """Return a random odd number for each index from `first` to `first + count` of a dimension, int64 [count].
 
     The function is SplitMix64 (Steele, Lea and Flood, 2014). `dim` counts from the last dimension, -1.
     """
@@ -191,7 +189,7 @@ def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
 
 def _signs(numbers: Tensor) -> Tensor:
     """Return NUM_PROJECTIONS random signs for each random number [count]: float64 [count, NUM_PROJECTIONS]."""
-    # The high bits: products of the numbers, as in `_blocks`, have the best distribution there.
+    # Use the high bits: there, products of numbers (as in `_blocks`) are distributed best.
     bits = torch.arange(63 - NUM_PROJECTIONS, 63, device=numbers.device)
     return ((numbers[:, None] >> bits) & 1).to(torch.float64) * 2 - 1
 

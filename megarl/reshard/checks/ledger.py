@@ -23,8 +23,8 @@ from megarl.reshard.transport import strided_view
 class RankChecksums:
     """Checksums of one rank's weights at one version: int64 [boxes], in the order of `boxes` (index ranges of tensors).
 
-    `holder` names rank and node in messages. With `is_converted`, the boxes are an engine's own parameters. The trainer
-    has no such parameters to compare with.
+    `holder` names rank and node in messages. `is_converted`: the boxes are parameters of the engine's own format, which
+    the trainer does not have.
     """
 
     holder: str
@@ -37,8 +37,8 @@ class RankChecksums:
     seconds: float
 
     def of_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
-        """Return only the checksums of boxes in the data type that `dtypes` lists for their tensor, or of unlisted
-        tensors.
+        """Return only the checksums of boxes whose tensor is unlisted in `dtypes`, or listed with the box's
+        data type.
         """
         indices = [
             index
@@ -60,11 +60,10 @@ class RankChanges:
 
 
 class Ledger:
-    """Checksums of a rank's weights. `layout` lists the boxes of Hugging Face tensors that are stored in `tensors`.
+    """Checksums of a rank's weights. `layout` lists the boxes of Hugging Face tensors stored in `tensors`.
 
-    `tensors` maps storages to tensors [*shape]. Their addresses must not change, and they must be in device memory.
-    `rank_name` is like "trainer rank 0". `cast_to` has a data type for each box: checksums are taken after a cast to
-    it.
+    `tensors` maps storages to tensors [*shape] in device memory, with fixed addresses. `rank_name` is like "trainer
+    rank 0". `cast_to` has a data type per box, to which the box is cast before its checksum.
     """
 
     def __init__(
@@ -79,20 +78,18 @@ class Ledger:
         self._holder = f"{rank_name} on {socket.gethostname()}"
         self._cast_to = cast_to
         self._numbers: dict[str, list[int]] = defaultdict(list)
-        """Indices in the layout of the pieces in each storage."""
+        """Indices of the layout's pieces in each storage."""
         for number, piece in enumerate(layout):
             self._numbers[piece.storage].append(number)
         self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
         self._boxes = tuple(piece.box for piece in layout)
         self._dtypes = tuple(str(tensors[piece.storage].dtype) for piece in layout)
         self.newest: RankChecksums | None = None
-        """The checksums taken last; None if the newest version has none."""
+        """The newest checksums; None: the newest version has none."""
 
     @classmethod
     def of_parameters(cls, rank_name: str, tensors: Mapping[str, Tensor]) -> Ledger:
-        """Return a ledger of converted weights, by `tensors` [*shape]. Each box is a whole parameter under its own
-        name.
-        """
+        """Return a ledger of converted weights `tensors` [*shape]. Each box is a whole parameter under its own name."""
         layout = tuple(dense_piece(name, tuple(value.shape), name, 0) for name, value in tensors.items())
         return cls(rank_name, layout, tensors, is_converted=True)
 
@@ -109,7 +106,7 @@ class Ledger:
 
     @torch.no_grad()
     def compare(self) -> RankChanges | None:
-        """Return the boxes that changed since the checksums were taken. None without checksums."""
+        """Return the boxes changed since the checksums were taken; None: there are no checksums."""
         if self.newest is None:
             return None
         started = time.perf_counter()
@@ -127,7 +124,7 @@ class Ledger:
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
-        """Return the checksum, int64 [scalar] on the device, of each piece in `storages` (None: all), by index in the
+        """Return the checksum of each piece in `storages` (None: all), int64 [scalar] on the device, by index in the
         layout.
         """
         names = self.storages if storages is None else storages
@@ -135,7 +132,7 @@ class Ledger:
 
     def _compute(self) -> NDArray[np.int64]:
         checksums = [self._checksum(number) for number in range(len(self._layout))]
-        # One copy to the host for all: each copy waits for the device.
+        # One copy to the host for all, because each copy waits for the device.
         return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)
 
     def _checksum(self, number: int) -> Tensor:
@@ -147,9 +144,7 @@ class Ledger:
 
 
 def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the checksum of a piece in `storage` [*any], int64 [scalar] on the device. A `dtype` casts the piece
-    first.
-    """
+    """Return the checksum of a piece in `storage` [*any], cast to `dtype` first: int64 [scalar] on the device."""
     view = View(piece.storage, piece.offset, piece.strides)
     values = strided_view(storage, view, piece.box.shape, piece.box.name)
     return checksum(values.to(dtype or values.dtype), piece.box.start)

@@ -1,4 +1,4 @@
-"""NaN in an engine's live parameters before a copy. Elements with NaN after the copy were not written."""
+"""NaN in an engine's live parameters before a copy. Elements still NaN after the copy were not written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAN_BITS = 0x7F
 
 
 def fill_with_nan(parameter: Tensor) -> None:
-    """Fill a live parameter [*shape] with NaN. Integers wider than a byte have no NaN: they become -1."""
+    """Fill a live parameter [*shape] with NaN; integers wider than a byte with -1."""
     if parameter.dtype.itemsize == 1:
         _bytes(parameter).fill_(_NAN_BITS)
     elif parameter.is_floating_point():
@@ -20,12 +20,12 @@ def fill_with_nan(parameter: Tensor) -> None:
 
 
 def has_nan(parameter: Tensor) -> bool:
-    """Return whether some element of a parameter [*shape] is NaN; False for integers wider than a byte."""
+    """Return whether a parameter [*shape] has a NaN; False for integers wider than a byte."""
     if parameter.dtype.itemsize == 1:
         return bool(((_bytes(parameter) & _NAN_BITS) == _NAN_BITS).any())
     return bool(parameter.is_floating_point() and parameter.isnan().any())
 
 
 def _bytes(parameter: Tensor) -> Tensor:
-    """Return a view [*shape] as uint8: torch 2.13 has few operations on FP8."""
+    """Return a uint8 view [*shape]: torch 2.13 has few operations on FP8."""
     return parameter.data.view(torch.uint8)

@@ -1,6 +1,6 @@
 """Check of a reshard by log-probs: trainer and engine compute the log-probs of a fixed prompt.
 
-Engines that convert weights need this check: their bytes cannot be compared with the trainer's bytes.
+Engines that convert weights need it: their bytes cannot be compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megarl.types import MegarlError
 NUM_TOKENS = 32
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""Maximum mean |trainer - engine| over the prompt's tokens, in nats, by dtype of the weights. Rounding alone gives
-about 1e-6 (float32) and 1e-2 (bfloat16). Weights of another model give several nats.
+"""Maximum mean |trainer - engine| over the prompt's tokens in nats, by dtype of the weights. Rounding alone gives about
+1e-6 (float32) and 1e-2 (bfloat16), weights of another model several nats.
 """
 
 
@@ -37,8 +37,8 @@ def check_logprobs(
     """Compare the prompt's log-probs of `trainer` and `engine`, float32 [tokens]. A rank without log-probs passes None.
 
     A collective over the reshard's ranks. The first entry is ignored, because no token precedes it. Returns the largest
-    mean distance of any engine, in nats. Raises MegarlError on all ranks if a distance is above `tolerance` or not
-    finite, and names the first such rank.
+    mean distance of any engine, in nats. Raises MegarlError on all ranks, naming the first rank with a distance above
+    `tolerance` or not finite.
     """
     values_by_rank = gather_values((trainer, engine, replica), group)
     expected = next(logprobs for logprobs, _, _ in values_by_rank if logprobs is not None)

@@ -1,8 +1,7 @@
 """Verification of a reshard: checksums of the trainers' live parameters, compared with those of the engines.
 
 Both sides compute checksums of the same boxes (index ranges of tensors). A checksum depends on the values of a box and
-on its place in the tensor. Equal checksums thus prove plan and transport. They do not prove the layouts: see
-`checks.file_rows`.
+on its place in the tensor. Equal checksums thus prove plan and transport, but not the layouts: see `checks.file_rows`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megarl.reshard.world import Holding
 from megarl.types import MegarlError
 
 _NOT_STORED = torch.iinfo(torch.int64).max
-"""Stands for the checksum of a box that a rank does not store. The minimum over the ranks ignores it."""
+"""Checksum of a box that a rank does not store. The minimum over the ranks ignores it."""
 
 
 class LedgerComparison:
@@ -61,21 +60,20 @@ class LedgerComparison:
 
         self._source = make_ledger("trainer", source_pieces, sources)
         self.engine = make_ledger("engine", engine_pieces, destinations)
-        """The ledger of this rank's engine."""
 
     def verify(self, values: Mapping[int, Tensor], differing: Sequence[str] = ()) -> None:
         """Compare this rank's checksums with the checksums of all ranks. A collective.
 
         `values` has the checksum of each engine piece by index, int64 [scalar]. `differing` lists live parameters that
-        differ from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs. If
-        trainer ranks with the same weights differ, the error names these ranks.
+        differ from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs, or
+        the trainer ranks if their copies of the same weights differ.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)
         expected = torch.full((self._num_boxes,), _NOT_STORED, dtype=torch.int64, device=self._device)
         expected.scatter_(0, self._source_numbers, source_values)
         if self._num_ranks > 1:
-            # All trainers with a box should have the same value: then the minimum is this value.
+            # All trainers with a box should have the same value: the minimum.
             work = dist.all_reduce(expected, dist.ReduceOp.MIN, self._group, async_op=True)
             cross_world.finish(work, self._group, is_on_host=expected.is_cpu)
         is_other = (source_values != expected.gather(0, self._source_numbers)).tolist()
@@ -91,7 +89,7 @@ class LedgerComparison:
         faults = [(fault, outlier)]
         if self._num_ranks > 1:
             faults = signed.gather((fault, outlier), self._group, purpose="verification")
-        # Trainers first: if their copies differ, an engine may have received any of them.
+        # Trainers first: if their copies differ, an engine may have received any copy.
         if outliers := {rank: outlier for rank, (_, outlier) in enumerate(faults) if outlier is not None}:
             raise MegarlError(
                 f"the trainer's ranks {list(outliers)} hold other values of {next(iter(outliers.values()))} than other "
@@ -115,8 +113,8 @@ class LedgerComparison:
 def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Piece], int]:
     """Return this rank's parts of the boxes that sources and destinations of a plan have in common.
 
-    Boxes are numbered over all ranks. The results are the parts in its trainer and in its engine, both by box number,
-    and the number of all boxes.
+    Boxes are numbered over all ranks. Returns the parts in this rank's trainer and in its engine, by box number, and
+    the number of all boxes.
     """
 
     @cache
@@ -139,7 +137,7 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
 
 
 def _cut_to_region(holding: Holding, region: Region, tensor: TensorName) -> Piece:
-    # The arithmetic of `overlap` is not used here, because a fault in it would then stay hidden.
+    # A fault in the arithmetic of `overlap` would stay hidden if it were used here.
     piece = holding.piece(tensor)
     steps = zip(region.start, holding.start, holding.strides, strict=True)
     offset = piece.offset + sum((start - first) * stride for start, first, stride in steps)

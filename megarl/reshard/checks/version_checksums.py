@@ -19,7 +19,7 @@ Checksums = Mapping[Box, int]
 class Difference:
     """Weights that differ from other copies of the same version. `holders` are the ranks with the wrong copy.
 
-    Without a majority, all ranks with a copy are listed, and `is_certain` is False.
+    Without a majority, `holders` are all ranks with a copy, and `is_certain` is False.
     """
 
     box: Box
@@ -30,8 +30,7 @@ class Difference:
 def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> tuple[dict[Box, int], list[Difference]]:
     """Return the checksum of each box over all ranks, and a `Difference` for each box with unequal copies.
 
-    A copy is wrong if it differs from `trusted`. For a box outside `trusted`, it is wrong if it differs from the
-    majority.
+    A copy is wrong if it differs from `trusted`, or for a box outside `trusted`, from the majority.
     """
     copies_by_box: dict[Box, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
@@ -60,7 +59,7 @@ def by_tensor(boxes: Checksums) -> dict[str, int]:
 
 
 def version_checksum(tensors: Mapping[str, int]) -> str:
-    """Return the checksum of a whole model, 16 hexadecimal digits, from the checksums of its tensors by name."""
+    """Return the checksum of a whole model, 16 hexadecimal digits, from its tensors' checksums by name."""
     lines = "".join(f"{name} {value:016x}\n" for name, value in sorted(tensors.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
@@ -68,8 +67,8 @@ def version_checksum(tensors: Mapping[str, int]) -> str:
 def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> Iterator[Difference]:
     """Yield the engines' weights that differ from the trainer's weights of the same version.
 
-    Engines may lack tensors of the trainer. Trainer and engine may split a tensor into different boxes; then the sums
-    over the tensor are compared.
+    Engines may lack tensors of the trainer. If trainer and engine split a tensor into different boxes, the sums over
+    the tensor are compared.
     """
     comparable = [engine for engine in engines if not engine.is_converted]
     merged, differences = merge(comparable, trainer)

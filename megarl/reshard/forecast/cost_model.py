@@ -37,15 +37,13 @@ class Speeds:
 
 
 SPEEDS = {
-    # NVLink and network: data sheet values. Memory: device copies on an H200 were measured at 4.3 of the data sheet's
-    # 4.8 TB/s. The other GPUs are assumed to reach the same share of theirs.
+    # NVLink and network: data sheet values. Memory: device copies on an H200 reached 4.3 of the data sheet's 4.8 TB/s;
+    # the other GPUs are assumed to reach the same share.
     "h100": Speeds(nvlink=450e9, infiniband=50e9, memory=3.0e12),
     "h200": Speeds(nvlink=450e9, infiniband=50e9, memory=4.3e12),
     "b200": Speeds(nvlink=900e9, infiniband=50e9, memory=7.2e12),
 }
-"""Bandwidths by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each
-GPU.
-"""
+"""Bandwidths by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s per GPU."""
 
 TIERS = ("local", "same_node", "other_node")
 
@@ -62,18 +60,18 @@ class Traffic:
     received: _Bytes
     sent: _Bytes
     lower_bound: _Bytes
-    """Minimum bytes that each rank must receive [rank]: bytes in its engine shard and not in its trainer shard."""
+    """Minimum bytes that each rank must receive [rank]: the bytes of its engine shard outside its trainer shard."""
     gathered: _Bytes
     """Bytes that each rank would receive [tier, rank] if it gathered full tensors."""
     copies: _Bytes
-    """Number of strided copies on each rank [rank]: local copies, packing and unpacking."""
+    """Strided copies on each rank [rank]: local copies, packing and unpacking."""
     messages: int
-    """Number of messages: pairs of ranks that exchange data, summed over the exchanges (buckets)."""
+    """Messages: pairs of ranks that exchange data, summed over the exchanges (buckets)."""
     buckets: int
     staging: _Bytes
     """Staging memory of each rank in bytes [rank]: its largest bucket."""
     wire_seconds: float
-    """Seconds of all exchanges at full bandwidth. Each bucket takes as long as its busiest rank."""
+    """Seconds of all exchanges at full bandwidth, each as long as its busiest rank."""
     speeds: Speeds
 
     @property
@@ -88,7 +86,7 @@ class Traffic:
         def over_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
 
-        # Every copied, packed or unpacked byte is read once and written once, hence the factor 2.
+        # Every copied, packed or unpacked byte is read once and written once: factor 2.
         moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
         memory_seconds = moved_bytes / self.speeds.memory
         return {
@@ -138,7 +136,7 @@ def forecast(
     )
     started = time.process_time()
     plan = plan_with(parallel)
-    # The planning time of a real rank includes its own part of the plan. A middle rank stands for all of them.
+    # A real rank's planning time includes its own part of the plan. A middle rank stands for all ranks.
     plan.for_rank(parallel.num_ranks // 2)
     plan_seconds = time.process_time() - started
     return {
@@ -163,13 +161,13 @@ def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
-    """Count the bytes moved by a plan over all its ranks. One tensor of each kind is counted for all tensors of the
-    kind.
+    """Count the bytes moved by a plan over all its ranks. One tensor of each kind stands for all tensors of
+    the kind.
     """
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
-    # Rows 0 and 1 count receives on the same node and on other nodes, rows 2 and 3 the sends.
+    # Rows 0 and 1: receives on the same node and on other nodes. Rows 2 and 3: sends.
     in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     count_turn = cache(partial(_count_turn, plan))
@@ -196,7 +194,7 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
         buckets=len(plan.exchanged),
         staging=np.ceil(in_bucket.sum(1).max(0)).astype(np.int64) * size,
         # Links carry both directions at once, so the larger of receives and sends counts. Indices [0, 0, 1] insert a
-        # row for the local tier. Its time is never read.
+        # row for the local tier; its time is never read.
         wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]], speeds) for b in in_bucket),
         speeds=speeds,
     )
@@ -212,7 +210,7 @@ def reshard_plan(
     bucket_bytes: int,
     adapter: LoraConfig | None = None,
 ) -> Plan:
-    """Return the plan of the copies from Megatron's to vLLM's layouts, both computed from the model's sizes.
+    """Return the plan of the copies from Megatron's to vLLM's layouts, computed from the model's sizes.
 
     The arguments are those of `forecast`.
     """
@@ -236,7 +234,7 @@ def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
-    """Return the parallel sizes with the trainer's ranks in the order that sends the fewest bytes in a reshard.
+    """Return the parallel sizes with the order of trainer ranks that sends the fewest bytes in a reshard.
 
     Returns `parallel` itself for separate engines, or if no other order saves bytes.
     """
@@ -244,7 +242,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
         return parallel
 
     def count_missing(candidate: ParallelConfig) -> int:
-        # Only the bytes count here. One huge bucket avoids the work of slicing tensors.
+        # Only bytes count here. One huge bucket avoids the work of slicing tensors.
         plan = reshard_plan(model, candidate, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
         missing = cache(lambda overlap: int(_lower_bound(plan, overlap).sum()))
         return sum(missing(overlap) for _, overlap, _, _ in plan.steps)
@@ -253,7 +251,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
         dataclasses.replace(parallel, rank_permutation=rank_permutation)
         for rank_permutation in _rank_permutations(model, parallel)
     ]
-    # `min` returns the first of equal candidates, and the first one is the identity: no permutation without a saving.
+    # `min` returns the first of equal candidates. That is the identity, so ranks are permuted only if it saves bytes.
     return min(candidates, key=count_missing) if len(candidates) > 1 else parallel
 
 
@@ -280,9 +278,7 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity (1, 1) and the permutations that make the ranks of an engine neighbours in the trainer's
-    grid.
-    """
+    """Return the identity (1, 1), and the permutations that make an engine's ranks neighbours in the trainer's grid."""
     permutations = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
@@ -293,7 +289,7 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """Elements sent and received, and copies, for one tensor and one choice among equal source ranks.
+    """Elements sent and received, and copies, of one tensor for one choice among equal source ranks.
 
     Arrays are [tier, rank] or [rank]. `pairs` encodes each remote pair as `source * num_ranks + destination`.
     """
@@ -323,7 +319,7 @@ def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> 
 
 
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
-    """Return the number of elements that each rank needs and does not have: [ranks]."""
+    """Return the elements that each rank needs and lacks: [ranks]."""
     missing = np.zeros(plan.num_ranks, np.int64)
     for flow in overlap.flows:
         takers = np.asarray(flow.takers)
@@ -332,7 +328,7 @@ def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
 
 
 def _count_gathered(plan: Plan, overlap: Overlap) -> _Bytes:
-    """Return the number of elements that each rank would receive if it gathered the full tensor: [tier, rank]."""
+    """Return the elements that each rank would receive if it gathered the full tensor: [tier, rank]."""
     gathered = np.zeros((3, plan.num_ranks), np.int64)
     for numel, holders in overlap.cells:
         ranks = np.asarray(holders)
@@ -343,7 +339,7 @@ def _count_gathered(plan: Plan, overlap: Overlap) -> _Bytes:
 
 
 def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
-    """Return the number of distinct pair codes. One flag per possible pair is faster than sorting the codes."""
+    """Return the number of distinct pair codes. A flag per possible pair is faster than sorting the codes."""
     is_present = np.zeros(num_ranks * num_ranks, dtype=bool)
     for part in codes:
         is_present[part] = True
@@ -351,5 +347,5 @@ def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
 
 
 def _wire_seconds(by_link: NDArray[Any], speeds: Speeds) -> float:
-    """Return the seconds of the busiest rank, with NVLink and network in parallel. `by_link` has bytes [tier, rank]."""
+    """Return the seconds of the busiest rank, NVLink and network in parallel. `by_link` has bytes [tier, rank]."""
     return float(max(by_link[1].max() / speeds.nvlink, by_link[2].max() / speeds.infiniband))

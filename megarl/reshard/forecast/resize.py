@@ -30,7 +30,7 @@ _Ranks = dict[int, list[list[Piece]]]
 class StateSettings:
     """Settings that decide the layout of a training state.
 
-    `itemsize` is the size of a weight in bytes. With `is_distributed`, data-parallel ranks shard the optimizer's state.
+    `itemsize`: bytes of a weight. `is_distributed`: data-parallel ranks shard the optimizer's state.
     """
 
     itemsize: int
@@ -45,7 +45,7 @@ class StateSettings:
 
 
 class ResizeBytes(NamedTuple):
-    """Bytes that move when the parallel sizes change, summed over all ranks unless stated otherwise."""
+    """Bytes that move when the parallel sizes change, by default summed over all ranks."""
 
     state: int
     """Bytes of the training state, each element counted once."""
@@ -56,7 +56,7 @@ class ResizeBytes(NamedTuple):
     most_received: int
     """Largest number of bytes that one rank receives."""
     minimum: int
-    """Lower bound: bytes that ranks of the new sizes need and that their own node lacks."""
+    """Lower bound: bytes that ranks of the new sizes need and their own node lacks."""
 
     @property
     def ratio(self) -> float:
@@ -73,7 +73,7 @@ def forecast_resize(
 ) -> ResizeBytes:
     """Count the bytes that move for a change from the sizes `before` to `after`.
 
-    The ranks fill the nodes in order. `nodes` is the number of ranks on a node, before and after.
+    The ranks fill the nodes in order. `nodes`: ranks per node, before and after.
     """
     old, new = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
     topology = [(rank // nodes[0],) for rank in range(before.world_size)]
@@ -88,7 +88,7 @@ def forecast_resize(
         origins | {origin for origin, receiver in sent.items() if receiver == node}
         for origins, (node,) in zip(local_origins, new_topology, strict=True)
     ]
-    # The minimum counts bytes that may also come from leaving nodes. One rank more stands for each of their copies.
+    # The minimum counts bytes that may also come from leaving nodes. One rank more stands for each of these copies.
     nearest_origins = [*local_origins, *({origin} for origin in sent)]
     nearest_topology = [*new_topology, *(topology[origin] for origin in sent)]
     received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
@@ -111,7 +111,7 @@ def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, plac
 
 
 class _StateLayouts:
-    """Layouts of a training state with certain parallel sizes. One of the ranks with the same weight copies it."""
+    """Layouts of a training state with certain parallel sizes. Of ranks with the same weight, one copies it."""
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
         num_ranks = parallel.world_size
@@ -150,7 +150,7 @@ class _StateLayouts:
 
 
 def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
-    """Return the ranks with the same parameters as `rank`. They shard the optimizer's state among them."""
+    """Return the ranks with the same parameters as `rank`: they share the optimizer's state."""
     coordinates = layouts.parallel.coordinates(rank)
     return layouts.ranks[
         is_expert, coordinates.pp, coordinates.ep if is_expert else 0, coordinates.etp if is_expert else coordinates.tp
@@ -158,7 +158,7 @@ def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[i
 
 
 def _share(piece: Piece, index: int, num_sharers: int) -> Iterator[Piece]:
-    """Yield the boxes of part `index` of a piece that is cut into `num_sharers` equal parts."""
+    """Yield the boxes of part `index` of a piece cut into `num_sharers` equal parts."""
     start, stop = (piece.box.numel * number // num_sharers for number in (index, index + 1))
     if start == stop:
         return

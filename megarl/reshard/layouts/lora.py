@@ -30,9 +30,7 @@ class AdapterLayouts(MegatronLayouts):
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """Return the layouts of the LoRA adapters of modules `targets`. `base` has the layouts of the model's own
-    weights.
-    """
+    """Return the layouts of the LoRA adapters of modules `targets`. `base`: layouts of the model's own weights."""
     return AdapterLayouts(
         base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
     )

@@ -1,7 +1,7 @@
 """Layouts of Megatron's parameters, computed from the model's sizes and the ranks' parallel coordinates.
 
-Each rank computes the layouts of all ranks, without a collective and without a model. `check_against` compares a rank's
-layout with the live model.
+Each rank computes the layouts of all ranks, without a collective or a model. `check_against` compares a rank's layout
+with the live model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parameter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the local shapes of a rank's parameters by name, with vocabulary padding.
 
-    With `has_buffers`, saved buffers are included. `matches` selects parameters by their rules.
+    `has_buffers`: include saved buffers. `matches` selects parameters by their rules.
     """
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
@@ -60,7 +60,7 @@ def parameter_shapes(
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """Return the name prefix of the parameters in model chunk `chunk`. Empty if a stage has one chunk (`vpp` is 1)."""
+    """Return the name prefix of the parameters in model chunk `chunk`; empty with one chunk per stage."""
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
@@ -131,7 +131,7 @@ class MegatronLayouts(Layouts):
         chunk = self.chunk(tensor.layer) if in_layers else None
         expert = bool(rules) and rules[0].is_expert
         ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
-        # Equal keys must give one object: plans identify a kind of tensor by the id of its holdings.
+        # Return one object for equal keys: plans identify a kind of tensor by the id of its holdings.
         key = (tensor.template, chunk, ep, tuple(rule.parameter for rule in rules))
         if key not in self._holdings_by_kind:
             self._holdings_by_kind[key] = tuple(
@@ -145,7 +145,7 @@ class MegatronLayouts(Layouts):
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
         """Return the place of a rule's parameter in a model chunk: its name, first layer and first expert.
 
-        `ep` is the expert-parallel coordinate of the storing ranks.
+        `ep`: expert-parallel coordinate of the storing ranks.
         """
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
         return StorageSlot(
@@ -158,7 +158,7 @@ class MegatronLayouts(Layouts):
         tp 2, q of 8 rows fused with k of 4 rows: (4, 2). Raises ConfigError if a block cannot be divided evenly.
         """
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
-        # Megatron splits the padded vocabulary. The real rows then end inside the last ranks' parts.
+        # Megatron splits the padded vocabulary, so the real rows end inside the last ranks' parts.
         lengths = [self.padded_vocab_size] if rule.padded else lengths
         splits = self.splits(rule)
         for length in lengths:
@@ -199,7 +199,7 @@ class MegatronLayouts(Layouts):
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        """Return the model chunk that contains a layer. Layers are numbered from 0."""
+        """Return the model chunk with a layer (from 0)."""
         return self._chunk_of_layer[layer]
 
     @cached_property
@@ -208,7 +208,7 @@ class MegatronLayouts(Layouts):
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
         """Return the model chunks with a parameter outside the transformer layers, such as an embedding."""
-        # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
+        # With several stages, tied embeddings have a second copy on the last stage.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
@@ -224,7 +224,7 @@ class MegatronLayouts(Layouts):
                 for segment in block:
                     length = segment.stop - segment.start
                     start, stop = max(position, low), min(position + length, low + part)
-                    # A fused parameter alternates segments of several tensors. Only the overlap of a segment with this
+                    # A fused parameter alternates segments of several tensors. Only a segment's overlap with this
                     # rank's part counts.
                     if start < stop and segment.tensor == template:
                         corner, end = [0] * len(shape), list(shape)
@@ -239,12 +239,12 @@ class MegatronLayouts(Layouts):
         """The ranks at each place of the parallel grid.
 
         The key is (in the experts' grid, pipeline stage, expert-parallel coordinate, tensor-parallel coordinate). The
-        last entry None stands for all tensor-parallel coordinates.
+        last entry None: all tensor-parallel coordinates.
         """
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):
             coordinates = self.parallel.coordinates(rank)
-            # Dense parameters exist on all expert-parallel ranks alike, so their coordinate is always 0.
+            # All expert-parallel ranks have the dense parameters, so their coordinate is always 0.
             for of_experts, ep, split in ((False, 0, coordinates.tp), (True, coordinates.ep, coordinates.etp)):
                 for key in ((of_experts, coordinates.pp, ep, split), (of_experts, coordinates.pp, ep, None)):
                     ranks.setdefault(key, []).append(rank)

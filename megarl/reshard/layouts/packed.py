@@ -2,7 +2,7 @@
 alternating rows.
 
 Reshard plans have one tensor per expert; files and vLLM's loader have packed tensors (`families.packed`). This module
-converts a layout of packed tensors into a layout of single experts' tensors. Only offsets and strides change.
+converts a layout of packed tensors into one of single experts' tensors. Only offsets and strides change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the model's files, by name, with packed tensors for the experts."""
+    """Return the shapes of the tensors in the model's files by name; experts are packed."""
     shapes = {alias.packed: alias.packed_shape for alias in list_aliases(model)}
     names, plain = checkpoint_names(model), hf_tensors(model)
     return {stored: shapes.get(parse_name(stored).template) or plain[name] for name, stored in names.items()}
@@ -42,7 +42,7 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
     for alias in list_aliases(model):
         aliases.setdefault(alias.packed, []).append(alias)
     if not aliases:
-        # Called for each tensor of a file: without aliases no table is needed.
+        # Called for each tensor of a file. Without aliases no table is needed.
         return tuple(layout)
     shapes = template_shapes(model)
     pieces: list[Piece] = []
@@ -57,13 +57,13 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
 
 
 def _expert_pieces(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of the experts' tensors (one kind, such as `down_proj`) within a piece of a packed tensor.
+    """Yield the pieces of one kind of experts' tensors (such as `down_proj`) within a piece of a packed tensor.
 
     `shape` is the shape of one expert's tensor.
     """
     box, start, stop, strides, offset = piece.box, [], [], [], piece.offset
     for size, axis in zip(shape, alias.axes, strict=True):
-        # The first index at or after the box's edge: a negated floor division rounds up.
+        # The first index at or after the box's edge: negated floor division rounds up.
         low, high = (-((axis.start - edge[axis.dim]) // axis.step) for edge in (box.start, box.stop))
         start.append(max(low, 0))
         stop.append(min(high, size))

@@ -33,7 +33,7 @@ def reshard_ends(
 ) -> Ends:
     """Return the layouts of trainer and engines over `num_ranks` ranks.
 
-    With separate engines, only the running replicas count. `engine` is the engines' model if it has fewer tensors than
+    With separate engines, only the running replicas count. `engine`: the engines' model if it has fewer tensors than
     `model`. With `adapter`, the layouts describe the matrices of a LoRA adapter.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)

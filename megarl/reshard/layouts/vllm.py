@@ -34,7 +34,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
     """Record the layout of a live vLLM model. `tensors` maps checkpoint names to shapes and dtypes.
 
     A piece's storage is the parameter's name in `named_parameters()`. Live values do not change. Raises
-    DirectWriteError if the loader writes some element of a parameter never or twice, naming the parameter.
+    DirectWriteError naming the parameter if the loader writes some element never or twice.
     """
     check_direct_write(model)
     try:
@@ -72,10 +72,10 @@ def check_direct_write(model: nn.Module) -> None:
 def zero_padding(model: nn.Module) -> None:
     """Zero the elements that vLLM's loader zeroes and no checkpoint tensor has. A reshard does not write them.
 
-    They are padding rows of the vocabulary, and the experts' output bias on all but the first rank: the sum over the
-    ranks must contain the bias once.
+    They are padding rows of the vocabulary, and the experts' output bias on all ranks except the first: the sum over
+    the ranks must contain the bias once.
     """
-    # vLLM is imported only where an engine exists: ranks that only train must not load it.
+    # Imported only where an engine exists: ranks that only train must not load vLLM.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in model.modules():
@@ -90,9 +90,9 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """A torch dispatch mode: it records copies from checkpoint tensors into live parameters without executing them.
+    """Torch dispatch mode that records copies from checkpoint tensors into live parameters without executing them.
 
-    `parameters` are pairs of a name and a live tensor [*shape].
+    `parameters` are pairs (name, live tensor [*shape]).
     """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -100,11 +100,11 @@ class Recorder(TorchDispatchMode):
         self.pieces: list[Piece] = []
         self._padding: dict[str, int] = defaultdict(int)
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
-        # Copies of views of sources: the copy and the view, by the copy's storage.
+        # Copies of views of sources, by the copy's storage: (copy, view).
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._zeroed: set[str] = set()
         self._live: dict[int, tuple[str, torch.Tensor]] = {}
-        # Some parameters are views of another parameter's storage. The largest one comes last and replaces them here.
+        # Some parameters are views of another parameter's storage. The largest parameter comes last and replaces them.
         for name, parameter in sorted(parameters, key=lambda item: item[1].numel()):
             self._live[_storage(parameter)] = (name, parameter)
 
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         for argument in func._schema.arguments:
             target = arguments.get(argument.name)
-            # torch marks the arguments written by an operation in its schema: they show every in-place write.
+            # In an operation's schema, torch marks the written arguments: this shows every in-place write.
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(target, torch.Tensor):
                 continue
             if live := self._live.get(_storage(target)):
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
     def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, arguments: dict) -> None:
         name, parameter = live
         operation = func.overloadpacket.__name__
-        # vLLM's loaders fill and zero padding only; real values always arrive through `copy_`.
+        # vLLM's loaders fill and zero only padding. Real values always arrive through `copy_`.
         if operation in ("fill_", "zero_"):
             self._padding[name] += target.numel()
         elif operation != "copy_":
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
 
     def _trace_copy(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
         copy, view = self._copies.get(_storage(source), (None, source))
-        # Only whole copies are followed: a part of a copy would need the composition of two views.
+        # Only whole copies are followed. A part of a copy would need the composition of two views.
         if copy is not None and copy.shape == source.shape and copy.stride() == source.stride():
             source = view
         if _storage(source) not in self._sources:
@@ -209,12 +209,12 @@ def _piece(
 ) -> Piece | None:
     """Return the piece for a copy from `source`, a view of `tensor`, to `target`, a view of `parameter`.
 
-    Both views are [*view], and `tensor` is contiguous. Returns None unless `source` is an axis-parallel slice of
-    `tensor`. Its dimensions may be permuted. A dimension with one selected index may be missing.
+    Both views are [*view], and `tensor` is contiguous. None unless `source` is an axis-parallel slice of `tensor`; its
+    dimensions may be permuted, and a dimension with one selected index may be missing.
     """
     if source.shape != target.shape:
         return None
-    # A stride identifies the tensor's dimension behind each dimension of the view. Size 1 has no meaningful stride.
+    # A view's stride identifies the tensor's dimension. A dimension of size 1 has no meaningful stride.
     dim_of_stride = {source.stride(dim): dim for dim in range(source.dim()) if source.size(dim) > 1}
     start, stop, dims = [], [], []
     for size, stride in zip(tensor.shape, contiguous_strides(tensor.shape), strict=True):

@@ -23,9 +23,9 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def slot_rank(rank: int) -> int:
-    """Return the smallest rank in SLOT_RANKS that fits this LoRA rank. The rest of a slot is zero.
+    """Return the smallest rank in SLOT_RANKS for this LoRA rank. The rest of a slot is zero.
 
-    Raises ValueError if none fits.
+    Raises ValueError if none is large enough.
     """
     if rank > SLOT_RANKS[-1]:
         raise ValueError(f"LoRA rank {rank} exceeds the largest of vLLM's slots, {SLOT_RANKS[-1]}")
@@ -59,9 +59,7 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole matrices in the slots, by template: A [LoRA rank, in features], B [out features, LoRA
-        rank].
-        """
+        """Shapes of the whole matrices by template: A [LoRA rank, in features], B [out features, LoRA rank]."""
         return {name: shape for rule in self._rules for name, shape in rule.tensors if name in self._places}
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
@@ -70,11 +68,11 @@ class VllmAdapterLayouts(Layouts):
         return self._holdings_by_template[tensor.template]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's slots, with unused parts."""
+        """Return the bytes of a rank's slots, unused parts included."""
         return itemsize * sum(self._numel(template, rank, slot_rank(self.rank)) for template in self.shapes)
 
     def wanted_bytes(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's parts of A and B, without unused parts of slots. A copy must move at least
+        """Return the bytes of a rank's parts of A and B, without unused parts of slots: a copy must move at least
         these.
         """
         return itemsize * sum(self._numel(template, rank, self.rank) for template in self.shapes)
@@ -89,8 +87,7 @@ class VllmAdapterLayouts(Layouts):
     def _holdings(self, template: str) -> Iterator[Holding]:
         """Yield the boxes of a matrix: one box for all ranks, or one box for each rank of a replica.
 
-        Rows of A are stored without gaps. Rows of B are as long as the slot's rank, even if the adapter's rank is
-        smaller.
+        Rows of A are stored without gaps. Rows of B are as long as the slot's rank, even with a smaller adapter.
         """
         stack, index, letter = self._places[template]
         shape, world = self.shapes[template], len(self.engine)

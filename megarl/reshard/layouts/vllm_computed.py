@@ -52,7 +52,7 @@ class VllmLayouts(Layouts):
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         of_drafter = is_draft_tensor(self.model, tensor)
         stack = self._stack_of[of_drafter, tensor.template]
-        # With expert parallelism, experts on different ranks are different kinds of tensors. Otherwise all ranks have a
+        # With expert parallelism, experts on different ranks are different kinds of tensors. Otherwise each rank has a
         # part of every expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
         key = (of_drafter, tensor.template, owner)
@@ -61,7 +61,7 @@ class VllmLayouts(Layouts):
         return self._holdings_by_kind[key]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's live parameters with padding. `itemsize` belongs to the model's dtype."""
+        """Return the bytes of a rank's live parameters, padding included. `itemsize`: bytes of the model's dtype."""
         return sum(
             prod(shape) * count * (itemsize if stack.dtype == "model" else 4)
             for stack, shape, count in self.stacks_on(rank)
@@ -85,9 +85,8 @@ class VllmLayouts(Layouts):
             yield stack, tuple(shape), count
 
     def range_on(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Return (start, stop, padded length) of a rank's part of a tensor.
-
-        `rank` counts within the engine, from 0 to tp - 1.
+        """Return (start, stop, padded length) of a rank's part of a tensor. `rank` counts within the engine, 0 to tp -
+        1.
         """
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.rows is not None:
@@ -101,7 +100,7 @@ class VllmLayouts(Layouts):
         if part.split == "first":
             return 0, length if rank == 0 else 0, length
         if part.split == "heads" and tp > self.model.num_kv_heads and tp % self.model.num_kv_heads == 0:
-            # With more ranks than key-value heads, vLLM replicates each head on several neighbouring ranks.
+            # If ranks outnumber the key-value heads, vLLM replicates each head on several neighbouring ranks.
             heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)
             return rank * (length // heads), (rank + 1) * (length // heads), length // heads
         stored = padded_vocab_size(length, 1) if part.split == "vocabulary" else length
@@ -127,7 +126,7 @@ class VllmLayouts(Layouts):
                 corner, end = [0] * len(shape), list(self._shapes[template])
                 corner[stack.dim], end[stack.dim] = start, stop
                 first_expert = self._first_expert(owner) if owner >= 0 else 0
-                # Experts follow each other in the stacked parameter: one step is a whole expert.
+                # Experts follow each other in the stacked parameter: a step is a whole expert.
                 step = strides[0] * shape[0] if stack.stacks_experts else 0
                 place = StorageSlot(stack.storage, 0, first_expert, step)
                 ranks = range(rank, self.world_size, self.tp)

@@ -44,8 +44,7 @@ EXPERT_BACKENDS = (
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""Backends of MoE layers that store weights and scales unchanged, or in an order that depends only on weights and
-scales.
+"""Backends of MoE layers with the property of `LINEAR_KERNELS`.
 
 All other backends also store workspaces, sort orders or factors. CUTLASS stores strides on the device, outside
 parameters and buffers; a deep sleep would lose them.
@@ -54,9 +53,9 @@ parameters and buffers; a deep sleep would lose them.
 _BLOCK = 128
 """Rows and columns of a block with one scale."""
 _RELATIVE_ROUNDING = 0.07
-"""Largest relative error of a number in e4m3, whose mantissa has 3 bits: 1/16. Scales are rounded too."""
+"""Largest relative error of a number in e4m3, with a mantissa of 3 bits: 1/16. Scales are rounded too."""
 _LEAST_NUMBER = 2.0**-9
-"""Smallest positive number of e4m3. Multiplied by a scale, it bounds the absolute rounding error near 0."""
+"""Smallest positive number of e4m3. Times a scale, it bounds the absolute rounding error near 0."""
 
 
 class UnknownKernelError(MegarlError):
@@ -66,7 +65,7 @@ class UnknownKernelError(MegarlError):
 class QuantisedModule:
     """A module of a live vLLM model with FP8 weights. `name` is its path in the model.
 
-    Raises UnknownKernelError for an unknown kernel, naming module and kernel.
+    Raises UnknownKernelError naming module and kernel.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -88,9 +87,9 @@ class QuantisedModule:
         return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
 
     def padding(self) -> dict[str, int]:
-        """Return the number of elements of each weight outside the checkpoint.
+        """Return the elements of each weight outside the checkpoint.
 
-        Only experts have padding: their sizes are rounded up to whole blocks.
+        Only experts have such padding: their sizes are rounded up to whole blocks.
         """
         config = getattr(self._module, "moe_config", None)
         if config is None:
@@ -107,8 +106,8 @@ class QuantisedModule:
         """Context in which the module's parameters are unquantised meta tensors, as during vLLM's loading."""
         live = self._module._parameters
         unquantised = {key: live[key] for key in _unquantised_names(self._module) if key in live}
-        # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged, and no parameter is registered
-        # anew.
+        # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged without registering parameters
+        # again.
         vars(self._module)["_parameters"] = {**self._loaded, **unquantised}
         try:
             yield
@@ -118,11 +117,11 @@ class QuantisedModule:
     def quantise(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Quantise weights [*shape] with vLLM. A collective over the engine.
 
-        Returns FP8 weights and scales, by the names of `live`. `weights` have the names and shapes of `shapes`; their
-        padding may have any values. Raises MegarlError if a result's layout differs from the live tensor's.
+        `weights` have the names and shapes of `shapes`; their padding may have any values. Returns FP8 weights and
+        scales, by the names of `live`. Raises MegarlError if a result's layout differs from the live tensor's.
         """
         # vLLM sets attributes on the copy, not on the live module: CUDA graphs and kernels still use the live tensors.
-        # vLLM 0.30 quantises a module only once and remembers it in a flag, so the copy drops the flag.
+        # vLLM 0.30 quantises a module only once and sets a flag, so the copy drops the flag.
         module, method = copy.copy(self._module), copy.copy(self._method)
         vars(module).pop("_already_called_process_weights_after_loading", None)
         vars(module)["_parameters"] = {
@@ -163,7 +162,7 @@ class QuantisedModule:
     def holds(self, name: str, first: int, stride: int, row: Tensor) -> bool | None:
         """Return whether the live weight `name` equals a row [columns] of unquantised values, within FP8's rounding.
 
-        `first` is the index of the row's first element in the unquantised weight. `stride` is the distance between its
+        `first` is the index of the row's first element in the unquantised weight, `stride` the distance of its
         elements. None: the kernel reorders weights or scales, so rows cannot be compared.
         """
         key = name.removeprefix(f"{self.name}.")
@@ -177,7 +176,7 @@ class QuantisedModule:
         if live.shape != loaded.shape:
             return None
         sizes = list(zip(live.shape, scale.shape, strict=True))
-        # The number of elements per scale in each dimension.
+        # Elements per scale in each dimension.
         blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
         if any(-(-size // block) != count for block, (size, count) in zip(blocks, sizes, strict=True)):
             return None
@@ -232,7 +231,7 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-    # vLLM 0.30 remembers these for its layerwise reload. Its wrapped loaders would start that reload, so the original
+    # vLLM 0.30 stores these for its layerwise reload. Its wrapped loaders would start this reload, so the original
     # loaders are restored.
     remembered, _ = get_layerwise_info(module).restore_metadata
     parameters = {}
@@ -250,7 +249,7 @@ def _unquantised_names(module: nn.Module) -> set[str]:
 
 
 def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
-    """Return weights [*shape] as a parameter with the class and attributes of `like`, which vLLM's loader set."""
+    """Return weights [*shape] as a parameter of the class and attributes of `like`, which vLLM's loader set."""
     parameter = weights.detach()
     parameter.__class__ = like.__class__
     vars(parameter).update(vars(like))
@@ -283,5 +282,5 @@ def _shape_dtype_strides(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view [*shape] of a one-byte parameter as uint8: torch 2.13 cannot compare FP8."""
+    """Return a uint8 view [*shape] of a one-byte parameter: torch 2.13 cannot compare FP8."""
     return tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data

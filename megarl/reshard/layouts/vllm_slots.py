@@ -26,10 +26,9 @@ ADAPTER_ID = 1
 class AdapterSlots:
     """The slots of the trained adapter in a live vLLM model. `rank` is the LoRA rank; slots may be wider.
 
-    `num_further` more slots follow, for copies of the trained adapter at earlier versions.
-
-    The constructor makes the projections of a fused layer share one slot for A. Call it before vLLM captures CUDA
-    graphs. Raises MegarlError if vLLM is configured for another number of adapters, or has no linear layer for them.
+    `num_further` more slots follow, for copies of earlier versions of the adapter. The constructor makes the
+    projections of a fused layer share one slot for A. Call it before vLLM captures CUDA graphs. Raises MegarlError if
+    vLLM is configured for another number of adapters, or has no linear layer for them.
     """
 
     def __init__(self, model: nn.Module, rank: int, *, num_further: int = 0) -> None:
@@ -57,8 +56,8 @@ class AdapterSlots:
 
     @cached_property
     def request(self) -> Any:
-        """vLLM's reference to the trained adapter. A request passes it to use the adapter."""
-        # vLLM is imported only where an engine exists: ranks that only train must not load it.
+        """vLLM's reference to the trained adapter. Requests pass it to use the adapter."""
+        # Imported only where an engine exists: ranks that only train must not load vLLM.
         from vllm.lora.request import LoRARequest
 
         return LoRARequest("trained", ADAPTER_ID, "written in place")
@@ -72,19 +71,18 @@ class AdapterSlots:
         return LoRARequest(name, ADAPTER_ID + 1 + index, "written in place")
 
     def activate(self, worker: Any) -> None:
-        """Register the adapters in a vLLM worker without loading them from files. Their slots are zero afterwards."""
+        """Register the adapters in a vLLM worker without loading files. Their slots are zero afterwards."""
         manager = worker.model_runner.lora_manager
         slots = manager._adapter_manager
-        # vLLM gives each adapter the first free slot, so adapters are registered in the order of their slots.
+        # vLLM gives each adapter the first free slot, so register the adapters in the order of their slots.
         for request in (self.request, *(self.further_request(i, f"further {i}") for i in range(self._num_further))):
             manager.add_dummy_lora(request, self.rank)
             slots.activate_adapter(request.lora_int_id)
-            # vLLM needs these weights only to activate the adapter again. megarl never does, so they are freed.
+            # vLLM needs these weights only to activate the adapter again. megarl never does this, so they are freed.
             slots.get_adapter(request.lora_int_id).loras.clear()
 
     @torch.no_grad()
     def copy_to_further(self, index: int) -> None:
-        """Copy the trained adapter into the slots of further adapter `index`."""
         for slot in self._stacked:
             slot[1 + index].copy_(slot[0])
 
@@ -92,7 +90,7 @@ class AdapterSlots:
         """Record the layout of the slots. `tensors` maps the names of an adapter's matrices to their shapes.
 
         vLLM's own code copies the matrices, as meta tensors, into the slots. Live values do not change. Raises
-        DirectWriteError for a matrix without a slot, or a partly filled slot, and names it.
+        DirectWriteError naming a matrix without a slot, or a partly filled slot.
         """
         recorder = Recorder(self.tensors.items())
         with recorder:
@@ -114,7 +112,7 @@ class AdapterSlots:
         return layout
 
     def zero_padding(self) -> None:
-        """Set to zero the part of wider slots beyond the adapter's rank."""
+        """Zero the part of wider slots beyond the adapter's rank."""
         for padding in self._padding():
             padding.zero_()
 
@@ -136,9 +134,7 @@ class AdapterSlots:
 
 @contextmanager
 def without_adapters(model: nn.Module | None) -> Iterator[None]:
-    """Context in which the adapter layers of a vLLM model are replaced by their plain linear layers, as during
-    loading.
-    """
+    """Context in which plain linear layers replace the adapter layers of a vLLM model, as during loading."""
     wrapped = [
         (parent, key, child)
         for parent in (model.modules() if model is not None else ())
