@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.environments import EnvironmentUnavailableError, Message, Start, Step, Turn
 from megarl.environments.shared import get_shared, run_alone
+from megarl.files.strict_json import make_object
 from megarl.processes.supervised_process import SupervisedProcess
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -169,11 +170,11 @@ class OpenEnv:
         assert self._connection is not None
         try:
             await self._connection.send_str(json.dumps(message))
-            answer = json.loads(await self._connection.receive_str())
+            answer = json.loads(await self._connection.receive_str(), object_pairs_hook=make_object)
         except (TypeError, ConnectionError) as error:  # TypeError: not a text message, such as the end.
             raise UnreachableError(f"the server closed the connection: {error}") from None
         except ValueError as error:
-            raise ServerError(f"the server's answer is not JSON: {error}") from None
+            raise ServerError(f"the server's answer is not valid JSON: {error}") from None
         data = answer.get("data") if isinstance(answer, dict) else None
         if isinstance(data, dict) and answer.get("type") == "error":
             if data.get("code") == "CAPACITY_REACHED":

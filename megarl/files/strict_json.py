@@ -26,6 +26,10 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _STRING_OR_NUMBER = re.compile(rf"{_STRING.pattern.decode()}|\d+(?:[.eE][\d.eE+-]*)?", re.DOTALL)
 
 
+class RepeatedKeyError(ValueError):
+    """Raised for a JSON object with two values under one key."""
+
+
 def count_values(content: bytes) -> int:
     """Return an upper bound of the number of values in a JSON text, lists and objects included.
 
@@ -69,7 +73,7 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
         raise ValueError(f"byte {error.start} is not valid UTF-8") from None
     try:
         value = json.loads(
-            text, object_pairs_hook=_object_of, parse_constant=_refuse_constant, parse_float=_finite_number
+            text, object_pairs_hook=make_object, parse_constant=_refuse_constant, parse_float=_finite_number
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
@@ -118,11 +122,15 @@ def _has_more_outside_strings(content: bytes, max_values: int) -> bool:
     return num_values + _count_separators(content[end:]) > max_values
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these names and values: an `object_pairs_hook` for Python's `json`.
+
+    Raises RepeatedKeyError if a name occurs twice. Python's own hook keeps the last value in silence.
+    """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shortened(json.dumps(twice))} occurs twice")
+        raise RepeatedKeyError(f"the key {shortened(json.dumps(twice))} occurs twice")
     return fields
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+from megarl.files.strict_json import make_object
 from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
@@ -136,9 +137,9 @@ class RemoteSandbox:
         if response.status != 200:
             raise SandboxError(f"{self._url} answers HTTP {response.status}: {text[:200]!r}")
         try:
-            answer = json.loads(text)
-        except ValueError:
-            raise _BusyError(f"the sandbox server's answer is not valid JSON: {text[:200]!r}") from None
+            answer = json.loads(text, object_pairs_hook=make_object)
+        except ValueError as error:
+            raise _BusyError(f"the sandbox server's answer is not valid JSON ({error}): {text[:200]!r}") from None
         if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
             raise _BusyError(f"the sandbox server's answer has neither status Success nor Failed: {text[:200]!r}")
         return answer

@@ -18,6 +18,7 @@ from megarl.config.sections.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.data.sources.harbor import FIELD, task_image
 from megarl.environments import Agent, Message, environment_maker, is_agent
+from megarl.files.strict_json import RepeatedKeyError, make_object
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
@@ -511,11 +512,13 @@ def _read_output(output: str) -> tuple[float | None, Any]:
     """Return a program's reward and its rewards of single turns (as printed, unchecked) from the last line of its
     output.
 
-    A missing reward is None. Raises _ProgramError unless the reward is finite.
+    A missing reward is None. Raises _ProgramError unless the reward is finite and given once.
     """
     text = output.strip().rpartition("\n")[2]
     try:
-        answer = json.loads(text)
+        answer = json.loads(text, object_pairs_hook=make_object)
+    except RepeatedKeyError as error:
+        raise _ProgramError(f"ValueError: the last line of the program's output: {error}") from None
     except (ValueError, RecursionError):  # the last line may be the model's own text
         return None, None
     turn_rewards = None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from megarl.files.strict_json import MEDIUM, count_values, is_deeper, refuse_surrogates
+from megarl.files.strict_json import MEDIUM, count_values, is_deeper, make_object, refuse_surrogates
 from megarl.serving.conversation import MAX_DEPTH
 from megarl.serving.refusal import RequestError
 
@@ -108,7 +108,7 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
     if count_values(raw) > MEDIUM:
         raise RequestError(f"the body is too complex: it has more than {MEDIUM} values", status=413)
     try:
-        body = json.loads(raw.decode())
+        body = json.loads(raw.decode(), object_pairs_hook=make_object)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error!s:.200}") from error
     if not isinstance(body, dict):

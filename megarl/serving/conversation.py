@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.environments import Message
-from megarl.files.strict_json import is_deeper, refuse_surrogates
+from megarl.files.strict_json import is_deeper, make_object, refuse_surrogates
 from megarl.serving.refusal import RequestError
 
 MAX_DEPTH = 64
@@ -157,11 +157,11 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parse_arguments(arguments: Any) -> Any:
-    """Parse the JSON object in `arguments`. Other text, or too deeply nested JSON, is returned unchanged."""
+    """Parse the JSON object in `arguments`. Other text, repeated keys and too deep nesting are returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed_arguments = json.loads(arguments)
+        parsed_arguments = json.loads(arguments, object_pairs_hook=make_object)
     except (ValueError, RecursionError):
         return arguments
     if not isinstance(parsed_arguments, dict) or is_deeper(parsed_arguments, MAX_DEPTH):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.sources.harbor import FIELD
+from megarl.files.strict_json import make_object
 from megarl.sandbox.containers.container import ContainerError
 from megarl.serving.body import finite_reward
 from megarl.serving.containers import AttemptContainer
@@ -80,7 +81,8 @@ class HarborTask:
         """
         reward: object
         try:
-            reward = json.loads(await container.get(f"{_LOGS}/reward.json", _MAX_REWARD_BYTES))
+            content = await container.get(f"{_LOGS}/reward.json", _MAX_REWARD_BYTES)
+            reward = json.loads(content, object_pairs_hook=make_object)
             if isinstance(reward, dict):
                 # A task with one number may give it any name.
                 reward = reward.get("reward", next(iter(reward.values())) if len(reward) == 1 else None)

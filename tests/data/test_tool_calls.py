@@ -190,6 +190,58 @@ def test_an_unknown_tool_and_arguments_that_do_not_fit_are_errors() -> None:
     assert "nested" in error_of('{"name": "add", "arguments": {"terms": ' + "[" * 100_000)
 
 
+REPEATED = {
+    "hermes": '<tool_call>{"name": "weather", "arguments": {"city": "Rom", "city": "Bonn"}}</tool_call>',
+    "qwen3_coder": (
+        "<tool_call><function=weather><parameter=city>Rom</parameter><parameter=city>Bonn</parameter></function>"
+        "</tool_call>"
+    ),
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Rom", "city": "Bonn"}}',
+    "pythonic": '[weather(city="Rom", city="Bonn")]',
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Rom", "city": "Bonn"}',
+    "glm45": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom</arg_value><arg_key>city</arg_key>"
+        "<arg_value>Bonn</arg_value></tool_call>"
+    ),
+    "deepseek_v3": '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rom", "city": "Bonn"}<｜tool▁call▁end｜>',
+    "gpt_oss": '<|start|>assistant to=functions.weather<|message|>{"city": "Rom", "city": "Bonn"}<|call|>',
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_an_argument_given_twice_is_a_faulty_call(name: str) -> None:
+    ((tool, arguments, error),) = made(name, REPEATED[name])
+    assert (tool, arguments) == ("weather", None)
+    assert 'the key "city" occurs twice' in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"city": "B"}, "parameters": {"city": "C"}}</tool_call>',
+        ),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": 1, \\"city\\": \\"B\\"}"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "B"}, "arguments": {"city": "C"}}]'),
+        ("qwen3_coder", '<function=add><parameter=terms>{"x": 1, "x": 2}</parameter></function>'),
+        ("pythonic", "[weather(city={'x': 1, 'x': 2})]"),
+    ],
+)
+def test_a_call_with_two_readings_is_faulty(name: str, text: str) -> None:
+    ((_, arguments, error),) = made(name, text)
+    assert arguments is None
+    assert "occurs twice" in str(error) or "has both" in str(error)
+
+
+@pytest.mark.parametrize("value", ["b'x'", "{1, 2}", "1j", "...", "{1: 2}", "{[1]: 2}", "[b'x']", "(1, {b'x': 1})"])
+def test_a_python_value_that_json_does_not_have_is_a_faulty_call(value: str) -> None:
+    ((tool, arguments, error),) = made("pythonic", f"[weather(city={value})]")
+    assert (tool, arguments) == ("weather", None)
+    assert "values" in str(error)
+
+
 def test_reasoning_is_cut_off_and_calls_in_it_are_not_made() -> None:
     thought = '<tool_call>{"name": "add", "arguments": {"terms": [1]}}</tool_call>'
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'

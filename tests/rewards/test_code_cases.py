@@ -102,6 +102,20 @@ def test_what_is_no_test_is_refused(answer, error):
         read_cases(answer, {})
 
 
+@pytest.mark.parametrize(
+    ("answer", "record"),
+    [
+        pytest.param('{"inputs": ["1"], "outputs": ["1"], "outputs": ["2"]}', {}, id="columns"),
+        pytest.param([{"input": '{"a": 1, "a": 2}', "output": "1"}], {"metadata": {"func_name": "f"}}, id="arguments"),
+        pytest.param([{"input": "1", "output": '{"a": 1, "a": 2}'}], {"metadata": {"func_name": "f"}}, id="result"),
+        pytest.param([{"input": "1", "output": "1"}], {"metadata": '{"func_name": "f", "func_name": "g"}'}, id="name"),
+    ],
+)
+def test_tests_with_a_key_twice_are_refused(answer, record):
+    with pytest.raises(ValueError, match="occurs twice"):
+        read_cases(answer, record)
+
+
 def test_a_bomb_is_not_unpacked(monkeypatch):
     monkeypatch.setattr("megarl.rewards.functions.code_cases.MAX_UNPACKED_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="not JSON"):

@@ -323,3 +323,32 @@ async def test_a_reward_model_by_http(protocol, path, answer, asked):
     assert scored.failure is None and scored.reward.score == 0.75 and scored.reward.scores == {"remote.own": 0.75}
     assert {name: requests[-1][name] for name in asked} == asked
     assert metrics["reward/remote.own/parse_errors"] == 1 and metrics["reward/remote.own/calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("protocol", "path", "text", "error"),
+    [
+        ("slime", "/", '{"score": 0.25, "score": 0.75}', 'the key "score" occurs twice'),
+        ("slime", "/", '{"score": 0.25, "reward": 0.75}', "no score"),
+        ("slime", "/", "[0.25, 0.75]", "no score"),
+        ("openrlhf", "/get_reward", '{"rewards": [0.25, 0.75]}', "no score"),
+        ("vllm", "/pooling", '{"data": [0.25], "data": [0.75]}', 'the key "data" occurs twice'),
+        ("slime", "/", '{"score": NaN}', "no score"),
+    ],
+)
+async def test_an_answer_with_two_scores_has_none(protocol, path, text, error):
+    async def reply(request):
+        return web.Response(text=text, content_type="application/json")
+
+    async with JudgeServer().serving(path, reply) as url:
+        kwargs = {"url": url + path.removesuffix("/pooling"), "protocol": protocol}
+        kwargs |= {"pause_seconds": 0.0, "max_tries": 1}
+        kwargs |= {"model": "m"} if protocol == "vllm" else {}
+        rewards = {"functions": [{"name": "remote.own", "kwargs": kwargs}]}
+        pool = RewardPool(worker_settings(RewardConfig.model_validate(rewards)), num_workers=1)
+        try:
+            scored = await pool.score(Sample("solution 1", "42", QUESTION))
+            assert scored.failure is not None and not scored.reward.scores
+            assert "remote.own" in scored.detail and error in scored.detail
+        finally:
+            await pool.aclose()

@@ -143,9 +143,13 @@ def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Call
             ("sh", "-c", f"echo 1{'0' * 400}"),
             f"ValueError: the program's reward is 1{'0' * 79}, not a finite number",
         ),
+        pytest.param(
+            ("sh", "-c", """echo '{"reward": 0, "reward": 1}'"""),
+            """ValueError: the last line of the program's output: the key "reward" occurs twice""",
+        ),
         pytest.param(("/no/such/program",), "OSError: /no/such/program: No such file or directory"),
     ],
-    ids=["exit code", "no number", "beyond all floats", "no program"],
+    ids=["exit code", "no number", "beyond all floats", "two rewards", "no program"],
 )
 def test_a_program_that_fails_is_an_error_of_its_attempt(
     command: tuple[str, ...], failure: str, attempt: Callable[..., Trajectory]
@@ -309,6 +313,7 @@ def harbor_task(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("0.5 > /logs/verifier/reward.txt", 0.5, None),
         ("'{\"accuracy\": 1}' > /logs/verifier/reward.json", 1.0, None),
         ('\'{"reward": 0, "other": 1}\' > /logs/verifier/reward.json; exit 1', 0.0, None),
+        ('\'{"reward": 0, "reward": 1}\' > /logs/verifier/reward.json', None, 'the key "reward" occurs twice'),
         ('\'{"one": 0, "other": 1}\' > /logs/verifier/reward.json', None, "the reward is None"),
         ("nan > /logs/verifier/reward.txt", None, "the reward is nan"),
         ("none > /logs/verifier/reward.txt", None, "could not convert"),
@@ -316,7 +321,18 @@ def harbor_task(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("x; sleep 600", None, "the tests did not end within 3 s"),
         ("x; yes", None, "OutputLimit"),
     ],
-    ids=["a text", "one number", "a failed test", "two numbers", "not a number", "no number", "none", "late", "flood"],
+    ids=[
+        "a text",
+        "one number",
+        "a failed test",
+        "a key twice",
+        "two numbers",
+        "not a number",
+        "no number",
+        "none",
+        "late",
+        "flood",
+    ],
 )
 def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
     written: str,

@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.data.tools.formats import PARSERS, WrittenCall, harmony_reasoning, no_constant
 from megarl.data.tools.schemas import ToolSchema, arguments_fault, tool_named
-from megarl.files.strict_json import is_deeper, refuse_surrogates
+from megarl.files.strict_json import RepeatedKeyError, is_deeper, make_object, refuse_surrogates
 from megarl.types import ToolCall
 
 END_TOKENS = (
@@ -129,7 +129,9 @@ def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema
     arguments = call.arguments
     if isinstance(arguments, str):  # Some models write the arguments as JSON inside a JSON string.
         try:
-            arguments = json.loads(arguments, parse_constant=no_constant)
+            arguments = json.loads(arguments, parse_constant=no_constant, object_pairs_hook=make_object)
+        except RepeatedKeyError as error:
+            return ToolCall(call_id, call.name, None, f"the arguments cannot be read: {error}")
         except (ValueError, RecursionError):
             return ToolCall(call_id, call.name, None, "the arguments are a text, not an object")
     if not isinstance(arguments, Mapping):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megarl.data.tools.schemas import ToolSchema, properties
-from megarl.files.strict_json import is_long_integer
+from megarl.files.strict_json import RepeatedKeyError, is_long_integer, make_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def no_constant(name: str) -> Any:
 
 
 # Not strict: models write line breaks inside strings without escaping them.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant, object_pairs_hook=make_object)
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
@@ -66,7 +66,7 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
     except ValueError as error:
-        # Other errors name the refused value, such as NaN.
+        # Other errors name the refused value, such as NaN, or the repeated key.
         if not is_long_integer(error):
             raise
         raise ValueError("its JSON has a number with too many digits") from error
@@ -75,10 +75,12 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return WrittenCall("", error='the call is not a JSON object with a "name"')
-    field = next((field for field in argument_fields if field in value), None)
-    if field is None:
+    fields = [field for field in argument_fields if field in value]
+    if not fields:
         return WrittenCall(value["name"], error=f'the call has no "{argument_fields[0]}"')
-    return WrittenCall(value["name"], value[field])
+    if len(fields) > 1:
+        return WrittenCall(value["name"], error=f'the call has both "{fields[0]}" and "{fields[1]}"')
+    return WrittenCall(value["name"], value[fields[0]])
 
 
 def _find_name(text: str) -> str:
@@ -98,7 +100,10 @@ def _json_argument_text(name: str, text: str) -> WrittenCall:
 
 
 def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
-    """Return the value of an unquoted argument: text if the schema says so, else JSON if valid, else text."""
+    """Return the value of an unquoted argument: text if the schema says so, else JSON if valid, else text.
+
+    Raises RepeatedKeyError.
+    """
     schema = properties(tool, tools).get(name, {})
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = {kind} if isinstance(kind, str) else set(kind or ())
@@ -106,12 +111,25 @@ def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -
         return text
     try:
         value, end = _json_at(text, 0)
+    except RepeatedKeyError:
+        if "string" in kinds:
+            return text
+        raise
     except ValueError:
         # Templates of Qwen3-Coder print constants as Python does.
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
     if text[end:].strip() or ("string" in kinds and not isinstance(value, str) and value is not None):
         return text
     return value
+
+
+def _call_from_pairs(tool: str, pairs: Iterable[tuple[str, str]], tools: Sequence[ToolSchema]) -> WrittenCall:
+    """Return the call of a tool whose arguments are pairs of a name and an unquoted value."""
+    try:
+        arguments = make_object([(name, _parse_value(value, name, tool, tools)) for name, value in pairs])
+    except RepeatedKeyError as error:
+        return WrittenCall(tool, error=f"the arguments cannot be read: {error}")
+    return WrittenCall(tool, arguments)
 
 
 def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
@@ -168,14 +186,13 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
         if not separator or not is_closed:
             calls.append(WrittenCall(name if separator else "", error="the call cannot be read: it is cut off"))
             continue
-        arguments = {}
+        pairs = []
         _, parameters = _split_tags(inner, "<parameter=", "</parameter>")
         for parameter, _ in parameters:
             key, _, value = parameter.partition(">")
             # The format puts one line break before and after each value; further ones belong to the value.
-            value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key.strip()] = _parse_value(value, key.strip(), name, tools)
-        calls.append(WrittenCall(name, arguments))
+            pairs.append((key.strip(), value.removeprefix("\n").removesuffix("\n")))
+        calls.append(_call_from_pairs(name, pairs, tools))
     return remainder, calls
 
 
@@ -190,8 +207,7 @@ def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
             calls.append(WrittenCall(name, error="the call cannot be read: it is cut off"))
             continue
         pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
-        arguments = {key.strip(): _parse_value(value.strip(), key.strip(), name, tools) for key, value in pairs}
-        calls.append(WrittenCall(name, arguments))
+        calls.append(_call_from_pairs(name, [(key.strip(), value.strip()) for key, value in pairs], tools))
     return remainder, calls
 
 
@@ -276,22 +292,37 @@ def _python_call(text: str) -> WrittenCall:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         return WrittenCall(name, error="the arguments must have names: f(name=value)")
     try:
-        return WrittenCall(name, {keyword.arg: _literal(keyword.value) for keyword in call.keywords})
+        pairs = [(keyword.arg or "", _literal(keyword.value)) for keyword in call.keywords]
+        return WrittenCall(name, make_object(pairs))
+    except RepeatedKeyError as error:
+        return WrittenCall(name, error=f"the arguments cannot be read: {error}")
     except (ValueError, RecursionError):
         return WrittenCall(name, error="the arguments must be values, not expressions")
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a Python literal, or of one of JSON's names (true, null)."""
+    """Return the value of a Python literal, or of one of JSON's names (true, null).
+
+    Raises ValueError for a value that JSON does not have, such as bytes, and for an object's key that is not a text.
+    """
     constants = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
     if isinstance(node, ast.List):
         return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Tuple):
+        return tuple(_literal(item) for item in node.elts)
     if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
         pairs = zip(node.keys, node.values, strict=True)
-        return {ast.literal_eval(key): _literal(value) for key, value in pairs if key is not None}
-    return ast.literal_eval(node)
+        return make_object([(_literal_of(key, str), _literal(value)) for key, value in pairs if key is not None])
+    return _literal_of(node, str, int, float, type(None))
+
+
+def _literal_of(node: ast.expr | None, *types: type) -> Any:
+    value = None if node is None else ast.literal_eval(node)
+    if not isinstance(value, types):
+        raise ValueError(f"{value!r:.80} is not a value of JSON")
+    return value
 
 
 def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:

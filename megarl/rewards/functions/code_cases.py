@@ -20,10 +20,11 @@ import math
 import pickletools
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from megarl.files.strict_json import RepeatedKeyError, make_object
 
 # A small packed text may expand enormously, so stop there.
 MAX_UNPACKED_BYTES = 256 << 20
@@ -116,7 +117,8 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
     if not isinstance(function, str):
         raise ValueError(f"the tests' fn_name is {function!r:.80}; set it to the name of the function to test")
     if isinstance(test_input, str):
-        arguments = tuple(json.loads(line) for line in test_input.splitlines() if line.strip())
+        lines = (line for line in test_input.splitlines() if line.strip())
+        arguments = tuple(json.loads(line, object_pairs_hook=make_object) for line in lines)
     elif isinstance(test_input, list):
         arguments = tuple(test_input)
     else:
@@ -126,11 +128,15 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
         )
     text = None
     if isinstance(expected, str):
-        with suppress(ValueError):  # Not JSON: it is a plain text.
-            json_value = json.loads(expected, parse_float=_finite)
-            # Quotes or brackets are JSON on purpose, so only other texts are ambiguous.
-            text = None if isinstance(json_value, str | list | dict) else expected
-            expected = json_value
+        try:
+            json_value = json.loads(expected, parse_float=_finite, object_pairs_hook=make_object)
+        except RepeatedKeyError:
+            raise
+        except ValueError:  # Not JSON: it is a plain text.
+            return Case(expected, function=function, arguments=arguments)
+        # Quotes or brackets are JSON on purpose, so only other texts are ambiguous.
+        text = None if isinstance(json_value, str | list | dict) else expected
+        expected = json_value
     return Case(expected, function=function, arguments=arguments, text=text)
 
 
@@ -149,7 +155,9 @@ def _text(value: Any) -> str:
 def _function_name(metadata: Any) -> str | None:
     if isinstance(metadata, str):
         try:
-            metadata = json.loads(metadata)
+            metadata = json.loads(metadata, object_pairs_hook=make_object)
+        except RepeatedKeyError as error:
+            raise ValueError(f"the metadata of a test: {error}; give it once") from None
         except ValueError:
             return None
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
@@ -159,11 +167,15 @@ def _function_name(metadata: Any) -> str | None:
 def _parse_json(text: str) -> Any:
     """Parse JSON text, or LiveCodeBench's packed JSON text."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make_object)
+    except RepeatedKeyError as error:
+        raise ValueError(f"the record's tests: {error}; give it once") from None
     except ValueError:
         pass
     try:
-        return json.loads(_unpack_text(text))
+        return json.loads(_unpack_text(text), object_pairs_hook=make_object)
+    except RepeatedKeyError as error:
+        raise ValueError(f"the record's tests: {error}; give it once") from None
     except ValueError:
         raise ValueError(f"the record's tests are not JSON: {text[:80]!r}; {_FORMS}") from None
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from megarl.files.nearest import nearest
+from megarl.files.strict_json import make_object
 from megarl.rewards.functions.final_answers import answering_text, last_boxed, last_tagged
 from megarl.rewards.functions.harmless import CORRECT_FROM, is_formula, is_integer_arithmetic, is_literal, score_safely
 from megarl.types import ConfigError, Reward
@@ -123,9 +124,9 @@ def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         value = extra
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
-            raise ValueError(f"the record's metadata are not JSON: {value!r:.80}") from None
+            value = json.loads(value, object_pairs_hook=make_object)
+        except ValueError as error:
+            raise ValueError(f"the record's metadata are not valid JSON ({error}): {value!r:.80}") from None
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"the record's metadata are not an object: {value!r:.80}")
     return value

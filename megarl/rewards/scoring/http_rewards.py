@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from megarl.config.sections.http_rewards import ServedConfig
 from megarl.config.sections.rewards import RewardFunctionConfig
+from megarl.files.strict_json import RepeatedKeyError, make_object
 from megarl.rewards import SERVED, metric_name, server_kind
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample
@@ -251,7 +252,9 @@ class ServedReward(Generic[Config]):
             if response.status != 200:
                 raise RefusedError(f"HTTP {response.status}: {_shorten(text)}")
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=make_object)
+        except RepeatedKeyError as error:
+            raise RefusedError(f"the answer has two values: {error}: {_shorten(text)}") from None
         except (ValueError, RecursionError):
             raise FailedCallError(f"the answer is not valid JSON: {_shorten(text)}") from None
 

@@ -42,9 +42,13 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         value = answer
         if isinstance(value, Mapping):
             names = ("data",) if self.config.protocol == "vllm" else ("score", "reward", "rewards", "scores")
-            value = next((value[name] for name in names if name in value), None)
+            values = [value[name] for name in names if name in value]
+            # A score is never guessed from two.
+            value = values[0] if values and values.count(values[0]) == len(values) else None
         # Unwrap lists of one. Of vLLM's token-wise rewards take the last token's.
         while isinstance(value, list | dict) and value:
+            if isinstance(value, list) and len(value) > 1 and self.config.protocol != "vllm":
+                break
             value = value.get("data") if isinstance(value, dict) else value[-1]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"the server's answer has no score: {answer!r:.200}")

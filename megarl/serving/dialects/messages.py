@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.files.strict_json import make_object
 from megarl.serving.answers import Answer
 from megarl.serving.dialects.caller import read_claude_code_caller
 from megarl.serving.dialects.chat import append_message
@@ -302,7 +303,7 @@ def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
 def _input(arguments: Any) -> dict[str, Any]:
     """Return a tool call's arguments as an object, the only form that this API has."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments, object_pairs_hook=make_object)
     except (TypeError, ValueError):
         value = None
     return value if isinstance(value, dict) else {_INVALID_ARGUMENTS: arguments}
