@@ -51,21 +51,35 @@ import pathlib
 TrialPaths = pathlib.Path
 """,
     "environments/factory.py": """
-import pathlib
+import asyncio, pathlib
 class Environment:
-    def __init__(self, session_id, trial_paths):
-        # A folder is the container, and outlives its process.
-        self.container = pathlib.Path(trial_paths.parent.parent, "containers", session_id)
+    def __init__(self, session_id, trial_paths, kwargs):
+        # A folder is the container, and outlives its process. Other files say how it stops.
+        self.folder = trial_paths.parent.parent
+        self.container = self.folder / "containers" / session_id
+        if kwargs.get("compose"):
+            self.stop, self._run_docker_compose_command = self.stop_by_compose, self.run
     def start(self):
         self.container.mkdir(parents=True)
     async def stop(self, delete):
-        if "stuck" in self.container.name:
+        if "stuck" in self.container.name or (self.folder / "no_daemon").exists():
             raise OSError("no daemon")
+        while (self.folder / "slow").exists():
+            (self.folder / "stopping").touch()
+            await asyncio.sleep(0.01)
         self.container.rmdir()
+    async def run(self, command):
+        await Environment.stop(self, command)
+    async def stop_by_compose(self, delete):
+        # Harbor only logs the error.
+        try:
+            await self._run_docker_compose_command(["down", "--volumes"])
+        except Exception:
+            pass
 class EnvironmentFactory:
     @classmethod
-    def create_environment_from_config(cls, *, session_id, trial_paths, **_):
-        return Environment(session_id, trial_paths)
+    def create_environment_from_config(cls, *, config, session_id, trial_paths, **_):
+        return Environment(session_id, trial_paths, config.kwargs)
     @staticmethod
     def run_preflight(kind, import_path, kwargs):
         if kind == "docker":
@@ -95,16 +109,24 @@ class Trial:
         (folder / "trajectory.json").write_text(json.dumps(config.agent | {"key": os.environ["OPENAI_API_KEY"]}))
         outcome = json.loads(pathlib.Path(config.task["path"], "outcome").read_text())
         session = f"{config.trial_name}__env" + ("-stuck" if outcome == "stuck" else "")
-        environment = EnvironmentFactory.create_environment_from_config(session_id=session, trial_paths=folder)
+        environment = EnvironmentFactory.create_environment_from_config(
+            config=Space(**config.environment), session_id=session, trial_paths=folder
+        )
         environment.start()
+        is_late = outcome in ("error", {"reward": 0.25})
+        errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if is_late else []
         try:
             if outcome in ("hangs", "stuck"):
                 (folder / "pid").write_text(str(os.getpid()))
                 await asyncio.Event().wait()
         finally:
-            await environment.stop(delete=True)
-        is_late = outcome in ("error", {"reward": 0.25})
-        errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if is_late else []
+            # As in Harbor.
+            try:
+                await asyncio.shield(environment.stop(delete=True))
+            except asyncio.CancelledError:
+                (folder.parent.parent / "cancelled").touch()
+            except Exception as error:
+                errors.append(Space(exception_type=type(error).__name__, exception_message=str(error)))
         verdict = None if outcome == "error" else Space(rewards=outcome)
         return Space(recorded_exceptions=lambda: errors, verifier_result=verdict)
 """,
@@ -211,6 +233,45 @@ async def test_the_container_of_a_killed_trial_is_stopped_by_the_next(
     assert ("no daemon" in caplog.text) == is_stuck
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"compose": True}], ids=["raises", "logs"])
+async def test_an_environment_whose_stop_fails_is_stopped_by_the_next_trial(
+    tasks: Path, kwargs: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Harbor("tasks", agent="my:Agent", environment="my:Environment", environment_kwargs=kwargs)
+    no_daemon = tasks.parent / "no_daemon"
+    no_daemon.touch()
+    try:
+        for _ in range(2):
+            assert await agent.run({"index": 0, "record": {}}, "http://endpoint/v1", "secret") == 0.5
+        left = {*tasks.parent.glob("containers/*")}
+        assert len(left) == len([*tasks.parent.glob("trials/.live/*")]) == 2
+        assert "no daemon" in caplog.text
+        no_daemon.unlink()
+        assert await agent.run({"index": 1, "record": {}}, "http://endpoint/v1", "secret") == 1.0
+    finally:
+        await close_shared()
+    assert [*tasks.parent.glob("containers/*")] == [*tasks.parent.glob("trials/.live/*")] == []
+
+
+async def test_a_trial_that_is_cancelled_while_its_container_stops_waits_for_it(tasks: Path) -> None:
+    slow = tasks.parent / "slow"
+    slow.touch()
+    agent = Harbor("tasks", agent="my:Agent", environment="my:Environment")
+    running = asyncio.create_task(agent.run({"index": 0, "record": {}}, "http://endpoint/v1", "secret"))
+    try:
+        while not (tasks.parent / "stopping").exists():
+            assert not running.done(), running.exception()
+            await asyncio.sleep(0.02)
+        [container] = tasks.parent.glob("containers/*")
+        running.cancel()
+        while not (tasks.parent / "cancelled").exists():
+            await asyncio.sleep(0.02)
+        slow.unlink()
+    finally:
+        await close_shared()
+    assert not container.exists() and not [*tasks.parent.glob("trials/.live/*")]
+
+
 class Trials:
     """The adapter without the library, on a disk whose locks are those of NFS or missing."""
 
@@ -239,11 +300,14 @@ async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials = Trials(tmp_path, monkeypatch)
-    with trials.library.live_trial("lives", "task") as note_session:
-        note_session("living")
+    with trials.library.live_trial("lives", "task") as live_trial:
+        live_trial.note("stopped", True)
+        live_trial.note("stopped", False)
+        live_trial.note("living", True)
         facts = (tmp_path / LIVE / "lives").read_bytes()
         for name, content in {"empty": b"", "cut": facts[:-4], "killed": facts.replace(b"living", b"dead")}.items():
             (tmp_path / LIVE / name).write_bytes(content)
+        live_trial.note("living", False)
         errors = await trials.library.sweep()
         assert trials.stopped == ["dead"] and os.listdir(tmp_path / LIVE) == ["lives"]
     assert len(errors) == 2

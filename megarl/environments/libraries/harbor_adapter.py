@@ -71,23 +71,38 @@ class Library:
             assert trial is not None
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, trial.cancel)
             notes = await self.sweep()
-            with self.live_trial(request["trial_name"], self.tasks[request["task"]]) as note_session:
-                rewards, errors = await self.make_trial(config, note_session)
+            with self.live_trial(request["trial_name"], self.tasks[request["task"]]) as live_trial:
+                rewards, errors = await self.make_trial(config, live_trial)
             return {"rewards": rewards, "notes": [*notes, *errors]}
 
         return asyncio.run(make_trial())
 
-    async def make_trial(self, config, note_session):
+    async def make_trial(self, config, live_trial):
         """Make a trial. Returns the verifier's rewards by name, and the trial's errors.
 
-        `note_session` is called with the session of each environment before it is created. Raises RuntimeError with the
-        errors of a trial without rewards.
+        Each environment is noted in `live_trial` before it starts, and when it has stopped. Raises RuntimeError
+        with the errors of a trial without rewards.
         """
         create = self.environments.create_environment_from_config
+        stops = set()
 
         def create_noted(*arguments, **options):
-            note_session(options["session_id"])
-            return create(*arguments, **options)
+            environment = create(*arguments, **options)
+            session = options["session_id"]
+            live_trial.note(session, True)
+            stop = make_stop(environment)
+
+            async def stop_and_note(delete):
+                await stop(delete)
+                live_trial.note(session, False)
+
+            async def stop_noted(delete):
+                stopping = asyncio.create_task(stop_and_note(delete))
+                stops.add(stopping)
+                await asyncio.shield(stopping)
+
+            environment.stop = stop_noted
+            return environment
 
         # This process makes one trial only.
         self.environments.create_environment_from_config = create_noted
@@ -95,7 +110,12 @@ class Library:
             result = await (await self.trial_class.create(config)).run()
         finally:
             self.environments.create_environment_from_config = create
+            # Harbor does not wait for the stop if the trial is cancelled meanwhile.
+            stopped = await asyncio.gather(*stops, return_exceptions=True)
         errors = [f"{error.exception_type}: {error.exception_message}" for error in result.recorded_exceptions()]
+        # Harbor does not record the error of a verifier's environment.
+        stop_errors = [f"{type(error).__name__}: {error}" for error in stopped if error is not None]
+        errors += [error for error in stop_errors if error not in errors]
         rewards = None if result.verifier_result is None else result.verifier_result.rewards
         # A verifier also judges an agent that ran out of time. After the verdict the environment may fail to stop.
         if errors and not rewards:
@@ -104,9 +124,10 @@ class Library:
 
     @contextlib.contextmanager
     def live_trial(self, trial_name, task):
-        """Keep a locked file while a trial runs. Yields the function that notes a session of an environment.
+        """Keep a locked file while a trial runs. Yields a LiveTrial.
 
-        After a kill the file stays, unlocked, until `sweep` has stopped the trial's environments.
+        The file stays, without a lock, if the trial is killed or one of its environments does not stop. The next trial
+        stops these environments (`sweep`).
         """
         folder = pathlib.Path(self.settings["trials_dir"], LIVE)
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,19 +146,15 @@ class Library:
             file.flush()
             # Lock the file before the rename shows it to `sweep`.
             path = begun.rename(folder / trial_name)
-
-            def note_session(session):
-                file.write(json.dumps(session) + "\n")
-                file.flush()
-
+            live_trial = LiveTrial(file)
             try:
-                yield note_session
+                yield live_trial
             finally:
-                # Harbor has stopped the environments, also those of a cancelled trial.
-                path.unlink()
+                if not any(live_trial.is_running.values()):
+                    path.unlink()
 
     async def sweep(self):
-        """Stop the environments of trials whose process was killed on this machine. Returns the errors."""
+        """Stop the environments that ended trials have left on this machine. Returns the errors."""
         errors = []
         for path in pathlib.Path(self.settings["trials_dir"], LIVE).glob("[!.]*"):
             # NFS locks only files that are open for writing.
@@ -150,12 +167,13 @@ class Library:
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
                 try:
-                    facts, *sessions = map(json.loads, file)
+                    facts, *changes = map(json.loads, file)
+                    is_running = dict(changes)
                     is_here = facts["machine"] == os.uname().nodename
                 # A crash of the machine may leave an empty file. It must not stop all later trials.
                 except (ValueError, TypeError, KeyError) as error:
                     errors.append(
-                        f"the file of the killed trial {path.name} is damaged: {error!r:.200}; it is deleted. Stop the "
+                        f"the file of the ended trial {path.name} is damaged: {error!r:.200}; it is deleted. Stop the "
                         "environment of this trial if it still runs"
                     )
                     path.unlink()
@@ -163,12 +181,12 @@ class Library:
                 if not is_here:
                     continue
                 try:
-                    for session in sessions:
+                    for session in [session for session in is_running if is_running[session]]:
                         await self.stop_session(path.name, facts, session)
                 # The environment may be a user's class and raise anything.
                 except Exception as error:
                     print(f"{path}: {error!r}", file=sys.stderr)
-                    errors.append(f"the environment of the killed trial {path.name} does not stop: {error!r:.200}")
+                    errors.append(f"the environment of the ended trial {path.name} does not stop: {error!r:.200}")
                     continue
                 path.unlink()
         return errors
@@ -185,4 +203,44 @@ class Library:
             trial_paths=self.paths_class(pathlib.Path(self.settings["trials_dir"], trial_name)),
             task_env_config=task.config.environment,
         )
-        await environment.stop(delete=config.delete)
+        await make_stop(environment)(config.delete)
+
+
+class LiveTrial:
+    """The environments of a trial, by session: whether they may run. Its file has a line for each change."""
+
+    def __init__(self, file):
+        self.file = file
+        self.is_running = {}
+
+    def note(self, session, is_running):
+        self.is_running[session] = is_running
+        self.file.write(json.dumps([session, is_running]) + "\n")
+        self.file.flush()
+
+
+def make_stop(environment):
+    """Return the `stop` of an environment. It raises the error of docker compose that Harbor only logs."""
+    stop = environment.stop
+    run_compose = getattr(environment, "_run_docker_compose_command", None)
+    if run_compose is None:
+        return stop
+    errors = []
+
+    async def run_compose_noted(command, *arguments, **options):
+        try:
+            return await run_compose(command, *arguments, **options)
+        except Exception as error:
+            if command[0] in ("down", "stop"):
+                errors.append(error)
+            raise
+
+    async def stop_or_raise(delete):
+        # Harbor also calls `down` before a start, where nothing may run.
+        errors.clear()
+        await stop(delete)
+        if errors:
+            raise errors[0]
+
+    environment._run_docker_compose_command = run_compose_noted
+    return stop_or_raise
