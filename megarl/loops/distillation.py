@@ -1,4 +1,4 @@
-"""Loop of on-policy distillation: sample, score with the teachers, update the policy, reshard, repeat."""
+"""On-policy distillation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.rollout.step.updates import PolicyUpdates
 
 
 async def train(run: Run) -> None:
-    """Repeat sample, score, update, save, reshard and evaluate.
+    """Repeat: sample, score with the teachers, update the policy, save, reshard and evaluate.
 
     Rewards are measured, and train the policy only with distillation.use_task_rewards.
     """
@@ -55,10 +55,10 @@ async def train(run: Run) -> None:
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 rollout.log_samples(step, groups)
-                # Before the save: the checkpoint contains the moved reference.
+                # Before the save, so that the checkpoint contains the moved reference.
                 step.log(await move_reference(models, recipe, number))
 
-                # Before the reshard: the engines sleep, so their memory is free for the save and the export.
+                # Before the reshard, while the engines sleep: their memory is free for the save and the export.
                 await run.checkpoints.begin(number, rollout.state.save)
                 await rollout.reshard(step)
                 await rollout.write_samples(step, groups, token_records)

@@ -1,4 +1,4 @@
-"""Models of a run on its ranks, and calls that change them apart from updates."""
+"""The models on a run's ranks, and calls that change them apart from updates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAMPLE_SETTINGS = (
     "moe_input_jitter_eps",
     "moe_expert_capacity_factor",
 )
-"""Megatron-Core's settings that make training compute equal tokens after equal prefixes differently."""
+"""Megatron-Core's settings by which training computes equal tokens after equal prefixes differently."""
 
 
 def trained_shape(recipe: Recipe, shape: ModelShape) -> ModelShape:
@@ -68,7 +68,7 @@ def models_of(
         row_multiple=row_multiple(recipe),
         together=recipe.sequences_per_example,
         shape=trained_shape(recipe, shape),
-        # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
+        # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one pass.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
     models = {"policy": replace(policy, spikes=spikes)} | {
@@ -115,7 +115,7 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return "trainer.drafter_learning_rate: a shared token has a different next token in each sample"
     if recipe.lora.dropout and model.name == "policy":
         return f"lora.dropout = {recipe.lora.dropout}: each sample has dropout of its own"
-    # Noise and dropped tokens belong to a token's place in one sequence.
+    # Noise and dropped tokens depend on a token's place in its sequence.
     for name in _SAMPLE_SETTINGS:
         if value := recipe.trainer.megatron.get(name):
             return f"trainer.megatron.{name} = {value}: it treats equal tokens of two samples differently"
@@ -151,7 +151,7 @@ def _shapes_beyond_policy(recipe: Recipe, shape: ModelShape) -> dict[str, ModelS
 
 
 async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: int) -> dict[str, float]:
-    """Move the reference towards the policy after a step's updates, if due. Metric: `kl/reference_moved`."""
+    """Move the reference towards the policy after a step's updates, if due. Return the metric `kl/reference_moved`."""
     interval = recipe.algorithm.reference_update_steps
     if interval is None or "reference" not in models:
         return {}
@@ -162,7 +162,6 @@ async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: 
 
 
 async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState, checkpoint: Path) -> None:
-    """With router replay, load the routed experts of the checkpoint's waiting groups."""
     if recipe.trainer.router_replay:
         await models["policy"].group.call("replayed_experts.load", checkpoint, state.waiting_experts)
 
@@ -170,7 +169,7 @@ async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: R
 async def retain_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState) -> dict[str, float]:
     """With router replay, drop the ranks' routed experts, except those of waiting groups.
 
-    Metric: `rollout/routed_experts_bytes`, their size before.
+    Returns `rollout/routed_experts_bytes`, their size before.
     """
     if not recipe.trainer.router_replay:
         return {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RunMonitor:
     """HTTP server of the driver (monitor.port), from the run's first start of ranks to its end.
 
-    It keeps its port while ranks start again, because another program could take the port and end the recovering run.
+    It keeps its port while ranks start again. Otherwise another program could take the port and end the recovering run.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
@@ -51,7 +51,6 @@ class RunMonitor:
         tracker.info(f"metrics at {self._address}/metrics, health at {self._address}/health")
 
     async def _start(self) -> RunMetrics:
-        """Start the server, and return the metrics that it shows."""
         # Imported here: aiohttp takes a while to import, and few runs need it.
         from megarl.serving.monitor import EngineLoad, Monitor, registry_of
         from megarl.tracking.prometheus import RunMetrics

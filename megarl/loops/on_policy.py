@@ -1,4 +1,4 @@
-"""Training on samples of the current policy: what all on-policy loops share."""
+"""Sampling shared by all on-policy loops."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megarl.types import Group, Trajectory
 
 
 class OnPolicyRollout:
-    """Sampling for an on-policy loop's steps. `buffer` samples groups. `state` is saved with each step."""
+    """Samples for an on-policy loop's steps. `buffer` samples groups. `state` is saved with each step."""
 
     def __init__(self, run: Run, buffer: GroupBuffer, journal: AttemptJournal | None = None) -> None:
         """Prepare sampling. `journal` records the attempts of agent programs; None: there are no agents."""
         self._journal = journal
         self.buffer, self.state = buffer, buffer.state
         self._run, self._recipe = run, run.recipe
-        # Resuming reshards first, so the engines begin with the version of the first step.
+        # A resume reshards first, so the engines begin with the version of the first step.
         self._engine_version = run.remaining_steps.start
         self._balance = _balance(run)
         # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
@@ -48,10 +48,10 @@ class OnPolicyRollout:
                 "algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses the "
                 "engine's log-probs instead"
             )
-        # The ledger may end with events that are newer than the checkpoint.
+        # The ledger may end with events after the checkpoint.
         run.data.rewind_draws(self.state.draws.num_written)
         await load_experts(run.models, self._recipe, self.state, checkpoint)
-        # The engines hold the initial weights, not the checkpoint's.
+        # Replace the initial weights in the engines by the checkpoint's.
         await run.reshard_schedule.run(run.folder.resumed_step)
 
     async def sample(self, step: Step) -> list[Group]:
@@ -73,7 +73,7 @@ class OnPolicyRollout:
             step.log(step_metrics(self.buffer.sampled, groups, self._recipe, weight_version=step.number))
             step.log(served_metrics(self._run.data.sources))
         if self._journal is not None:
-            # Before the checkpoint: the journal must know all its trained attempts.
+            # Before the checkpoint, so that the journal has all attempts trained until then.
             trained = [(t.journaled_as, self._num_trained(t)) for t in flatten(groups) if t.journaled_as]
             self._journal.settle(step.number, trained, self.state.journaled_names)
 
@@ -91,7 +91,7 @@ class OnPolicyRollout:
             self._engine_version = step.number + 1
         step.log(run.pool.metrics())
         if self._balance is not None:
-            # After the pool's metrics, because it reads `time/engines_idle` from them.
+            # After the pool's metrics, because this reads `time/engines_idle` from them.
             step.log(self._balance.observe_step(run.tracker.seconds, step.metrics))
 
     async def write_samples(
@@ -108,7 +108,7 @@ class OnPolicyRollout:
                 num_open=len(self.state.started) + len(self.state.waiting),
                 too_long=run.data.dropped.total(),
             )
-        # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
+        # Only `groups` have a reward model's scores. The buffer's trajectories lack them.
         trajectories = flatten(groups) if "reward_model" in self._run.models else self.buffer.sampled
         await self._run.samples.write_step(step.number, trajectories, token_records)
 
@@ -133,7 +133,6 @@ def _has_agents(run: Run) -> bool:
 
 
 def _open_journal(run: Run) -> AttemptJournal:
-    """Open the journal of agents' attempts, at the version of the run's first weights."""
     find_problem = problem_lookup({source.name: source.problems for source in run.data.sources})
     return AttemptJournal(
         run.folder.journal_file,
@@ -144,7 +143,6 @@ def _open_journal(run: Run) -> AttemptJournal:
 
 
 def _balance(run: Run) -> Balance | None:
-    """Return the bottleneck detector; None for colocated engines."""
     recipe = run.recipe
     if recipe.rollout.placement == "colocated":
         return None

@@ -116,13 +116,13 @@ WINDOW = 5
 FEWEST = 3
 """Steps before the bottleneck is reported. The first step never counts, because it includes one-time work."""
 MARGIN = 0.1
-"""A side is the bottleneck if the other side's idle share is larger by more than this."""
+"""The trainer or the engines are the bottleneck if the other's idle share is larger by more than this."""
 
 Call = Callable[[str, bool], Awaitable[list[Any]]]
 """Async function (method, argument) that calls a method of all ranks of a group."""
 
 _SAME_CLOCK_SECONDS = 0.1
-"""Clock offsets below this count as 0. Monotonic clocks start at boot, and two machines hardly boot within 0.1 s, so a
+"""Clock offsets below this count as 0. Monotonic clocks start at boot. Two machines hardly boot within 0.1 s, so a
 small offset means one machine.
 """
 
@@ -144,7 +144,7 @@ class _BusySeconds(NamedTuple):
 
 
 class _EngineMeasurements(NamedTuple):
-    """Measurements of engines since the previous ones."""
+    """Measurements of engines since the previous measurement."""
 
     activities: list[Activity]
     """Call statistics of separate engines' ranks. Those of colocated engines are the trainers'."""
@@ -207,7 +207,7 @@ class Performance:
             self._first_began = time.monotonic()
 
     def ask_engines(self) -> asyncio.Future[_EngineMeasurements]:
-        """Request the engines' measurements now, for the next `measure_step`, which requests them itself otherwise."""
+        """Request the engines' measurements now. Otherwise the next `measure_step` requests them."""
 
         async def ask() -> _EngineMeasurements:
             activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
@@ -283,14 +283,13 @@ class Performance:
         return [*activities, *engines.activities], values(merge(engines.metrics))
 
     def _predicted_metrics(self, memory: Mapping[str, float]) -> dict[str, float]:
-        """Return `memory/PHASE_predicted_gib` for the measured phases."""
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in memory]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
     def _throughput(self, work: Work, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Return the `perf/` metrics that are divided by the time of a step's phases."""
         num_ranks, num_trainers = self._ranks.world_size, self._ranks.trainers.world_size
-        # Colocated ranks do both, so then all of them count as samplers.
+        # Colocated ranks train and sample, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
         step_seconds, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
         scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
@@ -347,7 +346,7 @@ def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
 
 
 class Balance:
-    """Detector of the slower side, trainer or engines. It reports its first verdict and every change.
+    """Detects whether trainer or engines are the bottleneck. Reports its first verdict and every change.
 
     `takes_turns`: trainer and engines never work at the same time, so both are partly idle with any number of ranks.
     """
@@ -366,7 +365,7 @@ class Balance:
         step_seconds, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(step_seconds, 1e-9))
         step_metrics = {"time/rollout_waited_seconds": waited}
-        # The first step includes work done only once, so its shares would mislead.
+        # The first step includes one-time work, so its shares would mislead.
         if self._is_first:
             self._is_first = False
             return step_metrics
@@ -379,7 +378,9 @@ class Balance:
         return step_metrics | {"rollout/balanced_ranks": ranks}
 
     def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
-        """Return the number of engine ranks for equal load on both sides, if work divides evenly over ranks."""
+        """Return the number of engine ranks for equal load of trainer and engines, if work divides evenly
+        over ranks.
+        """
         training, sampling = (1 - trainer_idle) * self._num_trainers, (1 - engines_idle) * self._num_engines
         # The bound avoids 0 / 0 if both sides were idle throughout.
         return (self._num_trainers + self._num_engines) * sampling / max(training + sampling, 1e-9)
@@ -404,8 +405,8 @@ class Balance:
 class Profiles:
     """Writes traces of steps to profiles/ in the run folder.
 
-    Separate engines answer only after they received the weights on their way. No step waits for that: their spans are
-    fetched and the trace is written in the background.
+    Separate engines answer only after they have received the weights being sent. No step waits for that: their spans
+    are fetched and the trace is written in the background.
     """
 
     def __init__(
@@ -441,7 +442,6 @@ class Profiles:
 
     @asynccontextmanager
     async def _spans_recorded(self, number: int) -> AsyncIterator[None]:
-        """Context that records the spans of one step."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:
@@ -467,7 +467,6 @@ class Profiles:
             await self._writing
 
     async def finish(self) -> None:
-        """Wait for the trace of the newest step."""
         if self._writing is not None:
             await self._writing
 
@@ -478,7 +477,7 @@ class Profiles:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Start recording spans on separate engines after the `earlier` trace. Returns clock offsets as `_begin`."""
+        """Start recording spans on separate engines after the `earlier` trace. Return clock offsets like `_begin`."""
         if not self._ranks.is_separate:
             return []
         if earlier is not None:

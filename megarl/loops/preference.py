@@ -1,4 +1,4 @@
-"""Loop of preference learning for a policy or reward model: one update per step, evaluated on held-out answers."""
+"""Preference learning for a policy or reward model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.types import TrainingSequence
 
 
 async def train(run: Run) -> None:
-    """Train on pairs of answers, or on judged answers, for the remaining steps.
+    """Train on pairs of answers, or on judged answers, for the remaining steps. Each step has one update.
 
     Logs `train/loss` (mean over pairs or answers) and other metrics of the loss. For kto it logs `kl/reference`, in
     nats per answer.
@@ -28,7 +28,7 @@ async def train(run: Run) -> None:
     keep = collect_for(recipe, run.folder.path)
     answers = read_preferences(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=keep)
     order = run.origin.position.order(recipe, "data.train", len(answers))
-    # Each item drawn before has two events.
+    # Each item drawn before has two events: drawn and used.
     run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
     held_out = {
         name: read_preferences(recipe, run.data.tokenizer, path, run.data.dropped)[: recipe.evaluation.max_problems]
@@ -45,7 +45,7 @@ async def train(run: Run) -> None:
             with tracker.phase("logprobs"):
                 await _add_reference(run, batch)
             is_judged = recipe.sequences_per_example == 1
-            # Computed before the update, so that it measures the policy that the update starts from.
+            # Computed before the update, to measure the policy that the update starts from.
             kto_kl = await _divergence(run, batch) if is_judged else None
             async with run.updating(step):
                 assign_token_weights(
@@ -94,8 +94,8 @@ async def _divergence(run: Run, batch: TokenBatch) -> float:
 async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: int) -> dict[str, float]:
     """Return `val/SET/accuracy` for each held-out set.
 
-    For pairs it is the share with the larger worth (`worths`), or reward model's score, for the chosen answer. For
-    judged answers it is the probability that a desirable one has a larger worth than an undesirable one (AUC).
+    For pairs it is the share in which the chosen answer has the larger worth (`worths`), or reward model's score. For
+    judged answers it is the probability that a desirable answer has a larger worth than an undesirable one (AUC).
     """
     scalars: dict[str, float] = {}
     policy = run.models["policy"]
@@ -120,8 +120,7 @@ async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: i
 
 
 def worths(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
-    """Return each answer's log-ratio of policy and reference, or mean log-prob without one: float64 [sequences], in
-    nats.
+    """Return each answer's log-ratio of policy and reference, or mean log-prob without one: float64 [sequences], nats.
 
     `logprobs` are float32 [tokens]. `by_length` takes means over tokens (preference.normalize_by_length).
     """

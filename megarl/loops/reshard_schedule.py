@@ -63,7 +63,7 @@ METRICS = (
 )
 """Metrics of a background reshard are logged with the step in which it ran."""
 _STATES = ("reshard/probe_gap", "lora/lost_in_merge")
-"""Metrics of the state after a reshard, which are not added over two reshards."""
+"""Metrics of the state after a reshard. They are not added over two reshards."""
 
 
 class ReshardSchedule:
@@ -87,8 +87,7 @@ class ReshardSchedule:
         """The engines' reports of the background reshard."""
 
     async def sleep_engines(self) -> None:
-        """Let colocated engines sleep until the next reshard, so the trainer can use their memory. Their requests
-        pause.
+        """Pause colocated engines and free their memory for the trainer, until the next reshard.
 
         Does nothing for separate engines, and for engines already asleep.
         """
@@ -142,7 +141,7 @@ class ReshardSchedule:
             return _with_earlier(before, await self.run(step))
         copies_made = asyncio.get_running_loop().create_future()
         self._sending = asyncio.create_task(self._send(step, copies_made))
-        # The task may fail before `copies_made` is set; then its error is raised here.
+        # The task may fail before `copies_made` is set. Then its error is raised here.
         await asyncio.wait([self._sending, copies_made], return_when=asyncio.FIRST_COMPLETED)
         if not copies_made.done():
             self._sending.result()
@@ -170,7 +169,6 @@ class ReshardSchedule:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def _is_verified(self, step: int) -> bool:
-        """Return whether this step's reshard compares the weights (weights.verify_every)."""
         interval = self._recipe.weights.verify_every
         return interval > 0 and step % interval == 0
 
@@ -183,7 +181,7 @@ class ReshardSchedule:
         with span("pause engines"):
             await self._pool.pause(aborts=self._recipe.rollout.recompute_kv)
         # Before restarted replicas join: a lost replica and its replacement have the same first rank. Requests of the
-        # lost one must move to other replicas.
+        # lost replica must move to other replicas.
         self._pool.set_live_replicas(self._leaders)
         self._reshard_calls.add(self._replacements.take())
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
@@ -203,12 +201,12 @@ class ReshardSchedule:
             pausing.add_done_callback(end_begin)
 
         def end_begin(pausing: asyncio.Task[None]) -> None:
-            # A failed pause fails `_send` itself, and `begin` waits for either of both.
+            # If the pause failed, `_send` fails too. `begin` waits for `_send` or for `copies_made`.
             if not pausing.cancelled() and pausing.exception() is None and not copies_made.done():
                 copies_made.set_result(None)
 
-        # A later request would be answered only after the engines have the weights, so the end of the step would wait
-        # for them.
+        # Request them now: a later request is answered only after the engines have the weights, and would delay the
+        # step.
         engine_measurements = self._performance.ask_engines()
         pausing = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
         engines_paused = asyncio.gather(pausing, asyncio.wait([engine_measurements]))
@@ -228,7 +226,7 @@ class ReshardSchedule:
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
     def _resume_engines(self, began: float) -> dict[str, float]:
-        """Let the engines with the new weights sample again. Returns the metrics of the pause since `began`."""
+        """Let the engines with the new weights sample again. Return the metrics of the pause since `began`."""
         self._pool.set_live_replicas(self._leaders)
         return {
             "perf/engine_pause_seconds": time.monotonic() - began,

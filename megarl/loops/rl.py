@@ -1,4 +1,4 @@
-"""Reinforcement learning: sample groups of completions, score them, update the policy, reshard, repeat."""
+"""Reinforcement learning."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 async def train(run: Run) -> None:
-    """Repeat sample, score, weigh, update, save, reshard and evaluate.
+    """Repeat: sample groups of completions, score, weigh, update, save, reshard and evaluate.
 
     A step trains the weights with its own number as version. The engines have the same version, because each step ends
-    with a reshard. With rollout.sync_every they may have an earlier one. Separate engines sample during the update.
+    with a reshard. With rollout.sync_every they may have an earlier version. Separate engines sample during the update.
     """
     recipe, models, phase = run.recipe, run.models, run.tracker.phase
     policy = models["policy"]
@@ -51,7 +51,7 @@ async def train(run: Run) -> None:
                     step.log(scores)
                 run.abandon_if_asked()
                 with phase("advantages"):
-                    # Before some tokens are left out of the training.
+                    # Before some tokens are excluded from the loss.
                     step.outcome.kl = penalty_kl(batch, recipe)
                     step.log(weigh(batch, recipe, number, rollout.state.kl_coefficient, baselines))
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
@@ -68,7 +68,7 @@ async def train(run: Run) -> None:
                 await run.watch.observers.observe_batch(step, samples, batch)
                 rollout.log_samples(step, groups)
                 step.log(rollout.state.adapt_kl(step.outcome.kl, num_samples=len(batch.rewards)))
-                # Before the save: the checkpoint contains the moved reference.
+                # Before the save, so that the checkpoint contains the moved reference.
                 step.log(await move_reference(models, recipe, number))
                 step.log(await retain_experts(models, recipe, rollout.state))
 

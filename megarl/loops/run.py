@@ -82,7 +82,7 @@ async def run(
     `restart` moves the run folder's contents aside. `record_digests` come from `datasets.counts.count_records`.
     """
     display = display or Display()
-    # Signals first, so that one arriving while the folder is opened raises StoppedError too.
+    # Signals first, so that a signal while the folder is opened raises StoppedError too.
     with (
         stopping_at_once(),
         RunFolder(recipe, resume=resume is not None, restart=restart, on_wait=display.warn) as folder,
@@ -99,7 +99,7 @@ async def run(
                     return
                 except (PeerLostError, ResizeAskedError) as error:
                     earlier_stop, stop = stop, StopRequest(has_progress=True)
-                    # A signal during the change is heeded by the next attempt: it saves after its first step.
+                    # The next attempt handles a signal during the change: it saves after its first step.
                     with stop.listening(warn, folder.path):
                         await processes.change(error, earlier_stop, folder, warn)
                     folder.end_attempt(error)
@@ -167,7 +167,7 @@ def _next_commands(folder: RunFolder) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A start of a run: what all its steps use. `stack` closes their results in reverse order."""
+    """A start of the run: what all its steps use. `stack` closes their results in reverse order."""
 
     folder: RunFolder
     origin: Origin
@@ -219,7 +219,7 @@ async def _start_run(
     recipe = processes.recipe
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
-        # The stack closes in reverse order, so the tracker closes last and can log every other end.
+        # The stack closes in reverse order, so the tracker closes last and can log all other errors.
         stack.callback(tracker.close)
         stack.enter_context(stop.listening(tracker.notice, folder.path))
         start = _Start(folder, origin, processes, monitor, stop, display, tracker, stack)
@@ -229,7 +229,7 @@ async def _start_run(
         checks.check_learning_rate()
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
-        # Before the ranks start: an error in the data is then reported within seconds.
+        # Before the ranks start, to report an error in the data within seconds.
         with display.phase("reading data", is_printed=True):
             source_data = read_data(recipe, tokenizer, dropped, folder.path)
         started_ranks = await _start_ranks(start, stacks)
@@ -251,7 +251,6 @@ async def _start_run(
 
 
 async def _start_ranks(start: _Start, stacks: StackRequest) -> _StartedRanks:
-    """Start the ranks, and build their models."""
     recipe, folder, tracker, processes = start.recipe, start.folder, start.tracker, start.processes
     with tracker.phase("start"):
         with start.display.phase(f"starting {count_of_ranks(recipe)}", is_printed=True):
@@ -269,7 +268,6 @@ async def _start_ranks(start: _Start, stacks: StackRequest) -> _StartedRanks:
 async def _start_sampling(
     start: _Start, ranks: RunRanks, source_data: Mapping[str, SourceData], tokenizer: Tokenizer
 ) -> _Sampling:
-    """Start reward processes, environments and agent programs."""
     recipe, folder, tracker = start.recipe, start.folder, start.tracker
     rewards = start_rewards(recipe, start.stack, folder.logs_folder, tracker.notice)
     for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
@@ -345,13 +343,12 @@ def _make_checkpoints(
 
 
 async def _load_state(run: Run, checkpoint: Path) -> None:
-    """Load the checkpoint, or the ranks' copies of the state in memory."""
     origin, trainers, processes = run.origin, run.ranks.trainers, run.processes
     await run.reshard_schedule.sleep_engines()
     if origin.copied_step is None:
         await trainers.call("load_checkpoint", checkpoint)
     else:
         await processes.restore(trainers, origin.copied_step)
-        # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
+        # At once: until the next copy is due, another loss would lose all steps since a checkpoint.
         await processes.copies.renew(trainers)
     await run.watch.observers.resume_run(origin)

@@ -53,7 +53,7 @@ class RunData:
         if step > 1 and not file.exists():
             # The run began with a version of megarl that wrote no ledger for this loop.
             return
-        # Each item drawn before has two events.
+        # Each item drawn before has two events: drawn and used.
         events = DrawEvents(num_written=2 * first)
         for place, index in enumerate(batch, first):
             events.add("drawn", "train", place, index)

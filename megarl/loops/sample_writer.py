@@ -1,4 +1,4 @@
-"""Writer of a run's samples to its folder samples/."""
+"""Writer of a run's samples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SampleWriter:
         def write() -> None:
             self.tracker.samples(step, [*with_rendered_prompts(records, trajectories, self.tokenizer)])
 
-        # A thread cannot be cancelled, so the task is shielded and awaited.
+        # A thread cannot be cancelled, so shield the task and await it.
         writing = asyncio.ensure_future(asyncio.to_thread(write))
         with span("samples"):
             try:

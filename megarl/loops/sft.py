@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the assistant's tokens of conversations: one update per step."""
+"""Supervised fine-tuning on the assistant's tokens of conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HeldOut = Mapping[str, Sequence[Conversation]]
 
 
 async def train(run: Run) -> None:
-    """Train on the conversations for the remaining steps.
+    """Train on the conversations for the remaining steps. Each step has one update.
 
     Logs `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`.
     """
@@ -35,7 +35,7 @@ async def train(run: Run) -> None:
         for name, path in recipe.data.validation_conversations.items()
     }
     order = run.origin.position.order(recipe, "data.train", len(conversations))
-    # Each item drawn before has two events.
+    # Each item drawn before has two events: drawn and used.
     run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
     evaluate = partial(_evaluate, run, held_out)
     await run.evaluate_at_start(evaluate)
@@ -59,13 +59,13 @@ async def train(run: Run) -> None:
 
 async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
     if not step:
-        # The engines start awake and have the trainer's initial weights, so sampling comes first.
+        # Sample now, while the engines are awake and have the trainer's initial weights.
         sampled = await run.evaluate(0)
         await run.reshard_schedule.sleep_engines()
         return sampled | await _losses(run, held_out)
     metrics = await _losses(run, held_out)
     if any(source.validation for source in run.data.sources):
-        # SFT reshards only for an evaluation that samples; training itself needs no engine.
+        # SFT reshards only for an evaluation that samples, because training itself needs no engine.
         with run.tracker.phase("reshard"):
             metrics |= await run.reshard_schedule.run(step)
         metrics |= await run.evaluate(step)

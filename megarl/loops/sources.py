@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 class SourceData(NamedTuple):
-    """Problems of a source."""
-
     training: Sequence[Problem]
     """Empty in loops that read their training data themselves."""
     validation: dict[str, Sequence[Problem]]
@@ -66,7 +64,7 @@ def read_data(
     for source in recipe.sources:
         source_recipe: Recipe = source.recipe
         train: Sequence[Problem] = ()
-        # Other loops read their training data themselves; only their validation sets are sampled.
+        # Other loops read their training data themselves. Only their validation sets are sampled.
         if source_recipe.is_on_policy:
             train = read_problems(
                 source_recipe,
@@ -166,7 +164,7 @@ async def make_sources(
         screen.info(turn_ends_notice(ends, folder, tokenizer))
     stack.push_async_callback(close_shared)
     environments = _start_environments(recipe, stack, log_folder)
-    # One for all sources: containers of several sources live on the same nodes.
+    # One for all sources, because containers of several sources run on the same nodes.
     memory = RunMemory()
     return [
         await make_source(

@@ -1,7 +1,7 @@
 """Comparison at the start of SFT and preference learning: the trainer's log-probs against those of transformers.
 
-Runs that sample compare trainer and engine in every step (metrics `logprob_gap/`). These runs have no engine, or use it
-only in evaluations, so a wrongly computed model would train unnoticed.
+Runs that sample compare trainer and engine in every step (metrics `logprob_gap/`). SFT and preference learning have no
+engine, or use it only in evaluations, so a wrongly computed model would train unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUM_TOKENS, _LONGEST = 256, 128
 """Tokens to compare, and the most of one sequence."""
 _LIMITS = {"float32": 1e-3}
 _ROUNDED_LIMIT, _FP8_LIMIT = 0.05, 0.2
-"""Largest mean distance in nats that is rounding: by the model's dtype, of other dtypes, and with trainer.fp8."""
+"""Largest mean distance in nats explained by rounding: of dtypes not in `_LIMITS`, and with trainer.fp8."""
 
 
 class Gap(NamedTuple):
@@ -38,7 +38,7 @@ async def compare_start(run: Run, examples: Iterable[Sequence[TrainingSequence]]
     sequences.
     """
     recipe = run.recipe
-    # The value head of a reward model has no counterpart. After a resume the weights are not the folder's.
+    # A reward model's value head has no counterpart. After a resume the weights differ from those in the folder.
     if recipe.loop == "reward_model" or run.folder.resumed_step or not recipe.train.steps:
         return
     batch = TokenBatch.from_sequences(first_sequences(examples))
@@ -85,7 +85,7 @@ def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDAr
 
 def gap_warning(gap: Gap, limit: float) -> str | None:
     """Return the warning for a mean distance above `limit` nats, or None."""
-    # Written so that NaN warns.
+    # Compared this way round, so that NaN warns.
     if gap.mean <= limit:
         return None
     return (

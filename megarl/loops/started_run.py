@@ -1,4 +1,4 @@
-"""A started run, made of its parts. A loop calls its steps; each is measured, logged and checked."""
+"""A started run, made of its parts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Run:
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate_at_start(self, evaluate: Evaluate, state: RLState | None = None) -> None:
-        """Evaluate before the first step, or make up for the last step's interrupted evaluation after a resume.
+        """Evaluate before the first step. After a resume, make up for the last step's interrupted evaluation.
 
         `state` as in `step`.
         """
@@ -149,7 +149,7 @@ class Run:
     def abandon_if_asked(self) -> None:
         """Raise AbandonedError if a signal asked the run to stop. Call it before the step's updates.
 
-        A stop then loses only this step's samples: the previous step's state is saved.
+        Then only this step's samples are lost, because the previous step's state is saved.
         """
         if self.stop:
             raise AbandonedError
@@ -161,19 +161,18 @@ class Run:
             yield
         except AbandonedError:
             if state is not None:
-                # This step will be sampled again, so its groups must not count as drawn.
+                # A resumed run samples this step again, so its groups must not count as drawn.
                 state.forget_step()
             await self._stop_if_asked(number - 1, state)
             raise
 
     async def complete_background_work(self) -> None:
-        """Wait for the background reshard, trace and save."""
         await self.reshard_schedule.finish()
         await self.watch.profiles.finish()
         await self.checkpoints.complete(wait=True)
 
     async def _log(self, step: Step) -> MegarlError | None:
-        """Measure and log a step, before its evaluation. Returns the error that ends the run, or None."""
+        """Measure and log a step, before its evaluation. Return the error that ends the run, or None."""
         with span("log"):
             await self.watch.observers.observe(step)
             step.log(self.checkpoints.copies.take_metrics())
@@ -184,9 +183,9 @@ class Run:
             return self.watch.observers.find_fault(step)
 
     async def _evaluate_unless_abandoned(self, number: int, evaluate: Evaluate) -> MegarlError | None:
-        """Evaluate a step's model and log the result. Returns the error that ends the run, or None.
+        """Evaluate a step's model and log the result. Return the error that ends the run, or None.
 
-        A stop signal aborts the evaluation, and nothing is logged: the resumed run makes up for it.
+        A stop signal aborts the evaluation, and nothing is logged. The resumed run makes up for it.
         """
         try:
             metrics = await evaluate(number)
@@ -198,7 +197,7 @@ class Run:
     def _log_evaluation(
         self, number: int, metrics: dict[str, float], whole_step: Mapping[str, float] | None = None
     ) -> MegarlError | None:
-        """Log a step's evaluation, and keep its model if it is the best. Returns the error that ends the run, or None.
+        """Log a step's evaluation, and keep its model if it is the best. Return the error that ends the run, or None.
 
         `whole_step` are metrics of the step together with its evaluation.
         """

@@ -27,14 +27,13 @@ class StepSamples:
 
 @dataclass
 class Step:
-    """Step in progress. Decisions use `outcome`; `metrics` are only written."""
+    """A step in progress. Decisions use `outcome`; `metrics` are only written."""
 
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     outcome: StepOutcome = field(default_factory=StepOutcome)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics, which are written at the step's end."""
         self.metrics |= metrics
 
     def log_update(self, update: Update) -> None:

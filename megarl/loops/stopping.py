@@ -18,7 +18,7 @@ from megarl.loops.task_stacks import task_stacks
 from megarl.types import EndedError, PeerLostError, StoppedError
 
 DRIVER_LOG = "driver.log"
-"""File in a start's log folder with the screen's lines from the opening of the run folder to the summary, and the
+"""File in a start's log folder with the screen's lines, from the opening of the run folder to the summary, and the
 stacks written on SIGQUIT. A failed run's error is in status.json.
 """
 
@@ -37,7 +37,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def leaving_on_signals(message: str) -> Iterator[None]:
-    """Context whose code a stop signal cancels. Raises StoppedError with this message then."""
+    """Context whose code a stop signal cancels. Then raises StoppedError with this message."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[str] = []
@@ -74,7 +74,9 @@ class StopRequest:
     def __init__(self, *, has_progress: bool = False) -> None:
         self.by: str | None = None
         self.end_ranks: Callable[[], object] = lambda: None
-        """Called at the second signal: ends the ranks, so that no call to one that hangs delays the run's end."""
+        """Called at the second signal: ends the ranks, so that a call to a hanging rank does not delay the
+        run's end.
+        """
         self._has_steps, self._is_urgent = has_progress, False
         self._notice: Callable[[str], object] = lambda text: None
 
@@ -92,7 +94,7 @@ class StopRequest:
             )
 
     def steps_begin(self) -> None:
-        """Record that the first step begins, so there is progress to save."""
+        """Record that there is progress to save from now on."""
         self._has_steps = True
 
     def refuse_recovery(self, error: Exception, run_folder: Path) -> None:
@@ -146,7 +148,7 @@ class StopRequest:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-                # A signal must not interrupt the writing of the run's end. A recovery that follows heeds it.
+                # A signal must not interrupt the writing of the run's end. A recovery that follows handles it.
                 signal.signal(number, lambda number, _: self.ask(signal.Signals(number).name))
             self._notice = lambda text: None
 

@@ -9,7 +9,7 @@ from types import AsyncGeneratorType
 from typing import Any
 
 _AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
-"""Attributes that hold what a coroutine, a generator or an asynchronous generator waits for."""
+"""Attribute of a coroutine, a generator and an asynchronous generator: the object that it waits for."""
 _FRAMES = ("cr_frame", "gi_frame", "ag_frame")
 
 
@@ -23,7 +23,7 @@ def _stack_of(task: asyncio.Task[Any]) -> str:
 
 
 def _lines(waiting: Any) -> Iterator[str]:
-    # `Task.get_stack` returns the outermost frame alone, so the chain of awaited objects is followed here.
+    # `Task.get_stack` returns the outermost frame alone, so follow the chain of awaited objects.
     while waiting is not None:
         if (frame := _first_attribute(waiting, _FRAMES)) is not None:
             yield f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'

@@ -35,7 +35,7 @@ def run(server: str, descriptor: str) -> NoReturn:
 
 
 def _limit_memory_after(start: Start) -> Start:
-    """Return a start function that also limits memory after `start`. Memory of imports therefore does not count."""
+    """Return a start function that also limits memory, after `start`. So the memory of imports does not count."""
 
     def start_then_limit(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         child_process = start(message)

@@ -31,7 +31,7 @@ SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
 PROCESS_VARIABLES = frozenset(
     {
         *("TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"),
-        # torch names a folder of this process there, and reads the variable only when it compiles.
+        # torch stores there a folder of this process, but reads the variable only when it compiles.
         "TORCHINDUCTOR_CACHE_DIR",
         faults.VARIABLE,
     }
@@ -56,9 +56,7 @@ class ServerHandle(Protocol):
         """Wait up to `seconds` for the end. Return the exit code (negative: a signal); None: the server still runs."""
         ...
 
-    def kill(self) -> None:
-        """Kill the server, and with it all its processes."""
-        ...
+    def kill(self) -> None: ...
 
 
 class ForkServerProcess:
@@ -74,8 +72,8 @@ class ForkServerProcess:
         executable: str = sys.executable,
         function: str = "megarl.processes.fork_server_main:serve",
     ) -> None:
-        """Start a server: `function` imports the modules `imports`, then serves. Output of the imports goes to
-        `log`.
+        """Start a server: `function` imports the modules `imports`, then serves. Output of the imports goes
+        to `log`.
         """
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
@@ -115,7 +113,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None) -> None:
         """Start the server. Output of the imports goes to `log`; None: to the log of the first forked process."""
-        # The log of a rank is in the run's folder, and an early start precedes this folder.
+        # A rank's log is in the run's folder. The server may start before this folder exists.
         self._early_output = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
         self._first_log: BinaryIO | None = None
         output = log if self._early_output is None else self._early_output
@@ -132,7 +130,6 @@ class ForkServer:
 
     @property
     def stopped_process(self) -> int | None:
-        """Process id of the server if it is stopped, by SIGSTOP for example."""
         pid = self._process.pid
         return pid if pid is not None and is_stopped(pid) else None
 
@@ -142,7 +139,7 @@ class ForkServer:
 
     def exit_code(self) -> int:
         """Return the exit code of a server whose connections closed (negative: a signal)."""
-        # A server that has not exited within the limit hangs; `kill` follows.
+        # A server that has not exited within the limit hangs. `kill` follows.
         code = self._process.exit_code(_EXIT_CODE_SECONDS)
         return -signal.SIGKILL if code is None else code
 
@@ -188,14 +185,12 @@ class ForkServer:
         self._end_unused()
 
     def close(self) -> None:
-        """Close the server: it ends when all its forked processes are released."""
         self._is_closed = True
         self._end_unused()
 
     def end(self) -> None:
         """Let the server kill the remaining members of its groups and exit. Kill the server if it takes too long."""
-        # Before the imports are done the server does not read its socket, so a closed socket would not end it.
-        # A stopped server would not read it either.
+        # A server that is importing or stopped does not read its socket, so closing the socket would not end it.
         if self.is_ready and self.stopped_process is None:
             with suppress(OSError):
                 self._process.requests.shutdown(socket.SHUT_WR)
@@ -231,7 +226,7 @@ class ForkedProcess:
             return
         except OSError:
             message = b""
-        # Either the imports are done, or the server died.
+        # Either the imports are complete, or the server died.
         self._server.write_early_output()
         if message and self.pid is None:
             (self.pid,) = STATUS.unpack(message)
@@ -268,7 +263,7 @@ class ForkedProcess:
         # A server that is still importing reads no sockets, so only a kill stops it now.
         self._server.kill()
         with suppress(OSError):
-            # A server may close its end of `status` only after the imports; wake the reader without it.
+            # The server may not close its end of `status` before its imports end, so wake the reader here.
             self._status.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
@@ -289,11 +284,11 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     None: to the log of the first forked process.
     """
     variables = sorted(import_variables(environment).items())
-    # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
+    # The key has the thread, because a server dies with the thread that started it (PR_SET_PDEATHSIG).
     key = (threading.get_native_id(), _server_maker(), tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
     if server is not None and server.stopped_process is not None:
-        # Its processes go on, but it forks no further one.
+        # Its processes continue, but it forks no further one.
         server.close()
         server = None
     if server is None or not server.is_running:
@@ -305,7 +300,6 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
 
 
 def end_fork_servers(*, is_all: bool = True) -> None:
-    """End all fork servers and their processes. With `is_all` = False, end only servers without processes."""
     for key, server in list(_servers.items()):
         if is_all or server.is_unused:
             del _servers[key]

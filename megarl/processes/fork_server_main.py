@@ -1,6 +1,6 @@
 """The fork server's own process: imports modules once, then forks one process per request.
 
-The server has a single thread, so a fork never copies a lock held by another thread.
+It has a single thread, so a fork never copies a lock held by another thread.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class _Server:
                 if key.fileobj is self.requests:
                     forked = self._fork()
                     if isinstance(forked, _Request):
-                        # The fork must hold no socket of the server: an open copy would hide the server's end.
+                        # The fork must hold no socket of the server: with an open copy, the driver would not see the
+                        # server's end.
                         signal.set_wakeup_fd(-1)
                         for inherited in (
                             self.requests,
@@ -132,7 +133,7 @@ class _Server:
         return None
 
     def _fork(self) -> _Forked | _Request | None:
-        """Fork a process for the next request. Returns the request in this process. None: the driver closed its
+        """Fork a process for the next request. Return the request in the forked process; None: the driver closed its
         socket.
         """
         content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
@@ -201,7 +202,7 @@ def _print_to(descriptor: int) -> None:
 
 
 def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
-    """Import the modules, then serve requests until the driver ends. Returns only in forked processes: their function.
+    """Import the modules, then serve requests until the driver ends. Return only in forked processes: their function.
 
     `number` is the file descriptor of the request socket, `driver` the process id of the driver.
     """
@@ -215,8 +216,8 @@ def begin(parent: int, modules: Sequence[str]) -> None:
     try:
         _import(modules)
     except Exception:
-        # Start again without modules. Each forked process then raises the import error itself, where it is reported.
-        # No process inherits a half-imported module.
+        # Start again without modules. Each forked process then raises the import error itself, and the error is
+        # reported there. No process inherits a half-imported module.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     _print_to(os.open(os.devnull, os.O_WRONLY))
 

@@ -66,7 +66,7 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
     Raises UnsendableError, before any byte is sent, for a value without a JSON form. Raises OSError if the other side
     has closed the connection, and the errors of `patience`.
     """
-    # send() in parts, not sendall(): a full buffer must not outlast the timeout policy.
+    # send() in parts, not sendall(): with a full buffer, sendall() would exceed the time limit of `patience`.
     unsent = memoryview(encode(message))
     while unsent:
         if patience:
@@ -173,7 +173,7 @@ def answer_request(connection: socket.socket, request: dict[str, Any], answer: A
     process = os.getpid()
     reply = answer(request)
     if os.getpid() != process:
-        # The code of a user forked, and this is the child. The connection belongs to the parent.
+        # This is a child forked by user code. The connection belongs to its parent.
         os._exit(0)
     try:
         send(connection, {"id": request["id"], **reply})

@@ -43,8 +43,6 @@ def python_call(
 
 
 class LaunchedProgram:
-    """A program on this machine. This process started it and reaps it."""
-
     def __init__(
         self,
         command: Sequence[str],
@@ -73,7 +71,8 @@ class LaunchedProgram:
             start_new_session=True,
         )
         if secret:
-            # Other users can read command lines and variables. A pipe takes 64 KiB without waiting for the reader.
+            # Not in the command line or the environment, because other users can read them. A pipe takes 64 KiB without
+            # waiting for the reader.
             assert self._process.stdin is not None
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(secret)

@@ -1,4 +1,4 @@
-"""Addresses of this machine's HTTP servers: whether an address is free, and how a host is written in a URL."""
+"""Addresses of this machine's HTTP servers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def listen_fault(host: str, port: int) -> str | None:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in addresses:
             with socket.socket(family, kind, protocol) as probe:
-                # As asyncio's servers: connections that ended a moment ago must not count as a server.
+                # As asyncio's servers do: connections that ended a moment ago must not count as a server.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-                # Only `listen` fails if another socket with the same option is bound but not listening yet.
+                # Only `listen` fails if another socket with the same option is bound but does not listen yet.
                 probe.listen(1)
     except OSError as error:
         return error.strerror or str(error)

@@ -24,8 +24,8 @@ def round_robin_over_nodes() -> MakeServer:
 
 
 class RayServerProcess:
-    """A process answering requests, in a Ray actor on the next of `nodes`. If this node is lost, another one is
-    used.
+    """A process answering requests, in a Ray actor on the next of `nodes`. If its node is lost, the next one
+    is used.
     """
 
     def __init__(self, nodes: Iterator[str], settings: ServerSettings, log_file: str | None) -> None:

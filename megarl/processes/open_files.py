@@ -14,7 +14,7 @@ _OTHER_FILES = 256
 
 
 def allow_open_files(number: int) -> int:
-    """Raise this process's limit of open files to `number`, at most to the hard limit. Returns the new limit."""
+    """Raise this process's limit of open files to `number`, at most to the hard limit. Return the new limit."""
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < number:
         limit = min(number, highest)
@@ -27,7 +27,7 @@ def provide_open_files(number: int, subject: str) -> None:
 
     Raises ConfigError if the hard limit is too low. `subject`, a plural noun, begins the message.
     """
-    # The limit stays at about a million: some programs close all possible file descriptors one by one.
+    # Limited to about a million, because some programs close all possible file descriptors one by one.
     is_open = len(os.listdir("/proc/self/fd"))
     allowed = allow_open_files(_MOST_OPEN_FILES)
     if allowed < is_open + number + _OTHER_FILES:

@@ -1,4 +1,4 @@
-"""Pool of processes answering requests. Each serves one user at a time, so killing it affects no other user.
+"""Pool of processes answering requests.
 
 A thread exchanges messages with a process over a socket, and the event loop waits for the thread.
 """
@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 class ProcessPool:
     """Pool of up to `num_processes` processes: started on demand, reused until `close`, replaced after a kill.
 
-    Output of the processes goes to `log_folder/LOG_NAME_NNNN.log`, numbered from `first_log`. `make_server` starts a
-    process, on this machine or another one. Different event loops may use a pool one after another.
+    A process serves one user at a time, so killing it affects no other user. Output of the processes goes to
+    `log_folder/LOG_NAME_NNNN.log`, numbered from `first_log`. `make_server` starts a process, on this machine or
+    another one. Different event loops may use a pool one after another.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class ProcessPool:
         make_server: MakeServer = ServerProcess,
     ) -> None:
         self.is_closed = False
-        # Two threads a process: one asks it, another can kill it meanwhile.
+        # Two threads per process: one asks it, another can kill it meanwhile.
         self._threads = ThreadPoolExecutor(max(1, 2 * num_processes), thread_name_prefix=log_name)
         logs = [
             str(log_folder.absolute() / f"{log_name}_{number:04d}.log") if log_folder else None
@@ -53,9 +54,7 @@ class ProcessPool:
         return len(self.places)
 
     def start(self) -> None:
-        """Start all processes without waiting for them. Raises PeerLostError if the machine cannot start one of
-        them.
-        """
+        """Start all processes without waiting for them. Raises PeerLostError if the machine cannot start one."""
         for place in self.places:
             place.start()
 
@@ -104,7 +103,7 @@ class ProcessPool:
         try:
             return await asyncio.wrap_future(waiting)
         except asyncio.CancelledError:
-            # The place may have been given at the same moment.
+            # `_give_back` may have assigned a place at the same moment.
             if not waiting.cancel() and not waiting.cancelled():
                 self._give_back(waiting.result())
             raise
@@ -151,7 +150,7 @@ class Place:
             raise PeerLostError("the pool of child processes is closed")
         process = self.process
         if self._introduced and self._introduced[0] is process:
-            # Without a thread: handing work to one takes about as long as scoring a short answer.
+            # Without a thread: passing work to one takes about as long as scoring a short answer.
             return self._introduced[1]
         try:
             process = self.start()
@@ -163,7 +162,7 @@ class Place:
         return introduction
 
     async def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
-        """Send a request to the process. Returns its answer, or a dictionary with the reason why there is none.
+        """Send a request to the process. Return its answer, or a dictionary with the reason why there is none.
 
         The reasons are those of `ServerProcess.request`. A cancelled call kills the process.
         """

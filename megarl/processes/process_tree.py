@@ -50,8 +50,7 @@ def adopt_orphans() -> None:
 
 
 def fork(clone: Callable[[], int] = os.fork) -> int:
-    """Fork a process leading a session and dying with the calling thread. Returns 0 in the child, else the child's
-    id.
+    """Fork a process leading a session and dying with the calling thread. Return 0 in the child, else the child's id.
 
     `clone` is the function that forks; it must return what `os.fork` returns. Raises OSError if the limit of processes
     is reached.
@@ -83,7 +82,6 @@ def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that has not been reaped."""
     os.kill(pid, number)
 
 
@@ -217,7 +215,7 @@ def _try_and_exit(work: Callable[[], object], report: int, seconds: float, memor
     except FaultyInputError as fault:
         os.write(report, str(fault).encode(errors="replace")[:_FAULT_BYTES])
     except BaseException as raised:
-        # Libraries wrap a MemoryError in errors of their own.
+        # Libraries wrap a MemoryError in errors of their own, so follow the chain of causes.
         error: BaseException | None = raised
         while error is not None and not isinstance(error, MemoryError):
             error = error.__cause__ or error.__context__

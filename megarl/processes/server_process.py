@@ -19,7 +19,7 @@ from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
 
 _SHORT_SECONDS = 0.05
-"""The CPU time of answers within these seconds is not measured, because measuring takes time itself."""
+"""Seconds within which an answer's CPU time is not measured, because measuring takes time itself."""
 _LONGEST_WAIT_SECONDS = 3600.0
 """Longest wait, in seconds, between two checks of a request without limits. Sockets do not accept infinity."""
 _MAX_OUTPUT_CHARACTERS = 2000
@@ -61,7 +61,7 @@ NO_LIMITS = RequestLimits()
 
 
 class Server(Protocol):
-    """Protocol of a process answering requests, on this node or another one."""
+    """A process answering requests, on this node or another one."""
 
     def wait_until_ready(self) -> dict[str, Any]: ...
 
@@ -134,13 +134,13 @@ class ServerProcess:
         return message
 
     def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
-        """Send a request. Returns the answer, or a dictionary with one of these keys and a text if there is none:
+        """Send a request. Return the answer, or a dictionary with one of these keys and a text if there is none:
 
-            invalid: the message is not JSON
-            overdue: a limit was exceeded, `cpu` or `wall`
-            ended: the process ended; `output` is its last output
-            violation: the process broke the protocol
-            lost: the process's node is lost
+        invalid: the message is not JSON
+        overdue: a limit was exceeded, `cpu` or `wall`
+        ended: the process ended; `output` is its last output
+        violation: the process broke the protocol
+        lost: the process's node is lost
 
         The last three texts continue a sentence about the process. After any key except `invalid` a new process is
         needed.
@@ -151,7 +151,7 @@ class ServerProcess:
         try:
             send(connection, {"id": self._num_requests, **message}, clock.remaining)
             answer = receive_answer(connection, self._num_requests, self._settings.max_answer_bytes, clock.remaining)
-            # The last work may have exceeded the limit between two checks.
+            # Between the last check and the answer, the CPU time may have exceeded the limit.
             clock.check_cpu()
         except _OverdueError as error:
             self.close()
@@ -171,7 +171,7 @@ class ServerProcess:
             self._ended = self._ended or self._process.kill()
 
     def end(self) -> Ended:
-        """Wait for the end of a process that closed its connection. Returns how it ended."""
+        """Wait for the end of a process that closed its connection. Return how it ended."""
         with self._lock:
             self._ended = self._ended or self._process.end()
             return self._ended

@@ -122,13 +122,13 @@ class SupervisedProcess:
         return self._ended is not None or bool(self._control_poll.poll(0))
 
     def end(self) -> Ended:
-        """Wait 2 s for the exit of a program that closed its connection, then kill it. Returns how it ended."""
+        """Wait 2 s for the exit of a program that closed its connection, then kill it. Return how it ended."""
         if self._ended is None:
             self._receive_report(_OWN_END_SECONDS)
         return self.kill()
 
     def kill(self) -> Ended:
-        """Let the supervisor kill all processes and exit. Returns how the program ended."""
+        """Let the supervisor kill all processes and exit. Return how the program ended."""
         if self._ended is None:
             self._ask_for_end()
             if not self._receive_report(_END_SECONDS):
@@ -136,7 +136,7 @@ class SupervisedProcess:
         return self._finish()
 
     async def wait_for_end(self) -> Ended:
-        """Wait until the program and its descendants have ended. Returns how the program ended."""
+        """Wait until the program and its descendants have ended. Return how the program ended."""
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
         while self._ended is None and (part := await loop.sock_recv(self._control, _PART_BYTES)):
@@ -144,7 +144,7 @@ class SupervisedProcess:
         return self._finish()
 
     async def stop(self) -> Ended:
-        """Kill all processes without blocking the event loop. Returns how the program ended."""
+        """Kill all processes without blocking the event loop. Return how the program ended."""
         if self._ended is None:
             self._ask_for_end()
             try:
@@ -160,7 +160,7 @@ class SupervisedProcess:
             self._control.shutdown(socket.SHUT_WR)
 
     def _receive_report(self, seconds: float) -> bool:
-        """Receive the supervisor's report. Returns False if it does not arrive in time."""
+        """Receive the supervisor's report. Return False if it does not arrive in time."""
         deadline = time.monotonic() + seconds
         try:
             while True:
@@ -179,16 +179,15 @@ class SupervisedProcess:
         return self._ended
 
     def _read_report(self, code: int) -> Ended:
-        """Return how the process ended, from the supervisor's report and exit code."""
-        # A supervisor that was killed reports nothing; its child died with it.
+        # A killed supervisor reports nothing. Its child died with it.
         if code < 0:
             return Ended(128 - code)
-        # A supervisor exits with 0 after its report. So it failed before or while it watched the program.
+        # A supervisor exits with 0 after its report. So this one failed before or while it watched the program.
         if code > 0:
             return Ended(None, refused=f"its supervisor ended with {code}")
         try:
             return Ended(**json.loads(self._report))
-        # The report did not arrive, or only a part of it.
+        # The report did not arrive completely.
         except (TypeError, ValueError):
             return Ended(None)
 

@@ -52,7 +52,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
         ends.append(printed)
     refused, refuse = os.pipe()
     child = fork_child(lambda: become_program(settings["command"], ends[0], ends[-1], refuse))
-    # Open copies here would hide the child's end from the driver, and the pipes' ends from this process.
+    # Close open copies: they would hide the child's end from the driver, and the pipes' ends from this process.
     for descriptor in {*ends, refuse, settings["connection"]} - {None}:
         os.close(descriptor)
     exit_code = _watch(child, control, sinks)
@@ -123,7 +123,7 @@ def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink]
 
 
 def reap(child: int) -> int | None:
-    """Reap all ended children. Returns the exit code of `child` (128 + signal if killed); None: it still runs."""
+    """Reap all ended children. Return the exit code of `child` (128 + signal if killed); None: it still runs."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -174,14 +174,14 @@ class _CappedLog:
             if self._free_bytes <= 0:
                 _write_all(self._file, b"\n[further output is dropped: this log has reached its size limit]\n")
         except OSError as error:
-            # A full disk must not end the process: it goes on without a log.
+            # A full disk must not end the process: it continues without a log.
             self._free_bytes = 0
             print(f"warning: {self._path}: cannot write the log ({error.strerror})", file=sys.stderr)
 
     def _open(self) -> None:
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # A restarted process appends to the log of its predecessor; both together stay below the limit.
+        # A restarted process appends to the log of its predecessor. Together they stay below the limit.
         self._free_bytes -= os.fstat(self._file).st_size
 
 

@@ -18,7 +18,7 @@ def start_arena(
 ) -> HostArena:
     """Return the host memory of a trainer's rank, as large as the memory plan predicts for its host copies.
 
-    From now on it is page-locked in the background. Raises ConfigError if the machine has too little memory.
+    It is page-locked in the background from now on. Raises ConfigError if the machine has too little memory.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     models = read_models(recipe, shape, parallel, frozen_parallel)

@@ -37,7 +37,7 @@ class Worker(TrainerWorker):
         `topology` has the nodes and switches of all ranks.
         """
         self._join_world(rank, world_size, recipe, parallel, topology, frozen_parallel)
-        # Build the engine first, because vLLM needs free memory. It then sleeps, to free the memory for building the
+        # Build the engine first, because vLLM needs free memory. Then let it sleep, to free memory for building the
         # models.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
@@ -45,7 +45,7 @@ class Worker(TrainerWorker):
             self.engine.sleep()
         self._build_models()
         self.rank_reshard: RankReshard | None = None
-        """Object that copies the policy's weights into the engine; None without an engine."""
+        """Copies the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
             ends = ReshardEnds(
                 recipe=recipe,

@@ -67,7 +67,7 @@ class EngineWorker:
 
     def close(self) -> None:
         """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
-        # Leave the group with the trainers first. They then fail at once, and do not wait for this rank.
+        # Leave the group with the trainers first. Then they fail at once, and do not wait for this rank.
         self._cross_world_reshard.leave()
         self._engine.close()
         world.leave()

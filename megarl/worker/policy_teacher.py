@@ -1,4 +1,4 @@
-"""The policy as its own teacher, on one rank."""
+"""The policy as its own teacher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.training.training_engine import TrainingEngine
 
 
 class PolicyTeacher:
-    """The policy as its own teacher, with its current weights, or with the initial ones if `at_start`.
+    """One rank's policy as its own teacher, with its current weights, or with the initial ones if `at_start`.
 
     It computes without gradients. Its rows have other prompts than the update's rows.
     """

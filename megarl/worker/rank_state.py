@@ -1,4 +1,4 @@
-"""The training state of one rank: its trained models, other contents of a checkpoint, and the weights' version."""
+"""The training state of one rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class RankState:
-    """The training state of a rank. The worker sets `policy`, `critic` and `parts` while it is built.
+    """Models, other contents of a checkpoint, and weight version of one rank.
 
-    `parallel` are the trainer's parallel sizes. `topology` has the nodes and switches of its ranks.
+    The worker sets `policy`, `critic` and `parts` while it is built. `parallel` are the trainer's parallel sizes.
+    `topology` has the nodes and switches of its ranks.
     """
 
     policy: TrainingEngine
@@ -56,7 +57,7 @@ class RankState:
     def saved_models(self) -> Iterator[dict[str, checkpoint.Model]]:
         """Context with the models of a checkpoint in device memory, by the beginning of their tensor names.
 
-        It is empty for the policy, whose tensors have Megatron's own names.
+        This is empty for the policy, whose tensors have Megatron's own names.
         """
         models: dict[str, checkpoint.Model] = {"": self.policy}
         with ExitStack() as stack:

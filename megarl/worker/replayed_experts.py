@@ -31,5 +31,4 @@ class ReplayedExperts(TrainerPart):
         return self.stored.retain(handles)
 
     def load(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Load the recorded experts of trajectories waiting in a checkpoint."""
         self.stored.load(folder, handles)

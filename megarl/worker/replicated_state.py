@@ -20,9 +20,9 @@ class ReplicatedState(TrainerPart):
         self._copier: StateCopier | None = None
 
     def begin(self, step: int, is_resharded: bool) -> int:
-        """Copy the state after a step to host memory, and start sending it to another node. Returns the bytes.
+        """Copy the state after a step to host memory, and start sending it to another node. Return the bytes.
 
-        `is_resharded` says that the engines already have these weights.
+        `is_resharded`: the engines already have these weights.
         """
         state = self._state
         if self._copier is None:

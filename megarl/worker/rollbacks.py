@@ -9,8 +9,6 @@ from megarl.worker.trainer_part import TrainerPart
 
 
 class Rollbacks(TrainerPart):
-    """Part that loads a checkpoint's weights and optimizer, while versions and learning rates continue."""
-
     def __init__(self, state: RankState) -> None:
         self._state = state
 

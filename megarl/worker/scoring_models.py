@@ -1,4 +1,4 @@
-"""Models of a training rank that only score: the reference, and the reward model."""
+"""Models of a training rank that only score."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class Teachers(TrainerPart):
 
     @property
     def replicas(self) -> list[Replica]:
-        """The data-parallel replicas of teachers with groups of their own."""
         return [replica for _, replica in self._separate_groups.values()]
 
     def build_models(self) -> None:

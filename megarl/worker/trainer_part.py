@@ -1,4 +1,4 @@
-"""Interface of an optional feature of a training rank, such as frozen models or copies of its state."""
+"""Interface of an optional feature of a training rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.training.training_engine import TrainingEngine
 
 
 class TrainerPart:
-    """An optional feature of a training rank. By default each method does nothing.
+    """An optional feature of a training rank, such as frozen models. By default each method does nothing.
 
     The driver calls further methods by the part's name in `trainer_parts`, for example `rollbacks.roll_back`.
     """

@@ -33,8 +33,7 @@ Part = TypeVar("Part", bound=TrainerPart)
 
 
 class TrainerWorker:
-    """Worker of a training rank. The driver calls its methods, or those of a model or part, for example
-    `policy.update`.
+    """Worker of a training rank. The driver calls its methods, or those of a model or part: `policy.update`.
 
     The recipe determines the models, such as `policy`, `critic` and `reference`. `trainer_parts` names the parts.
     """
@@ -82,7 +81,7 @@ class TrainerWorker:
 
     def _build_models(self) -> None:
         recipe, parts = self.recipe, self.state.parts.values()
-        # Only now: a colocated engine is complete, with its CUDA graphs and its all-reduce buffers.
+        # Only now, when a colocated engine is complete with its CUDA graphs and its all-reduce buffers.
         use_expandable_segments()
         for part in parts:
             part.build_models()
@@ -145,7 +144,7 @@ class TrainerWorker:
         return self.cross_world_reshard.finish()
 
     def _note_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
-        """Record the version of the engines' weights after a reshard, unless a peer was lost. Returns the report."""
+        """Record the version of the engines' weights after a reshard, unless a peer was lost. Return the report."""
         if isinstance(report, ReshardReport):
             self.state.weight_version = version
         return report
@@ -166,15 +165,14 @@ class TrainerWorker:
         trained = self.policy if model == "policy" else self.critic
         assert trained is not None
         source = recipe.model.folder if model == "policy" else self._critic_source
-        # Rank 0 writes these files for the policy. The critic's folder keeps its own.
+        # Rank 0 writes the policy's own texts. The critic's folder has its own already.
         files = own_files(recipe.model) if self.rank == 0 and model == "policy" else {}
         export_model(self.builder, trained, folder=folder, source=source, texts_by_file=files)
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
         """Save the trainer's state into an empty folder. With `asynchronous`, only start saving.
 
-        `is_resharded`: the engines already have these weights. The saved version is then one less, because a resumed
-        run copies the weights once more.
+        `is_resharded`: the engines already have these weights.
         """
         version = self.state.version_to_save(is_resharded)
         with self.state.saved_models() as models, checkpoint.changed_models_loaded(models):

@@ -40,7 +40,6 @@ class WeightChecks(TrainerPart):
         return Ledger(f"trainer rank {rank}", layout, policy.weights)
 
     def take_checksums(self, version: int) -> RankChecksums:
-        """Compute, store and return the checksums of the policy's weights of this version."""
         with self._state.policy.merging():
             return self.ledger.take(version)
 
@@ -56,9 +55,7 @@ class WeightChecks(TrainerPart):
             return self.ledger.compare()
 
     def compute_canary(self) -> CanaryReport:
-        """Compute the canary batch, a fixed batch, twice with the policy; return the checksums of all module
-        outputs.
-        """
+        """Compute the canary, a fixed batch, twice with the policy; return the checksums of all module outputs."""
         return compute_canary(self._state.policy)
 
     def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:

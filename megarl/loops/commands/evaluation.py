@@ -171,7 +171,7 @@ def _make_folder(out: Path | None, default: Path) -> Path:
     while True:
         with storage_faults_named(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            # Another evaluation may create the same name at the same time. Then mkdir fails and the next number is
+            # Another evaluation may create the same name at the same time. Then mkdir fails, and the next number is
             # tried.
             with suppress(FileExistsError):
                 folder.mkdir()
@@ -201,7 +201,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
             sets = await stack.enter_async_context(aclosing(evaluate(sources, recipe.reward.max_failed_fraction)))
             async for done in sets:
                 records = with_rendered_prompts(done.records(), done.trajectories, tokenizer)
-                # Written set by set, so that an interrupted evaluation keeps the finished sets.
+                # Written set by set, so that an interrupted evaluation retains the finished sets.
                 append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
                 evaluated_sets.append(done)
                 for trajectory in done.trajectories:
@@ -256,8 +256,6 @@ class _Screen:
 
 
 def _summary(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
-    """Return the contents of metrics.json."""
-
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}
 

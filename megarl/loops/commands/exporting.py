@@ -27,8 +27,8 @@ from megarl.types import ConfigError, DataError
 class Exported:
     """A complete model folder of a run, with the step of its weights.
 
-    `conversion` is set if it was made from a checkpoint. `drafter` is the folder of the drafter trained with the model;
-    None without one.
+    `conversion` is set if it was made from a checkpoint. `drafter` is the folder of the drafter trained with the model,
+    if any.
     """
 
     folder: Path
@@ -70,7 +70,7 @@ def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
     if is_best and (best := BestRecord.read(folder)) is not None:
         return Exported(folder, best.step, drafter=_exported_drafter(folder))
     if not is_best and (folder / "config.json").is_file():
-        # A resumed run leaves the earlier model in place until it ends again.
+        # A resumed run does not replace the earlier model before its own end.
         if (state := earlier.status.get("state")) != "done":
             raise ConfigError(
                 f"{earlier.path}: the run is {state} and went on after it exported hf/; let it end, or export a "
@@ -86,7 +86,7 @@ def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
 def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     """Return the model of a run's checkpoint, converted unless its default folder exists."""
     folder = out or earlier.path / f"hf_step_{step:06d}"
-    # First: the run may have exported this step itself and removed its checkpoint.
+    # Look for the folder first: the run may have exported this step itself and removed its checkpoint.
     if out is None and (folder / "config.json").is_file():
         return Exported(folder, step, drafter=_exported_drafter(folder))
     checkpoint = earlier.checkpoint(step)
@@ -109,7 +109,6 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
 
 
 def _exported_drafter(folder: Path) -> Path | None:
-    """Return the folder of the drafter exported with the model in `folder`, or None."""
     drafter = sibling_folder(folder, "drafter")
     return drafter if drafter.is_dir() else None
 

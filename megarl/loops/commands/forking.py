@@ -47,7 +47,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
         try:
             home = partial / "checkpoints" / checkpoint.name
             home.parent.mkdir(parents=True)
-            # A checkpoint's files never change, so both runs can have the same ones.
+            # A checkpoint's files never change, so both runs can share them.
             shutil.copytree(checkpoint, home, copy_function=_link_or_copy)
             replace_text(partial / "config.yaml", to_yaml(recipe))
             replace_text(partial / PARENT, json.dumps(parent, indent=2) + "\n")

@@ -70,7 +70,7 @@ CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_p
 """Prefixes of the fields that `--set` may change for a replayed step."""
 
 EFFECT_COLUMNS = ("prompt", "attempt", "reward", "advantage", "log-prob after, nats per token", "largest at token")
-"""Columns of the table of a change's effect, in the order of the fields of `SampleEffect`."""
+"""Columns of the table of a change's effect, in the order of `SampleEffect.row`."""
 
 LOGS = "logs/replay"
 """Folder in a run folder for the rank logs of the newest replay."""
@@ -93,7 +93,6 @@ class Replay:
 
     @property
     def step(self) -> int:
-        """Number of the replayed step, the last one."""
         return self.steps[-1]
 
 
@@ -143,8 +142,8 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     A replay executes the steps after the newest checkpoint before `step` up to `step`, with the recipe recorded at
     `step`. Without such a checkpoint it begins with step 1. `overrides` change the recipe for all these steps, usually
     its parallel sizes. With `changes`, `step` is executed twice from the same state: as in the run, and with these
-    fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a
-    field that cannot change.
+    fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot
+    change.
     """
     earlier = RunRecord.open_of_this_version(run)
     checkpoint, steps, recorded_layout = _executed_steps(earlier, step)
@@ -189,7 +188,7 @@ def _executed_steps(earlier: RunRecord, step: int) -> tuple[Path | None, range, 
             "recorded only with train.record=tokens or all"
         )
     record = StepRecord.load(run / RECORDS, step)
-    # All records are read, so that a damaged one is found before the ranks start.
+    # Read all records now, to find a damaged one before the ranks start.
     recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in steps[:-1]}
     if other_recipes := [number for number in recipes if recipes[number] != record.recipe]:
         raise ConfigError(
@@ -256,7 +255,7 @@ def _refuse_unscorable(recipe: Recipe) -> None:
 
 
 async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[list[StepComparison], Effect | None]:
-    """Execute the steps on trainer ranks. Returns a comparison per step, and the changes' effect, if any.
+    """Execute the steps on trainer ranks. Return a comparison per step, and the changes' effect, if any.
 
     `notify` gets a line per executed step.
     """
@@ -290,7 +289,6 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
 
 
 def _position(checkpoint: Path | None) -> DataPosition:
-    """Return the position in the data that a replay continues from."""
     if checkpoint is None:
         return DataPosition()
     return DataPosition.from_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
@@ -300,7 +298,7 @@ async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, 
     """Start the run's ranks, with workers without engines on the training ranks."""
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    # Ranks of separate engines start too, and stay empty: cores and threads are then divided as in the run.
+    # Start idle ranks of separate engines too, so that cores and threads are divided as in the run.
     ranks = await start_ranks(recipe.cluster, logs, parallel.replica_sizes, trainer=parallel)
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
@@ -329,7 +327,6 @@ class _Steps:
         return self._models["policy"]
 
     async def compare(self, number: int) -> StepComparison:
-        """Execute a step and compare it with its record."""
         record = StepRecord.load(self._prepared.run / RECORDS, number, self._find)
         batch, _, metrics = await self._execute(record, self._prepared.recipe, self._models, record.groups)
         compared = await self._compare_record(record, batch, metrics)
@@ -358,7 +355,7 @@ class _Steps:
         rescored = await _rescore(record.groups, pools) if pools else record.groups
         changed = prepared.changed
         if any(text.startswith("algorithm.kl_coefficient:") for text in prepared.changes):
-            # A record has the coefficient of its step, because algorithm.kl_target may adapt it.
+            # A step uses its record's coefficient, because algorithm.kl_target may adapt it. So change the record too.
             record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
         # Some objectives need all segments of a sample in one microbatch.
         models = models_of(changed, prepared.parallel, self._trainers)
@@ -377,7 +374,7 @@ class _Steps:
     async def _execute(
         self, record: StepRecord, recipe: Recipe, models: Mapping[str, RankModel], groups: Sequence[Group]
     ) -> tuple[RLBatch, list[Group], dict[str, float]]:
-        """Execute a step from log-probs to updates. Returns its batch, groups and update metrics."""
+        """Execute a step from log-probs to updates. Return its batch, groups and update metrics."""
         policy = models["policy"]
         completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward_of(policy, recipe))
         scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)

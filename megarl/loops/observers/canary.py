@@ -81,7 +81,7 @@ class Canary(StepObserver):
         places = ", ".join(f"rank {rank} on {node}" for rank, node in zip(verdict.ranks, nodes, strict=True))
         one_of = "one of " if len(verdict.ranks) > 1 else ""
         how = "computed two different results" if verdict.is_unstable else "computed another result than its replicas"
-        # Ranks of one node: the node is known, whichever rank it is.
+        # If all wrong ranks are on one node, this node is at fault, whichever rank it is.
         excluded = tuple(dict.fromkeys(nodes)) if len(set(nodes)) == 1 else ()
         remedy = f"Node {excluded[0]} is excluded from now on" if excluded else self._undecided_remedy(verdict)
         return FaultyNodeError(

@@ -32,7 +32,7 @@ METRICS = (
 
 
 def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
-    """Return a recipe's spike detector, or None if spikes are ignored. `saved` is its memory in a checkpoint."""
+    """Return a recipe's spike detector, or None if spikes are ignored. `saved` is its state in a checkpoint."""
     train = recipe.train
     if train.on_spike == "ignore":
         return None
@@ -80,8 +80,8 @@ class Instabilities(StepObserver):
             await self._roll_back(text)
 
     async def _roll_back(self, text: str) -> None:
-        """Load the newest checkpoint into the trainer. Step numbers and position in the data stay."""
-        # A save may be under way; it is of a step before the spike.
+        """Load the newest checkpoint into the trainer. Step numbers and position in the data do not change."""
+        # A background save may be in progress. It is of a step before the spike, so it may be loaded.
         await self._checkpoints.complete(wait=True)
         checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).good
         if checkpoint is None:
@@ -110,7 +110,6 @@ class Instabilities(StepObserver):
             step.log({"train/spikes": float(num_spikes), "train/rollbacks": float(num_rollbacks)})
 
     def find_fault(self, step: Step) -> MegarlError | None:
-        """Return the error for a spike that ends the run."""
         fault, self._fault = self._fault, None
         if fault is None:
             return None

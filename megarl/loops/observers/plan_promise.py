@@ -31,7 +31,7 @@ _PHASES = ("rollout", "logprobs", "train", "reshard")
 
 
 class PlanPromise(StepObserver):
-    """Compares a run's steps with its plan, and names the phase that breaks the promise."""
+    """Compares a run's steps with its plan, and names the phase that exceeds the plan."""
 
     def __init__(self, recipe: Recipe, tracker: Tracker, predicted_memory: Mapping[str, int]) -> None:
         """Create the comparison. `predicted_memory` has the planned bytes of the fullest rank by phase."""
@@ -45,7 +45,7 @@ class PlanPromise(StepObserver):
             self._seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
 
     async def observe_measured(self, step: Step) -> None:
-        """Add a step's metrics, and report the first broken promises of memory and of seconds."""
+        """Add a step's metrics, and report when memory or seconds first exceed the plan."""
         self._compare_memory(step)
         # The first step of a start compiles kernels and fills caches.
         if self._seconds and self._has_measured:

@@ -37,9 +37,9 @@ def make_observers(
 ) -> StepObservers:
     """Return the observers of a run's steps in order.
 
-    Three orders matter. An error of the step checks ends the run before one of a spike, because its remedy is more
-    exact. A spike rolls weights back before their checksums are taken. Weight checks come before the canary, which
-    would report changed weights as a wrong computation.
+    Three orders matter. Step checks come before spikes, because the remedy in their error is more exact. A spike rolls
+    weights back before their checksums are taken. Weight checks come before the canary, which would report changed
+    weights as a wrong computation.
     """
     return StepObservers(
         [

@@ -18,7 +18,7 @@ from megarl.types import MegarlError, UnhealthyError
 
 
 class StepChecks(StepObserver):
-    """Checks of a run's steps, which warn or end the run after a step."""
+    """Checks a run's steps. Warns, or ends the run after a step."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker) -> None:
         """Restore the state of the health rules from the steps logged before this start."""
@@ -26,8 +26,8 @@ class StepChecks(StepObserver):
         self._tool_use = ToolUse()
         self._health = Health(thresholds(recipe))
         self._health.replay(folder.logged_steps())
-        # A step after the checkpoint may have warned. It is trained again and its metrics are dropped, but the warning
-        # is not repeated.
+        # A step after the checkpoint may have caused a warning. The step is trained again, but the warning is not
+        # repeated.
         self._health.warned.update(finding["rule"] for finding in folder.findings)
 
     def check_learning_rate(self) -> None:
@@ -56,13 +56,11 @@ class StepChecks(StepObserver):
         return next((fault for fault in faults if fault is not None), None)
 
     def end_run(self) -> None:
-        """Warn of tools never called since this start."""
         if tools := self._tool_use.never_called:
             self._tracker.notice(uncalled_text(tools, "in this start of the run", self._look))
 
     @property
     def _look(self) -> str:
-        """Command that prints the run's samples."""
         return f"megarl samples {self._folder.path}"
 
     @property
@@ -70,7 +68,6 @@ class StepChecks(StepObserver):
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
 
     def _report_empty_update(self, step: int) -> None:
-        """Warn once that an update was skipped because it had no trained token."""
         cause = "no turn of its records is trained. Check the weights of the data's messages"
         if self._recipe.is_on_policy:
             truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
@@ -97,7 +94,7 @@ class StepChecks(StepObserver):
         return None
 
     def _check_health(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
-        """Warn of broken health rules. Returns an error for the first if train.on_unhealthy = stop."""
+        """Warn of broken health rules. Return an error for the first if train.on_unhealthy = stop."""
         findings = self._health.observe(step, metrics)
         for finding in findings:
             self._tracker.unhealthy(finding)

@@ -1,4 +1,4 @@
-"""Interface of observers of a run's steps, such as weight checks or health rules."""
+"""Interface of observers of a run's steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.types import MegarlError
 
 
 class StepObserver:
-    """An observer of a run's steps. Methods that it does not override do nothing.
+    """An observer of a run's steps, such as weight checks or health rules.
 
     All methods except `find_fault` and `end_run` may raise MegarlError, which ends the run at once.
     """
 
     async def begin_run(self) -> None:
-        """Prepare for the first step. The models are built. A checkpoint is loaded only afterwards, if there is one."""
+        """Prepare for the first step. The models are built, but no checkpoint is loaded yet."""
 
     async def resume_run(self, origin: Origin) -> None:
-        """Prepare for the first step after a checkpoint, which is loaded."""
+        """Prepare for the first step after a checkpoint has been loaded."""
 
     async def before_updates(self, step: Step) -> None:
         """Observe the trainer's weights before a step's first update."""
@@ -38,7 +38,7 @@ class StepObserver:
         """Observe a step's times and peak memory, and add metrics before it is logged."""
 
     def find_fault(self, step: Step) -> MegarlError | None:
-        """Warn of problems in a logged step. Returns the error that ends the run after a save, or None."""
+        """Warn of problems in a logged step. Return the error that ends the run after a save, or None."""
 
     def end_run(self) -> None:
         """Report on all steps of this start, after the last one."""

@@ -42,7 +42,7 @@ _LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_per
 
 
 class StepRecorder(StepObserver):
-    """Writes records of steps to `records/` in the run folder (train.record). `policy` is on the ranks."""
+    """Writes records of steps to `records/` in the run folder."""
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig, run: Path, policy: RankModel) -> None:
         self._recipe, self._parallel, self._policy = recipe, parallel, policy
@@ -115,7 +115,7 @@ async def make_record(
 
 def layout_values(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     """Return what decides the trainer's rounding, as JSON values: parallel sizes, dtype and the section trainer."""
-    # Through JSON, so that they equal those read from a record.
+    # Through JSON, so that they equal the values read from a record.
     sizes = {name: getattr(parallel, name) for name in _LAYOUT_FIELDS}
     return json.loads(
         json.dumps({**sizes, "dtype": recipe.model.dtype, "trainer": recipe.trainer.model_dump(mode="json")})

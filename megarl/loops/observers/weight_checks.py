@@ -31,7 +31,7 @@ _MOST_NAMED = 3
 
 
 class WeightChecks(StepObserver):
-    """Checksums of the weights of a run's versions (weights.check_every), by which changes are found.
+    """Finds unwanted changes of weights, by checksums of the run's weight versions (weights.check_every).
 
     The update of step n makes version n + 1. Its checksums are taken after the update on every trainer rank, and after
     the reshard on every engine rank. They are compared with each other, and with the same weights after their last use.
@@ -43,7 +43,7 @@ class WeightChecks(StepObserver):
         self._boxes: dict[int, Mapping[Box, int]] = {}
         """Checksums of the trainer's boxes (parts of tensors), by version, for the newest versions."""
         self._dtypes: dict[str, str] = {}
-        """Dtypes of the trainer's tensors by name. Engines have some tensors, such as routers, in another one."""
+        """Dtypes of the trainer's tensors by name. Engines have some tensors, such as routers, in another dtype."""
         self._checksums: dict[int, str] = {}
         self._has_adapters = recipe.lora.rank > 0
         self._seconds = 0.0
@@ -68,7 +68,8 @@ class WeightChecks(StepObserver):
         step, saved = self._folder.resumed_step, origin.checksum
         self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1), is_new=False)
         loaded = self._checksums[step + 1]
-        # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge otherwise.
+        # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge with other
+        # rounding.
         if saved is not None and loaded != saved and not self._has_adapters:
             raise DataError(
                 f"the weights loaded from the checkpoint of step {step} have the checksum {loaded}, but were saved "
@@ -77,7 +78,6 @@ class WeightChecks(StepObserver):
             )
 
     async def check_trainer(self) -> None:
-        """Compare the trainer's weights with those after the last update. Raises MegarlError for changes."""
         if self._weights.check_every:
             self.refuse_changes(await self._ranks.trainers.call("weight_checks.compare_weights"))
 
@@ -115,7 +115,7 @@ class WeightChecks(StepObserver):
         for version in {engine.version for engine in engines}.intersection(self._boxes):
             mine = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]
             if differences := list(engine_differences(self._boxes[version], mine)):
-                # Perhaps the trainer's weights changed before they were sent. Then this check names its rank.
+                # The trainer's weights may have changed before they were sent. Then this check names the trainer rank.
                 if not self._ranks.is_separate:
                     await self._ranks.trainers.call("sleep_engine")
                 await self.check_trainer()
@@ -161,6 +161,5 @@ class WeightChecks(StepObserver):
 
 
 def _text_of(box: Box) -> str:
-    """Return a box as text, like `model.norm.weight[0:64]`."""
     ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
     return f"{box.name}[{ranges}]"

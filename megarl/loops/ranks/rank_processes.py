@@ -69,7 +69,7 @@ class RankProcesses:
         self._lost_at: float | None = None
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
-        """Losses of trainer ranks that the run has survived."""
+        """Number of lost trainer ranks that the run has survived."""
         self._full: ResizeAskedError | None = None
         """Recipe and sizes before losses made the run smaller; None: it has its full size, or cannot grow."""
         self._search: asyncio.Task[None] | None = None
@@ -141,7 +141,7 @@ class RankProcesses:
             await self._ranks.close_groups()
         if isinstance(cause, ResizeAskedError):
             notify(f"resize from {self.parallel} to {cause.parallel}")
-            # The sizes asked for are now the full ones.
+            # The requested sizes are now the full ones.
             self._full, self._places = None, []
             self.recipe, self.parallel = cause.recipe, cause.parallel
         else:
@@ -209,12 +209,12 @@ class RankProcesses:
         while True:
             await asyncio.sleep(pause)
             try:
-                # In the background of the steps: it takes long to find out that a node is dead.
+                # In the background, because it takes long to find out that a node is dead.
                 await self.nodes.reserve(count, parallel.replica_sizes)
             except MegarlError:
                 pause = _GROWTH_SECONDS
                 continue
-            # A smaller run is better than none, whatever the launcher's library raises.
+            # A smaller run is better than none, whatever error the launcher's library raises.
             except Exception as error:
                 pause = min(2 * pause, _MOST_GROWTH_SECONDS)
                 notify(f"looking for nodes for {count} ranks failed; the next attempt is in {pause:g} s: {error!r}")
@@ -232,7 +232,7 @@ class RankProcesses:
         assert self.nodes is not None
         files_of_ranks = await files_for_ranks(self.nodes.agents, step, trainers.places)
         self._received = float(sum(await trainers.scatter("replicated_state.restore", files_of_ranks)))
-        # Later copies, of the lost attempt, must not be mixed with those of the same steps trained again.
+        # Drop later copies of the lost attempt. Otherwise they are mixed with new copies of the same steps.
         await drop_others(self.nodes.agents, step)
 
     def find_copied_state(self, origin: Origin, earlier: RunRecord) -> Origin | None:
@@ -243,7 +243,7 @@ class RankProcesses:
         newest = self.copies.newest
         is_older = newest is not None and any(checkpoint_step(folder) > newest.step for folder in earlier.checkpoints)
         if newest is None or not self._has_copies or is_older:
-            # The steps after the checkpoint are trained again, so copies of them are void.
+            # The steps after the checkpoint are trained again, so drop the copies of these steps.
             self.copies.newest = None
             return None
         return Origin(

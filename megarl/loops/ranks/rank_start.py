@@ -30,7 +30,6 @@ COLOCATED_WORKER = "megarl.worker.colocated:Worker"
 
 
 def count_of_ranks(recipe: Recipe) -> str:
-    """Return the number of ranks and nodes as text for the terminal."""
     count, nodes = recipe.cluster.world_size, recipe.cluster.num_nodes
     text = f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
     if recipe.separate_ranks:
@@ -91,7 +90,7 @@ async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tra
     if wrong:
         error = unfit_nodes_error(f"nodes of run {recipe.name}", wrong)
         if checked:
-            # An unfit spare node must not end the run for good: the job is queued again without it.
+            # An unfit spare node must not end the run for ever: the job is queued again without it.
             raise FaultyNodeError(str(error), nodes=tuple(node for node in nodes if node not in checked))
         raise error
     checked.update(nodes)
@@ -146,7 +145,6 @@ async def replacing_lost_engines(
 
 
 async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: ParallelConfig) -> None:
-    """Construct the worker (an engine shard) on each rank of a separate engine."""
     # A replica keeps its number for life: its first rank determines it.
     number = parallel.leaders().index(group.part.first_rank)
     settings = {"recipe": recipe, "parallel": parallel, "replica": number}

@@ -53,7 +53,6 @@ class ResizeAskedError(Exception):
 
 
 def refuse_other_fields(fields: Iterable[str]) -> None:
-    """Raise ConfigError if a resize cannot change one of these fields."""
     if wrong := [field for field in fields if field not in FIELDS]:
         raise ConfigError(f"{wrong[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
 
@@ -118,7 +117,6 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
 
 
 def refuse_same_sizes(recipe: Recipe, resized: ResizedRecipe) -> None:
-    """Raise ConfigError if a resize would change nothing."""
     sizes = attrgetter("cluster.nodes", "cluster.ranks_per_node")
     if sizes(recipe) == sizes(resized.recipe) and check(recipe, is_start=False) == resized.parallel:
         raise ConfigError(f"the run has these sizes already ({resized.parallel}); nothing changes")
@@ -145,19 +143,19 @@ def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def _refuse_incomplete_copies(recipe: Recipe) -> None:
-    """Raise ConfigError if copies of the state, which a resize needs, would lack a part of it."""
+    """Raise ConfigError if copies of the state, which a resize needs, would be incomplete."""
     if not _is_copied_whole(recipe):
         raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
 
 
 def _is_copied_whole(recipe: Recipe) -> bool:
-    # Recorded experts stay with the rank. Only checkpoints hold them.
+    # Recorded experts stay on their rank. Only checkpoints contain them.
     return not recipe.trainer.router_replay
 
 
 def can_grow(recipe: Recipe) -> bool:
     """Return whether a run can return to its size after a loss made it smaller."""
-    # On this machine a lost rank means a fault of this machine, and no node can come back.
+    # On this machine a lost rank means a fault of the machine, and no node can come back.
     return recipe.cluster.launcher != "local" and _is_copied_whole(recipe)
 
 
@@ -180,7 +178,7 @@ def shrink_to(recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
             f"{size}; continue from the last checkpoint with --resume, on at least {size} ranks"
         )
     smaller = _with_replicas(recipe, replicas, size)
-    # Whole replicas stay where they are, if possible: then their weights need not move.
+    # Whole replicas stay where they are, if possible. Then their weights need not move.
     replicas_ranks = [parallel.replica_ranks(replica) for replica in range(parallel.dp)]
     ranks_of_whole = [rank for ranks in replicas_ranks if set(ranks) <= set(survivors) for rank in ranks]
     continuing = [*ranks_of_whole, *(rank for rank in survivors if rank not in ranks_of_whole)]
@@ -188,10 +186,6 @@ def shrink_to(recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
 
 
 def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> ResizedRecipe:
-    """Return the recipe with at most `max_replicas` data-parallel replicas of `size` ranks.
-
-    Raises ConfigError if the recipe refuses every number.
-    """
     refusal = ConfigError("cluster.recover = shrink: no number of replicas is left")
     # Separate engines without nodes of their own keep their ranks on the trainers' nodes.
     engines = recipe.separate_ranks if recipe.cluster.groups.engines is None else 0

@@ -1,4 +1,4 @@
-"""The model of a run's best evaluation (checkpoint.best): its export, and its record in best.json."""
+"""The model of a run's best evaluation (checkpoint.best)."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class BestRecord:
 
 
 class BestModel:
-    """Model of the best evaluated step so far.
+    """Exports the model of the best evaluated step so far.
 
-    Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. The best one so far
+    Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. The best model so far
     is then renamed to `hf_best/`, any other is removed. A run killed in between still has the previous best model.
     """
 
@@ -83,14 +83,15 @@ class BestModel:
             for model_folder in (self._best, *_companions(self._best)):
                 end_replacement(model_folder)
             candidate = BestRecord.read(self._candidate)
-            # The value is written only after the verdict, so this candidate won and only the renaming is missing.
+            # The value is written only after the verdict. So this candidate was the best, and only the renaming is
+            # missing.
             if candidate is not None and candidate.value is not None:
                 self._publish_candidate()
             elif candidate is not None:
                 self._exported_step = candidate.step
             best = BestRecord.read(self._best)
-        # This step may come after the resumed checkpoint and be trained again. Its model still exists and its value was
-        # measured, so it counts.
+        # This step may come after the resumed checkpoint and be trained again. Its model still exists and has a value,
+        # so it counts.
         if best is not None and best.value is not None and best.metric == self._metric:
             self.step, self._value = best.step, best.value
 

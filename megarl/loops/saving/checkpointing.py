@@ -180,7 +180,7 @@ class Checkpoints:
         faults.reach("latest")
         replace_text(home / "latest", target.name + "\n")
         faults.reach("remove")
-        # Older checkpoints go only after the new one is seen complete under its final name.
+        # Remove older checkpoints only after the new one is seen complete under its final name.
         if check_sizes(target):
             for older in RunRecord.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
                 # `checkpoint.best` also retains the checkpoint of the best step, in addition to the newest `keep`.
@@ -205,7 +205,6 @@ class Checkpoints:
 
     @contextmanager
     def _removed_when_full(self) -> Iterator[None]:
-        """Context that removes the incomplete save on a DiskFullError."""
         try:
             yield
         except DiskFullError:

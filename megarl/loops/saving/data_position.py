@@ -51,7 +51,7 @@ class DataPosition:
         grown = {
             name: self.drawn.get(name, 0) + (step - self.step) * size for name, size in _batch_sizes(recipe).items()
         }
-        # Counts of data that this recipe leaves out stay, in case that a later start has it again.
+        # Keep the counts of data that this recipe leaves out: a later start may have them again.
         return type(self)(step, {**self.drawn, **grown})
 
     def order(self, recipe: Recipe, name: str, num_items: int) -> DataOrder:
@@ -66,12 +66,10 @@ class DataPosition:
         )
 
     def as_json(self) -> dict[str, int]:
-        """Return JSON values for `driver.json`."""
         return dict(self.drawn)
 
 
 def _batch_sizes(recipe: Recipe) -> dict[str, int]:
-    """Return the records drawn per step, by the field of the data."""
     sizes = {} if recipe.is_on_policy else {"data.train": recipe.train.prompts_per_step}
     return sizes | ({"data.ptx": recipe.algorithm.ptx_conversations} if recipe.data.ptx else {})
 

@@ -57,7 +57,7 @@ class Inputs:
 
     `template` is the sha256 of the chat template's text. `record_digests` has, by data file, number and digest of the
     training records that are not too long. `drafter` has the sha256 of config.json and of each vocabulary map of a
-    drafter that is trained with the policy, by file and tensor. `frozen` identifies the weights that no checkpoint has,
+    drafter that is trained with the policy, by file and tensor. `frozen` identifies the weights missing in checkpoints,
     because the run does not train them.
     """
 
@@ -99,7 +99,6 @@ class Inputs:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values for `driver.json`."""
         fields = {
             "models": self.models, "data": self.data, "kept": self.record_digests, "drafter": self.drafter,
             "frozen": self.frozen,
@@ -167,8 +166,7 @@ def find_origin(
             console.print(f"changed since then: {change}", style="yellow")
     elif resume:
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
-    # Begin before `settle` removes incomplete saves. A full disk is then reported now, not hidden by the little space
-    # freed.
+    # Begin before `settle` removes incomplete saves. Otherwise the space freed could hide a full disk until later.
     unreadable = folder.begin(
         checkpoint_step(surveyed.good) if surveyed.good else None, recipe.cluster.max_restarts, earlier.get("unlogged")
     )
@@ -185,7 +183,7 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     Raises MegarlError if the run has started from this step too often. Raises ConfigError, DataError or StorageError as
     `find_origin` does.
     """
-    # The driver's part of a copy has no driver.json. The inputs that the run began with are at hand.
+    # The driver's part of a copy has no driver.json, so compare with the inputs that the run began with.
     earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
     inputs = Inputs.read(recipe, dict(origin.inputs.record_digests))
     _refuse_other_models(earlier, recipe, inputs)
@@ -193,8 +191,8 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     _refuse_changed_drafter(earlier, recipe, inputs)
     _warn(Console(highlight=False, soft_wrap=True, markup=False), _data_changes(earlier, recipe, inputs))
     folder.begin(origin.copied_step, recipe.cluster.max_restarts)
-    # A save that the lost rank interrupted is incomplete. The checkpoints are not read: their hashes took 80 % of the
-    # time of a recovery, and the ranks do not load them.
+    # A save that the lost rank interrupted is incomplete. Do not read the checkpoints: the ranks do not load them, and
+    # hashing took 80 % of the time of a recovery.
     remove_incomplete_saves(folder.checkpoints_folder)
     return origin
 
@@ -258,8 +256,6 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if a model, or weights that the run does not train, differ from the run's first ones."""
-
     def describe_model(field: str) -> str:
         return (
             "is another model than the run began with (its config.json, or model.override_config, differs; then: "
@@ -310,7 +306,7 @@ def _frozen_models(recipe: Recipe) -> dict[str, str]:
 def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if recipe and checkpoint have adapters of another rank, or at other layers.
 
-    The checkpoint's adapters of a layer that is no longer named would be lost.
+    The checkpoint's adapters of a layer no longer named would be lost.
     """
     now, before = recipe.lora, _adapters(earlier["recipe"])
     remedy = "or begin a new run with model.path set to an export of this one"
@@ -327,7 +323,6 @@ def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _adapters(recipe: Mapping[str, Any]) -> LoraConfig:
-    """Return a plain recipe's section `lora`. Raises ValueError for impossible values."""
     return LoraConfig.model_validate(recipe.get("lora") or {})
 
 
@@ -359,7 +354,7 @@ def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None
 def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if a step now has another number of updates, and a learning rate decays over all updates.
 
-    The checkpoint counts updates. Among another total they would mean another part of the run, maybe its end.
+    The checkpoint counts updates. With another total, the same count is another fraction of the run, maybe its end.
     """
     fields: dict[str, tuple[str, ...]] = {}
     if recipe.is_on_policy:
@@ -412,7 +407,7 @@ def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 def _refuse_changed_drafter(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise ConfigError if a trained drafter's config.json or a map of its vocabulary changed since the run's start.
 
-    The checkpoint has the drafter's weights. Its computation and its tokens come from these files.
+    The checkpoint has only the drafter's weights. Its computation and its tokens come from these files.
     """
     before = earlier.get("drafter")
     # Checkpoints of earlier versions name no drafter.
@@ -461,7 +456,7 @@ def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     if not recipe.mixture or recipe.data.ptx:
         values["data.shuffle"] = shuffled, recipe.data.shuffle
     for source in recipe.sources if recipe.mixture else ():
-        # A source that is new has no position yet.
+        # A new source has no position yet.
         if source.name in (before.get("mixture") or {}):
             of_source = _value_at(before, f"mixture.{source.name}.data.shuffle")
             now = source.recipe.data.shuffle
@@ -541,8 +536,9 @@ def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
 
 
 def _drafter_identity(recipe: Recipe) -> dict[str, str]:
-    """Return the sha256 of a trained drafter's config.json and vocabulary maps, by file and tensor. A drafter that is
-    not trained has none: engines may draft with another one at any time.
+    """Return the sha256 of a trained drafter's config.json and vocabulary maps, by file and tensor.
+
+    Empty for a drafter that is not trained: engines may draft with another one at any time.
     """
     if not recipe.trains_drafter or recipe.drafter is None:
         return {}

@@ -80,7 +80,7 @@ class StateReplication:
         if self.newest is not None and self.newest.step == step:
             return
         driver = self._folder / f"step_{step:06d}"
-        # The loss of a rank may have left a copy that was never complete.
+        # A lost rank may have left an incomplete copy.
         shutil.rmtree(driver, ignore_errors=True)
         driver.mkdir(parents=True)
         if save_driver:
@@ -93,7 +93,7 @@ class StateReplication:
         }
 
     async def renew(self, ranks: WorkerGroup) -> None:
-        """Copy the state just restored from copies, unless `every` is 0: other parallel sizes need other parts."""
+        """Copy the restored state again, unless `every` is 0: after a restore, ranks may have other parts of it."""
         if not self._every_steps or self.newest is None:
             return
         await ranks.call("replicated_state.begin", self.newest.step, False)
@@ -110,7 +110,7 @@ class StateReplication:
         try:
             await hold(ranks, files_of_ranks)
         except OSError:
-            # A rank that ended since its answer has no files left. If so, this call raises the error that names it.
+            # A rank that ended since its answer has no files left. Then this call raises the error that names the rank.
             await ranks.call("replicated_state.finish", False)
             raise
         await drop_others([place.agent for place in ranks.places], self._copy_in_progress.step)
@@ -123,6 +123,5 @@ class StateReplication:
         self._copy_in_progress = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the step's copy, once."""
         metrics, self._metrics = self._metrics, {}
         return metrics

@@ -30,14 +30,13 @@ class ReshardChecks:
     def __init__(self, ends: ReshardEnds, plan: ReshardPlan) -> None:
         self._ends, self._plan = ends, plan
         self.is_probed = plan.live_reshard.is_probed
-        """Whether copies are verified by log-probs of a probe prompt, because the engines convert their weights."""
+        """Whether log-probs of a probe prompt verify the copies, because the engines convert their weights."""
         self._trainer_logprobs: NDArray[np.float32] | None = None
         self.ledger = self._make_ledger()
         """Checksums of this rank's engine; None without an engine or without `weights.check_every`."""
 
     def compare_with_folder(self) -> None:
-        """Compare rows of the engine with the model folder, while the trainers still have the folder's weights. A
-        collective.
+        """Compare rows of the engine with the model folder, while the trainers still have its weights. A collective.
 
         Does nothing for probed engines, because vLLM's own loader filled them by name.
         """
@@ -80,8 +79,8 @@ class ReshardChecks:
         """
         if not self.is_probed:
             return
-        # Synchronise first. Otherwise, if an engine is lost, some trainers would wait for trainers that have noticed
-        # it.
+        # Synchronise first. Otherwise, after the loss of an engine, some trainers would notice it and leave, and others
+        # would wait for them.
         gather_values(None, self._ends.group)
         policy = self._ends.policy
         if policy is None:
@@ -114,7 +113,7 @@ class ReshardChecks:
 
     def _probe_prompt(self) -> NDArray[np.int64]:
         """Return the token ids of the probe prompt: int64 [prompt]."""
-        # One token less, because vLLM samples one token even if only the prompt's log-probs are needed.
+        # One token less than trained, because vLLM samples one token even if only the prompt's log-probs are needed.
         return probe_prompt(self._plan.engine_shape.vocab_size, self._ends.recipe.trained_tokens - 1)
 
     def _make_ledger(self) -> Ledger | None:

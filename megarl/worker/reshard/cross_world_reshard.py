@@ -1,4 +1,4 @@
-"""One rank's part in reshards to separate engines: process group, copies, and reports of lost peers."""
+"""One rank's part in reshards to separate engines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CrossWorldReshard:
         )
         self._group: dist.ProcessGroup | None = None
         self.rank_reshard: RankReshard | None = None
-        """Object that executes this rank's share of the copies; None without a process group."""
+        """Executes this rank's share of the copies; None without a process group."""
         self._sending: Future[ReshardReport] | None = None
         self._unreported: RankChanges | None = None
         """Changes of the engine's weights, detected before a reshard that failed because of a lost peer."""
@@ -113,8 +113,8 @@ class CrossWorldReshard:
             try:
                 return self.rank_reshard.run(verify=verify, version=version)
             except BaseException as error:
-                # Leave the group, so that peers waiting for this rank fail too. First clear the traceback's frames:
-                # they refer to the group, and would keep it open.
+                # Leave the group, so that peers waiting for this rank fail too. First clear the traceback's frames,
+                # because they refer to the group and would keep it open.
                 traceback.clear_frames(error.__traceback__)
                 self.leave()
                 raise

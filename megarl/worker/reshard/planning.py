@@ -105,7 +105,7 @@ class _Planner:
         recipe = ends.recipe
         self._ends, self._transformer_engine = ends, transformer_engine
         shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
-        # Without drafts the engines have no draft layers.
+        # Engines that draft nothing have no draft layers.
         self._engine_shape = shape.with_draft_layers(recipe.rollout.drafts_with_model_layers)
         self._trainer_shape = shape.with_draft_layers(recipe.trainer.trains_draft_layers)
         self._dtype: torch.dtype = getattr(torch, recipe.model.dtype)

@@ -20,7 +20,7 @@ from megarl.worker.reshard.checks import ReshardChecks
 from megarl.worker.reshard.planning import ReshardEnds, plan_reshard
 
 FIRST_VERSION = 1
-"""Version of the weights before the first update, those of the model folder."""
+"""Version of the weights before the first update: the weights of the model folder."""
 
 
 class RankReshard:
@@ -94,7 +94,7 @@ class RankReshard:
         return () if self._ends.engine is None else live_parameters(self._ends.engine.model).values()
 
     def _wait_for_ranks(self) -> dict[str, float]:
-        """Wait on the host until all ranks of the group are ready. Returns the seconds of stage `meet`.
+        """Wait on the host until all ranks of the group are ready. Return the seconds of stage `meet`.
 
         A trainer that sends in the background arrives before the engines pause. If it began to send, NCCL kernels would
         wait on its GPU, and occupy 16 to 32 multiprocessors during training.
@@ -118,7 +118,7 @@ class RankReshard:
                 if engine is not None:
                     # Move gradients and optimizer state off the device, to make room for the engine's weights.
                     policy.offload(exceptions=("parameters",))
-                    # Up to here the device held the update's memory. It belongs to the update's peak.
+                    # Until now the device held the update's memory, which belongs to the update's peak.
                     peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
@@ -154,6 +154,6 @@ class RankReshard:
                 self._ends.engine.load_tensors(incoming())
         except ReplicaCollectiveError:
             if copy_errors:
-                # The engine failed because its input did. Raise the cause, because it may name a lost rank.
+                # The engine's error is a consequence of this one. Raise the cause, because it may name a lost rank.
                 raise copy_errors[0] from None
             raise
