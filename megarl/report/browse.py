@@ -1,4 +1,4 @@
-"""Samples of a run in the terminal: one at a time with commands, or several printed one after the other."""
+"""Samples of a run in the terminal: one at a time with commands, or several printed in order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""Name for selecting training samples. These belong to no validation set."""
+"""Name of the training samples, which belong to no validation set."""
 
 _EVALUATION = -1
-"""Stands for the missing step of an evaluation's answers."""
+"""Step number of an evaluation's answers: they have no step."""
 _MOST_FOUND = 200
 """Maximum number of samples returned by a search over all steps."""
 
@@ -37,7 +37,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The samples to show: of one step, or matches of a text search; their order; their validation set."""
+    """The samples to show: one step or the matches of a text search, their order, and their validation set."""
 
     step: int | None
     order: Order = "file"
@@ -50,8 +50,8 @@ def browse(
 ) -> None:
     """Show samples of a run folder, or answers of an evaluation folder.
 
-    With `ask`, the user moves through them by commands. Otherwise the first `limit` are printed. `ask` takes a prompt
-    and returns a line, or raises EOFError. Raises ConfigError for other folders, and if there are no such samples.
+    With `ask`, the user moves through them by commands: `ask` takes a prompt and returns a line, or raises EOFError.
+    Without `ask`, the first `limit` are printed. Raises ConfigError for other folders, and without samples.
     """
     if is_evaluation(path):
         if selection.step is not None:
@@ -73,7 +73,7 @@ def browse(
 
 
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
-    """Return the selected samples: of the step, by default the newest one. A search covers all steps, newest first."""
+    """Return the samples of the selected or the newest step. A search covers all steps, newest first."""
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
     else:
@@ -105,7 +105,7 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    """Return a line with a sample's step, set, reward, correctness, length and the reason of its end."""
+    """Return a line with a sample's step, set, reward, correctness, length and finish reason."""
     is_right = record.get("answer_correct")
     reward = record.get("reward")
     of_step = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
@@ -165,7 +165,7 @@ def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
 
 
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
-    """Raise ConfigError if a step has no samples. It names the nearest step with samples."""
+    """Raise ConfigError if a step has no samples, naming the nearest step with samples."""
     if step not in files:
         near = min(files, key=lambda number: abs(number - step))
         raise ConfigError(
@@ -249,7 +249,7 @@ class _Browser:
         self._show()
 
     def _choose(self, selection: Selection) -> None:
-        """Show the first sample of a new selection. If nothing matches, print this and keep the old selection."""
+        """Show the first sample of a new selection. If nothing matches, say so and keep the old selection."""
         records = select(self._files, selection)
         if not records:
             self._console.print("no sample matches; the previous selection stays", style="dim")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
-"""Steps of a run in order: the step number, and the metrics by name. NaN: the value was not finite."""
+"""Steps in order: step number, and metrics by name. NaN: the value was not finite."""
 
 MOST_POINTS = 400
 """Maximum number of points in a curve."""
 FEWEST_POINTS = 40
-"""Minimum number of points in a curve, even on a page with very many curves."""
+"""Number of points in a curve on a page with very many curves."""
 _VALUES_OF_PAGE = 160_000
 """Maximum number of points in all curves of a page: about 1.2 MB."""
 _NUM_COLUMNS = 160
@@ -26,8 +26,8 @@ _LENGTH = "rollout/completion_tokens/mean"
 class Chart(NamedTuple):
     """An important chart: its title, its meaning, and regular expressions for its metrics.
 
-    The first expression that matches any metric counts, with a chart per match. `spread` is a metric with half the
-    width of a band around the curve. `upper` is a metric drawn as a thin line.
+    The first expression with a match counts; each match has its own chart. `spread` is a metric with half the width of
+    a band around the curve. `upper` is a metric drawn as a thin line.
     """
 
     title: str
@@ -68,7 +68,7 @@ CHARTS = (
 """Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Uninformative values of charts' metrics. A chart whose metric always has this value is left out."""
+"""Uninformative values, by chart title. A chart with only this value is left out."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -104,7 +104,7 @@ def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
     """Return the steps with two computed metrics: `derived/later_step_seconds` and `derived/tokens_per_second`.
 
     The first omits the first training step, because the start of ranks and engines would dwarf all differences. The
-    second divides trained tokens by seconds, if no throughput was measured.
+    second is trained tokens / seconds, if no throughput was measured.
     """
     has_speed = any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row)
     # Step 0 is the evaluation before training.
@@ -130,7 +130,7 @@ def metric_names(rows: Rows) -> list[str]:
 
 
 def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Return the important charts with data of these runs."""
+    """Return the important charts with data in these runs."""
     names = sorted({name for rows in runs for name in metric_names(rows)})
     charts = []
     for chart in CHARTS:
@@ -152,8 +152,8 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
     """Return the reduced curves of a run, as JSON values.
 
     `x` has the last step of each bin, `seconds` the training time up to it. `of` has each metric's values `y`: the mean
-    of the finite values in each bin, or None. For a metric with values in few bins, `i` has the numbers of these bins.
-    `is_thinned`: bins have several steps. Important metrics then have each bin's extremes, `low` and `high`.
+    of the finite values in each bin, or None. A metric with values in few bins has their numbers in `i`. `is_thinned`:
+    bins have several steps. Then important metrics have each bin's extremes, `low` and `high`.
     """
     bins = Bins.of(len(rows), most_points)
     is_thinned = len(rows) > most_points
@@ -232,7 +232,7 @@ def points_for(runs: Sequence[Rows]) -> int:
 def phase_times(rows: Rows) -> dict[str, Any]:
     """Return the time of each phase over the run, as JSON values.
 
-    `x` has the last step of each column. `of` has each phase's mean seconds per step in each column. `other` is the
+    `x` has the last step of each column. `of` has each phase's mean seconds per step in each column; `other` is the
     time outside of all phases. Parts of a phase, like reshard_wire, are left out. `total` has the seconds over all
     steps, `per_column` the maximum number of steps in a column.
     """
@@ -272,7 +272,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
 
 
 def fault_counts(rows: Rows) -> list[dict[str, Any]]:
-    """Return the non-zero error counts: their sum, the number of steps with errors, the first and the last one."""
+    """Return the non-zero error counts: sum, number of steps with errors, first and last step."""
     counts = []
     for name in metric_names(rows):
         if not FAULTS.fullmatch(name):
@@ -287,7 +287,7 @@ def fault_counts(rows: Rows) -> list[dict[str, Any]]:
 
 
 def not_finite(rows: Rows) -> list[dict[str, Any]]:
-    """Return the metrics with NaN or infinite values: the number of steps, the first and the last one."""
+    """Return the metrics with NaN or infinite values: number of steps, first and last step."""
     steps_by_name: dict[str, list[int]] = {}
     for step, row in rows:
         for name, value in row.items():
@@ -300,7 +300,7 @@ def not_finite(rows: Rows) -> list[dict[str, Any]]:
 
 
 def round_for_page(value: float) -> float | int | None:
-    """Return a number with five significant digits, in its shortest JSON form. None if it is not finite."""
+    """Return a number with five significant digits, in its shortest JSON form. None: it is not finite."""
     # Five digits are finer than a pixel and keep the page small.
     short = float(f"{value:.5g}")
     if not math.isfinite(short):
@@ -310,7 +310,7 @@ def round_for_page(value: float) -> float | int | None:
 
 
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
-    """Return the values of a metric by bin, in the form used by `series`."""
+    """Return a metric's values by bin, in the form used by `series`."""
     values_by_bin = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
     filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
     # Evaluations are only every few steps, so a list of bins is shorter than many nulls.
@@ -336,7 +336,7 @@ def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
 
 
 def _short(name: str) -> str:
-    """Return the distinguishing part of a metric's name, for example SET in `val/SET/accuracy`."""
+    """Return the distinguishing part of a metric's name: SET in `val/SET/accuracy`."""
     parts = name.split("/")
     return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
 

@@ -15,7 +15,7 @@ from megarl.report.samples import changed_between, read_records
 _NUM_CHANGED = 60
 """Maximum number of changed answers shown per comparison."""
 _NUM_ANSWERS = 40
-"""Maximum numbers of right and of wrong answers shown for a single evaluation."""
+"""Maximum number of right answers, and of wrong ones, shown for a single evaluation."""
 
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Result folders of `megarl eval`: reading their answers by problem, and comparing two evaluations."""
+"""Result folders of `megarl eval`: reads their answers by problem, and compares two evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.tracking.run_record import whole_number
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"
-"""Name of the file that marks a folder as an evaluation."""
+"""File that marks a folder as an evaluation."""
 
 
 @dataclass(slots=True)
@@ -38,33 +38,31 @@ class Answered:
 
 
 Key = tuple[str, int]
-"""Identity of a problem in a validation set: the name of its environment, and its number."""
+"""A problem of a validation set: the name of its environment, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvaluation:
-    """An evaluation, read from its folder."""
-
     path: Path
     name: str
     model: str
     config: Mapping[str, Any]
-    """Fields of the evaluation's recipe, keyed by dotted name."""
+    """Recipe fields by dotted name."""
     sets: Mapping[str, Mapping[Key, Answered]]
     measures: Mapping[str, Mapping[str, Measure]]
-    """Measures in metrics.json by validation set. Without the file: accuracy and reward/mean only."""
+    """Measures in metrics.json by validation set. Without this file: accuracy and reward/mean only."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SetDifference:
-    """Comparison of a validation set in two evaluations: mean difference (later minus earlier) over their common
+    """Comparison of a validation set in two evaluations: mean difference (later - earlier) over their common
     problems.
     """
 
     name: str
     measure: Literal["accuracy", "reward/mean"]
-    """Compared measure. It is the reward if some attempt has no verdict."""
+    """The reward if some attempt has no verdict."""
     problems: int
     left_out: int
     """Number of problems in only one evaluation, or with a changed prompt or gold answer."""
@@ -124,7 +122,7 @@ def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
 
 
 def _measures_of(problems: Mapping[Key, Answered]) -> dict[str, Measure]:
-    """Return the accuracy, if all attempts are judged, and the mean reward, if some attempt was scored."""
+    """Return the accuracy, if all attempts are judged, and the mean reward, if some attempt is scored."""
     measures = {"accuracy": accuracy_of(problems)} if is_judged(problems) else {}
     rewards = [fmean(answered.rewards) for answered in problems.values() if answered.rewards]
     return measures | ({"reward/mean": mean_score(rewards)} if rewards else {})
@@ -173,6 +171,6 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
 
 
 def _measure(fields: Mapping[str, Any]) -> Measure:
-    """Return a measure read from JSON. Raises TypeError or ValueError for other fields."""
+    """Return a measure from JSON. Raises TypeError or ValueError for other fields."""
     measure = Measure(**fields)
     return Measure(float(measure.value), float(measure.low), float(measure.high), measure.interval)

@@ -1,4 +1,4 @@
-"""Labels of the runs in a report, and the time at which the report is written."""
+"""Labels of the runs in a report, and the time of the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Named(Protocol):
 
 
 def distinct_labels(runs: Sequence[Named]) -> list[str]:
-    """Return a unique label for each run: its name, preceded by as many parent folders as needed."""
+    """Return a unique label for each run: its name, after as many parent folders as needed."""
     labels = [run.name for run in runs]
     depth = 1
     # More than six parts of a path are too long for a label. Then numbers make it unique.

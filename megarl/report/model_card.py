@@ -1,7 +1,4 @@
-"""Model card of an exported model: README.md with metadata for the Hub, results with intervals, recipe and versions.
-
-huggingface_hub writes the metadata, and its `ModelCard.load` reads them back.
-"""
+"""Model card of an exported model: README.md with metadata for the Hub, results with intervals, recipe and versions."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 _DATA_FIELD = re.compile(r"((mixture\.[^.]+\.)?data\.(train|ptx|validation(_conversations)?\.[^.]+))(\.path)?")
-"""Recipe fields with a data set: its source as text, or as the field `path` of a mapping."""
+"""Recipe fields with a data set: its source as text, or as `path` of a mapping."""
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""Metadata of the base model's card that hold for the trained model too."""
+"""Metadata that the trained model inherits from the base model's card."""
 _IDENTIFYING = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-"""Fields of config.json that identify a local folder as a published model of the same name."""
+"""Equal fields of config.json identify a local folder as a published model of the same name."""
 _METHODS = {
     "rl": "reinforcement learning",
     "sft": "supervised fine-tuning",
@@ -48,7 +45,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A measure of a model on a validation set, with its 95 % interval; None: there is none.
+    """A measure of a model on a validation set, with its 95 % interval. None: it has no interval.
 
     `before` is the same measure before training. `sampling` is the number of attempts and the temperature, as text.
     """
@@ -66,7 +63,7 @@ class Result:
 
 
 def write_card(run: Path, model: Path, step: int, name: str | None = None) -> None:
-    """Write README.md, the model card of a run's model after a step, into the model's folder.
+    """Write README.md, the card of a run's model after a step, into the folder `model`.
 
     `name` is the model's name on the Hub; default: the run's name. Raises StorageError.
     """
@@ -76,7 +73,7 @@ def write_card(run: Path, model: Path, step: int, name: str | None = None) -> No
 
 
 def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) -> ModelCard:
-    """Return the model card of a run's model after a step. `model` is its folder, `name` its name on the Hub."""
+    """Return the card of a run's model after a step. `model` is its folder, `name` its name on the Hub."""
     from huggingface_hub import ModelCard
 
     results = [*_results_of_step(run, step), *_results_of_evaluations(run, model)]
@@ -85,7 +82,7 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
-    """Yield the measures of the run's evaluation at a step; none if the step was not evaluated."""
+    """Yield the measures of the run's evaluation at a step, if any."""
     rows = dict(run.rows)
     row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():
@@ -100,9 +97,9 @@ def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
 
 
 def _results_of_evaluations(run: RunRecord, model: Path) -> Iterator[Result]:
-    """Yield the measures that `megarl eval` recorded in the run's folder for this model.
+    """Yield the measures of `megarl eval` in the run's folder for this model.
 
-    Broken evaluations, and those of earlier weights in the same folder, are left out.
+    Broken evaluations, and evaluations of earlier weights in the same folder, are left out.
     """
     exported = max((file.stat().st_mtime for file in model.glob("*.safetensors")), default=0.0)
     for folder in sorted((run.path / "evaluations").glob("*")):
@@ -147,7 +144,7 @@ def _metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str)
 
 
 def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
-    """Return the trained model's name on the Hub (None: unknown), and the metadata taken from its card."""
+    """Return the base model's name on the Hub (None: unknown), and the metadata of its card."""
     from huggingface_hub import ModelCard
 
     path = str(run.config.get("model.path", ""))
@@ -169,7 +166,7 @@ def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
 
 
 def _recognise_published(folder: Path) -> str | None:
-    """Return the Hub's name of a local copy of a published model, None for other folders."""
+    """Return the Hub's name of a local copy of a published model. None: another folder."""
     if (name := published_name(folder)) is None:
         return None
     try:
@@ -208,7 +205,7 @@ def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResul
 def _body(
     run: RunRecord, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
 ) -> str:
-    """Return the card's text below the metadata, as Markdown."""
+    """Return the card's Markdown below the metadata."""
     base = metadata.base_model or f"the local model {Path(str(run.config.get('model.path', ''))).name}"
     method = _METHODS.get(str(run.config.get("loop")), "megarl")
     sources = ", ".join(f"`{source}`" for field, source in _data_sources(run.config).items() if ".val" not in field)
@@ -229,7 +226,7 @@ def _body(
 
 
 def _usage(place: str, *, is_classifier: bool) -> str:
-    """Return the code to load the model, from its name on the Hub or its folder."""
+    """Return the code that loads the model by its name on the Hub or its folder."""
     kind = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
     code = (
         f"from transformers import {kind}, AutoTokenizer\n\n"

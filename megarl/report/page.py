@@ -45,15 +45,16 @@ _PAGE = """<!doctype html>
 _NOT_SAME = ("name", "runs_folder")
 """Recipe fields that always differ between runs, so a comparison ignores them."""
 _VALUE = 400
-"""Most characters of a recipe value on the page."""
+"""Maximum number of characters shown of a recipe value."""
 
 
 def write_report(
     paths: Sequence[Path], out: Path | None = None
 ) -> tuple[Path, int, list[RunRecord] | list[RecordedEvaluation]]:
-    """Write the HTML page about run folders or evaluation folders. Return its path, its size, and the data read.
+    """Write the HTML page about run folders or evaluation folders. Return its path, its size in bytes, and the data
+    read.
 
-    By default, `out` is `report.html` in the folder, or in the current folder if there are several. Raises ConfigError
+    By default, `out` is `report.html` in the folder, or in the current folder for several folders. Raises ConfigError
     for other folders, and for a mix of runs and evaluations. Raises StorageError.
     """
     # Count a folder named twice, perhaps by a link, only once.
@@ -153,21 +154,21 @@ def _seeds(
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
-    """Return the common beginning of the labels, and the seeds: `grpo, seeds 0, 1, 2`."""
+    """Return the labels' common beginning and the seeds: `grpo, seeds 0, 1, 2`."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
     return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
 
 
 def config_differences(runs: Sequence[RunRecord] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
-    """Return the recipe fields with different values in these runs. None: the recipe lacks the field."""
+    """Return the recipe fields that differ between these runs. None: the recipe lacks the field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
     return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]
 
 
 def embed_json(value: Any) -> str:
-    """Return JSON that is safe inside a script element of HTML: no text in it can end the element."""
+    """Return JSON that is safe inside a script element of HTML: no text ends the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # `</script>` would end the element, and in older JavaScript U+2028/2029 were line ends. So escape them.
     for character in "<>&\u2028\u2029":
@@ -219,7 +220,7 @@ def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str
 
 
 def _start(run: RunRecord, place: int) -> dict[str, Any]:
-    """Return the content about one start of a run: its recorded facts, and the recipe fields it changed."""
+    """Return one start's content: its recorded facts, and the recipe fields that it changed."""
     start = run.starts[place]
     recorded = start.facts
     environment = {

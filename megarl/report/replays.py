@@ -17,7 +17,7 @@ from megarl.report.sample_text import shortened_text
 REPLAYS = "replays"
 
 _MOST = 20
-"""Most replays on a page. Later steps are shown first."""
+"""Maximum number of replays on a page. Later steps come first."""
 _MOST_SAMPLES = 512
 _MOST_LINES = 200
 _LINE = 400
@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return numbers unchanged, and None for infinities and NaN."""
+    """Return a number unchanged, but None for infinity and NaN."""
     if isinstance(value, tuple | list):
         return [_finite(number) for number in value]
     return value if math.isfinite(value) else None

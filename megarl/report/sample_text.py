@@ -8,31 +8,31 @@ from collections.abc import Mapping
 from typing import Any
 
 _TEXT = 4_000
-"""Maximum number of characters shown of a completion."""
+"""Maximum characters shown of a completion."""
 _MESSAGE = 1_500
-"""Maximum number of characters shown of a message."""
+"""Maximum characters shown of a message."""
 _TOKENS = 600
-"""Maximum number of tokens shown of a sample written token by token."""
+"""Maximum tokens shown of a sample written token by token."""
 _TURNS_OF_END = 20
-"""Number of turns shown at the beginning and at the end of an attempt, and of messages of a prompt."""
+"""Number of turns shown at each end of an attempt, and of messages at each end of a prompt."""
 _MESSAGES_OF_END = 3
-"""Number of messages shown at the beginning and at the end of the replies to one turn."""
+"""Number of messages shown at each end of the replies to one turn."""
 _TEXT_OF_TURNS = 60_000
-"""Maximum number of characters shown of all turns of an attempt. With many turns, each is cut shorter."""
+"""Maximum characters shown of all turns of an attempt. With many turns, each is cut shorter."""
 _TEXT_OF_PROMPT = 30_000
-"""Maximum number of characters shown of all messages of a prompt."""
+"""Maximum characters shown of all messages of a prompt."""
 _LEAST_TEXT = 200
-"""Minimum number of characters shown of a turn."""
+"""Minimum characters shown of a turn."""
 _HIDDEN_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-"""Invisible characters that can change the display of a text: control characters except tab and line feed,
-bidirectional controls, zero-width characters, lone surrogates.
+"""Invisible characters that can change a text's display: control characters except tab and line feed, bidirectional
+controls, zero-width characters, lone surrogates.
 """
 
 
 def make_visible(text: str) -> str:
-    """Return the text with control characters as pictures, and other hidden ones as `<U+202E>`."""
+    """Return the text with control characters as pictures, and other hidden characters as `<U+202E>`."""
     # Windows line ends are shown as line ends, not as pictures of a carriage return.
     return _HIDDEN_CHARACTERS.sub(_visible_replacement, text.replace("\r\n", "\n"))
 
@@ -40,7 +40,7 @@ def make_visible(text: str) -> str:
 def shortened_text(text: str, max_characters: int) -> str:
     """Return a text cut to about `max_characters` characters, with hidden characters made visible.
 
-    Beginning and end remain, with the number of omitted characters in between.
+    Beginning and end remain, with the number of omitted characters between them.
     """
     if len(text) <= max_characters:
         return make_visible(text)
@@ -52,7 +52,7 @@ def shortened_text(text: str, max_characters: int) -> str:
 
 
 def compact(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample's record as shown on the page: shortened and visible. Missing fields are left out."""
+    """Return a sample's record for the page: shortened and visible. Missing fields are left out."""
     names = ("set", "source", "reward_failure", "finish_reason")
     texts = {name: shortened_text(str(record[name]), _MESSAGE) for name in names if record.get(name) is not None}
     prompt_text = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
@@ -86,7 +86,7 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an attempt's turns with their numbers. If it is long, only the first and last turns remain."""
+    """Return an attempt's turns with their numbers: all, or the first and last turns."""
     numbered = [
         (number, turn) for number, turn in enumerate(as_list(record.get("turns")), 1) if isinstance(turn, Mapping)
     ]
@@ -110,7 +110,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _messages(value: Any, *, ends: int, max_characters: int) -> list[dict[str, str]]:
     """Return messages as roles and texts. Tool calls and other fields become JSON.
 
-    If there are more than 2 * `ends` messages, a note with the number of omitted ones replaces the middle.
+    Of more than 2 * `ends` messages, a note with the number of omitted ones replaces the middle.
     """
     messages = as_list(value) if not isinstance(value, Mapping | str) else [value]
     left_out = len(messages) - 2 * ends
@@ -134,7 +134,7 @@ def _message(message: Any, max_characters: int) -> dict[str, str]:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Return whether a value is a finite number small enough to be rounded and summed. NaN and bool are not numbers."""
+    """Return whether a value is a finite number small enough to be rounded and summed. A bool is not a number."""
     # 1e300 and not the largest float, so that rounding and sums cannot overflow.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 

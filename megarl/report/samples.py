@@ -16,20 +16,20 @@ from megarl.report.sample_text import as_list, compact, is_finite_number, short_
 from megarl.tracking.run_record import RunRecord
 
 STEPS_READ = 40
-"""Maximum number of steps with samples read for a page, including the first and the last."""
+"""Maximum number of steps whose samples are read, including the first and the last."""
 BYTES_READ = 2 << 30
 """Maximum number of bytes of samples/ read for a page. With larger files, fewer steps are read."""
 
 _NUM_EXTREME = 5
-"""Number of samples shown for a step with the highest rewards, and with the lowest."""
+"""Number of a step's samples shown with the highest rewards, and with the lowest."""
 _NUM_CHANGED = 8
-"""Number of held-out problems with changed answers shown in the report."""
+"""Number of held-out problems with changed answers in the report."""
 _NUM_TURNS = 4
 """Number of multi-turn attempts shown for each step."""
 _NUM_TOKEN_STEPS = 6
 """Number of steps with samples token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
-"""Most samples token by token on the page."""
+"""Maximum number of samples token by token on the page."""
 
 
 def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
@@ -47,12 +47,12 @@ def spread(items: Sequence[Any], max_items: int) -> list[Any]:
 def summary(run: RunRecord) -> dict[str, Any]:
     """Return the samples for a page about a run, as JSON values.
 
-    rewards, lengths  histograms of training samples by step
-    best, worst       samples with extreme rewards, newest first
-    changed           validation problems with the largest change from the first to the last evaluation
-    turns             multi-turn attempts
-    tokens            samples written token by token
-    read, there       numbers of steps with samples that were read, and that exist
+        rewards, lengths  histograms of training samples by step
+        best, worst       samples with extreme rewards, newest first
+        changed           validation problems with the largest change from the first to the last evaluation
+        turns             multi-turn attempts
+        tokens            samples written token by token
+        read, there       numbers of steps with samples: read, and existing
     """
     files = run.sample_files
     by_step: list[tuple[int, list[dict[str, Any]]]] = []
@@ -99,7 +99,7 @@ def summary(run: RunRecord) -> dict[str, Any]:
 def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name: str, bins: int = 24) -> dict[str, Any]:
     """Return histograms of a number by step: `edges` [bins + 1], `steps`, `counts` [steps][bins].
 
-    With few distinct values, each has its own bin, and `values` replaces `edges`. Without numbers the result is {}.
+    With few distinct values, each has its own bin, and `values` replaces `edges`. Empty: no numbers.
     """
     numbers_by_step = [
         (step, [float(record[name]) for record in records if is_finite_number(record.get(name))])
@@ -130,14 +130,14 @@ def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _LowestKeys:
-    """Collects the records with the smallest keys, up to a fixed number. Keys must be unique."""
+    """Collects the records with the smallest keys, up to a maximum number. Keys must be unique."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._records: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
-        """Add a record. It stays only if its key is among the smallest."""
+        """Add a record. It stays only while its key is among the smallest."""
         # Retain only a few records, because a step's file may have thousands of long ones.
         if len(self._records) < self._capacity or (self._records and key < self._records[-1][0]):
             insort(self._records, (key, dict(record)), key=lambda item: item[0])
@@ -158,7 +158,7 @@ class _Extreme:
         self._number = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Consider a sample's record. Records without a reward are skipped."""
+        """Add a sample's record. A record without a reward is skipped."""
         if not is_finite_number(record.get("reward")):
             return
         kind = (_problem(record), float(record["reward"]))
@@ -338,7 +338,9 @@ def _token_samples(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """Return a hash identifying a record's problem: of set, source and index, or without an index of the prompt."""
+    """Return a hash that identifies a record's problem, from set, source and index, or without an index from the
+    prompt.
+    """
     index = record.get("problem")
     prompt = record.get("prompt") if index is None else None
     return digest([record.get("set"), record.get("source"), index, prompt]).hex()

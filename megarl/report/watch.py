@@ -30,15 +30,15 @@ _METRICS = (
     "train/grad_norm", "perf/tokens_per_second_per_rank", "perf/rollout_tokens_per_second_per_rank", "perf/mfu",
     "time/step_seconds",
 )  # fmt: skip
-"""Metrics with a line of the dashboard, if the run logs them. Accuracies of validation sets follow."""
+"""Metrics with a line of the dashboard, if logged. Accuracies of validation sets follow."""
 _GRAPH_STEPS = 32
 """Number of newest steps in a metric's graph."""
 _BAR_CHARACTERS = 24
 _SAMPLE_CHARACTERS = 240
-"""Number of characters shown of a prompt, and of a completion."""
+"""Maximum characters shown of a prompt, and of a completion."""
 _NUM_WARNINGS = 3
 _STYLES = {"running": "green", "starting": "cyan", "done": "bold green", "stopped": "yellow", "unknown": "yellow"}
-"""Colours of a run's states. All others mean an error, in red."""
+"""Colours of a run's states. All other states are errors, in red."""
 
 
 def watch(
@@ -52,7 +52,7 @@ def watch(
     """Show a run's dashboard until the run ends, and return the run's exit code. With `is_once`: show it once.
 
     A terminal shows a dashboard, renewed after each `sleep(interval_seconds)`. Other output gets a line per step.
-    Raises ConfigError if the folder is not a run, StorageError if `is_once` and its files cannot be read.
+    Raises ConfigError if the folder is not a run, StorageError if `is_once` and its files are unreadable.
     """
     run = WatchedRun(path)
     new = run.refresh()
@@ -89,7 +89,7 @@ def end_line(run: WatchedRun) -> str:
 
 
 def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = None) -> RenderableType:
-    """Return a run's dashboard. Parts that would make it longer than `most_lines` are left out, the last ones first."""
+    """Return a run's dashboard. Its last parts are left out if it exceeds `most_lines`."""
     parts: list[RenderableType] = []
     lines_left = math.inf if most_lines is None else most_lines
     for part in _parts(run, console):
@@ -152,7 +152,7 @@ def _warnings(run: WatchedRun) -> list[str]:
 
 
 def _metrics(run: WatchedRun, console: Console) -> Table:
-    """Return a table of metrics: name, newest value, graph, smallest and largest value of the graph."""
+    """Return a table of metrics: name, newest value, graph, the graph's smallest and largest value."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("metric", no_wrap=True)
     table.add_column("now", justify="right", no_wrap=True)
@@ -169,7 +169,7 @@ def _metrics(run: WatchedRun, console: Console) -> Table:
 
 
 def _phases(seconds: Mapping[str, float], console: Console) -> Table:
-    """Return a table of phases: name, seconds a step, share of the step, and the share as a bar."""
+    """Return a table of phases: name, seconds per step, share of the step, and the share as a bar."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
@@ -206,7 +206,7 @@ def _sample(sample: Mapping[str, Any]) -> Text:
 
 
 def _short(value: Any) -> str:
-    """Return a value of a sample as one short text. Control characters are visible, line ends are spaces."""
+    """Return a sample's value as one short line. Control characters are visible."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return " ".join(shortened_text(text, _SAMPLE_CHARACTERS).split())
 

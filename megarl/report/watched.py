@@ -1,7 +1,7 @@
 """Files of a running run, read again and again. Each read covers only the bytes added since the last one.
 
-The folder may be on a shared file system, with the run on another machine. So kernel notifications are not used, and a
-file may be half written, replaced, or missing for a moment.
+The folder may be on a shared file system, with the run on another machine. So kernel notifications are not used. A file
+may be half written, replaced, or missing for a moment.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from megarl.tracking.run_record import attempt_folders, refuse_other_folders, ru
 from megarl.tracking.step_lines import StepLine
 
 ACTIVE = ("starting", "running")
-"""States of a running run in status.json."""
+"""States in status.json while a run lasts."""
 _MOST_ROWS = 400
-"""Number of newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
+"""Number of newest steps in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20
-"""Number of newest steps for predicting the end."""
+"""Number of newest steps that predict the end."""
 _MOST_BYTES = 1 << 24
-"""Number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
+"""Maximum number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
-"""Number of last bytes read from a file of samples. A file of a large step may have gigabytes."""
+"""Number of last bytes read from a file of samples. A large step's file may have gigabytes."""
 
 
 @dataclass(slots=True)
 class GrowingFile:
-    """Reader of a file to which another process appends. Each read returns the lines added since the last one.
-
-    If more than 16 MiB were added, older lines are skipped for good.
+    """Reader of a file that another process appends to. If more than 16 MiB were added, older lines are skipped for
+    good.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class GrowingFile:
     def read(self) -> tuple[list[bytes], bool]:
         """Return the new complete lines, and whether the file was replaced. A replaced file is read from its start.
 
-        An incomplete line is left for a later read. A missing file has no lines. Raises OSError.
+        An incomplete line waits for a later read. A missing file has no lines. Raises OSError.
         """
         try:
             with self.path.open("rb") as file:
@@ -82,18 +81,18 @@ class WatchedRun:
     path: Path
     status: Mapping[str, Any] = field(default_factory=dict)
     attempt: Mapping[str, Any] = field(default_factory=dict)
-    """Facts about the newest start of the run: attempt.json."""
+    """Content of attempt.json: facts about the newest start."""
     attempt_number: int = 0
     rows: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of the newest steps, keyed by step in their order."""
+    """Metrics of the newest steps, by step in order."""
     notices: list[str] = field(default_factory=list)
     """Warnings of the newest start."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Last samples of the newest step with samples, each with its `step`."""
     trouble: str = ""
-    """Why the last refresh could not read a file; empty: it could."""
+    """Why the last refresh could not read a file. Empty: it could."""
     silence: str = ""
-    """Message about a suspended or silent driver; empty: it is alive, or the run has ended."""
+    """Message about a suspended or silent driver. Empty: it is alive, or the run has ended."""
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
@@ -137,12 +136,12 @@ class WatchedRun:
 
     @property
     def seconds_since_step(self) -> float | None:
-        """Return the seconds since the last logged step, or None. Another machine's clock may make them wrong."""
+        """Return the seconds since the last logged step, or None. Another machine's clock may be wrong."""
         return max(0.0, time.time() - self._changed_at) if self.rows else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the predicted seconds until the last step; None: the run has ended, or has too few steps."""
+        """Return the predicted seconds until the last step. None: the run has ended, or has too few steps."""
         if self.is_over or not self.steps:
             return None
         # A start's first step includes the start and one-time compilation.
@@ -158,7 +157,7 @@ class WatchedRun:
         return values[-max_values:]
 
     def phase_seconds(self) -> dict[str, float]:
-        """Return the mean seconds by phase of the newest steps, the longest first. `other` is time outside phases."""
+        """Return the newest steps' mean seconds by phase, longest first. `other` is time outside phases."""
         rows = [(step, row) for step, row in self.rows.items() if "time/step_seconds" in row][-_PACE_STEPS:]
         total = phase_times(rows)["total"] if rows else {}
         return {phase: seconds / len(rows) for phase, seconds in total.items()}
@@ -166,7 +165,7 @@ class WatchedRun:
     def refresh(self) -> list[int]:
         """Read new contents. Return the numbers of steps logged or evaluated since the last call.
 
-        If a file is unreadable, its last contents remain, and `trouble` names it. A shared file system may be away for
+        If a file is unreadable, its last contents remain, and `trouble` names it: a shared file system may be away for
         a moment.
         """
         self.trouble = ""

@@ -1,7 +1,7 @@
 """Progress of a run on the screen. A terminal has a live line below the other lines; other output has plain lines only.
 
 The live line has the current phase with its time, the step, the time left and a graph of the reward. Each finished step
-gets a line of numbers (`step_table`). Signs of reward hacking are next to each other there: reward, accuracy, length,
+gets a line of numbers (`step_table`). There, signs of reward hacking are next to each other: reward, accuracy, length,
 truncated share, KL if measured, difference of trainer and engine log-probs, entropy.
 """
 
@@ -27,7 +27,7 @@ from megarl.tracking.step_table import LINE_CHARACTERS, StepTable
 from megarl.types import MegarlError
 
 MOST_LINES = 200
-"""Runs of more steps print a line for some steps only."""
+"""Longer runs print a line for some steps only."""
 
 _SPARKLINE_LENGTH = 24
 """Number of newest steps in the graph of the live line."""
@@ -43,20 +43,19 @@ class Closing(NamedTuple):
     model: str | None
     """Folder of the trained model. None: the run only evaluated."""
     heldout: Mapping[str, tuple[float, float]]
-    """First and last value of each accuracy and mean reward of a validation set, keyed by metric name."""
+    """First and last value of each validation set's accuracy and mean reward, by metric name."""
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step of the checkpoint resumed by this start; 0: it began anew."""
+    """Step of the checkpoint that this start resumed. 0: none."""
 
 
 class Display:
-    """Screen of one run. Any thread may print to it. `live` refreshes the live line in a thread of its own."""
+    """Screen of one run. Any thread may print to it. `live` refreshes the live line in its own thread."""
 
     def __init__(
         self, console: rich.console.Console | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create the screen. `clock` returns seconds."""
         self.console = console or Terminal(highlight=False)
         self._clock = clock
         self._phases: list[tuple[str, float]] = []
@@ -79,7 +78,7 @@ class Display:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Show the live line inside this context, if the output is a terminal. It disappears afterwards."""
+        """Show the live line inside this context, if the output is a terminal."""
         if not self.is_live:
             yield
             return
@@ -99,7 +98,7 @@ class Display:
     def logged_to(self, path: Path) -> Iterator[None]:
         """Append all lines printed inside this context to a file, without colours.
 
-        An error that leaves the context becomes the file's last line. The command prints it on the screen.
+        An error that leaves the context becomes the file's last line; the command prints it on the screen.
         """
         self._log = path
         try:
@@ -158,7 +157,6 @@ class Display:
                 self._print(text)
 
     def close(self, closing: Closing) -> None:
-        """Print the summary of a finished run."""
         seconds = round(self._clock() - self._began)
         rows = [("done", f"{self._steps_text(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
@@ -206,9 +204,7 @@ class Display:
         return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
-        """Return whether the step gets a line. Long runs print some steps only, with a note at the first
-        omitted step.
-        """
+        """Return whether the step gets a line. Long runs print a note at the first omitted step."""
         if self._steps is None or self._steps <= MOST_LINES:
             return True
         if not self._has_noted_thinning:
@@ -221,7 +217,7 @@ class Display:
         return is_end or has_evaluation or step % math.ceil(self._steps / MOST_LINES) == 0
 
     def _seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds left, from the mean time of all steps after the first: it compiles kernels."""
+        """Estimate the seconds left from the mean time of all steps after the first: the first compiles kernels."""
         if self._steps is None or self._first_logged is None or self._step is None:
             return None
         first, began = self._first_logged
@@ -241,7 +237,7 @@ def prints_blocks(console: rich.console.Console) -> bool:
 
 
 def sparkline(values: Sequence[float], *, with_blocks: bool) -> str:
-    """Return finite values as a graph of one character each: block characters, or ASCII characters."""
+    """Return finite values as a graph of one character each: block characters, or ASCII."""
     blocks = _BLOCKS if with_blocks else _BLOCKS_ASCII
     least, largest = min(values), max(values)
     scale = (len(blocks) - 1) / (largest - least) if largest > least else 0.0

@@ -1,6 +1,6 @@
-"""Ledger of a run's prompts or training examples, `draws.jsonl`: each one drawn, and what became of it.
+"""Ledger of a run's prompts or training examples, `draws.jsonl`: each one drawn, and its ending.
 
-Each line has the events of a step since the line before. From the ledger, `account` proves that each epoch drew every
+Each line has the events of a step since the line before. `account` proves from the ledger that each epoch drew every
 prompt once, over all restarts of the run.
 """
 
@@ -23,7 +23,7 @@ LEDGER = "draws.jsonl"
 Event = tuple[str, str, int] | tuple[str, str, int, int]
 """An event in the life of a prompt.
 
-("drawn", source, number, index): the prompt `index` of a source was drawn. `number` counts the prompts of the source's
+("drawn", source, number, index): the prompt `index` of a source was drawn. `number` is its position in the source's
 endless stream, so `number // size` is the epoch. ("skipped", source, count): the curriculum skipped `count` prompts
 before the next draw. (ending, source, index): a prompt ended; `ending` is one of ENDINGS.
 """
@@ -44,8 +44,8 @@ ENDINGS = {
 class DrawEvents:
     """Events of the current step. Checkpoints contain them, with the number of earlier events.
 
-    A checkpoint is written in the middle of a step, so the ledger may have more or fewer events than the checkpoint's
-    state. A resumed run cuts the ledger to `num_written` events (`rewind`), and continues with `pending`.
+    A checkpoint is written in the middle of a step, so the ledger may have more or fewer events than the checkpoint. A
+    resumed run cuts the ledger to `num_written` events (`rewind`), and continues with `pending`.
     """
 
     num_written: int = 0
@@ -64,7 +64,9 @@ class DrawEvents:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> DrawEvents:
-        """Return the events written by `as_json`. Raises LookupError, TypeError or ValueError for other values."""
+        """Return the events in the result of `as_json`. Raises LookupError, TypeError or ValueError for other
+        values.
+        """
         return cls(int(values["num_written"]), [_event(value) for value in values["pending"]])
 
     def write(self, file: Path, step: int, sizes: Mapping[str, int], num_open: int, too_long: int) -> None:
@@ -81,7 +83,7 @@ class DrawEvents:
 
 
 def rewind(file: Path, num_events: int) -> int:
-    """Cut the ledger to its first `num_events` events. Return how many of them are missing. Raises OSError."""
+    """Cut the ledger to its first `num_events` events. Return the number of missing events. Raises OSError."""
     if not file.exists():
         return num_events
     num_found = 0
@@ -121,7 +123,7 @@ class Epoch:
     endings: Counter[str] = field(default_factory=Counter)
     """Number of drawn prompts by ending (ENDINGS). Prompts in flight or waiting have none."""
     is_complete: bool = False
-    """Whether the epoch is over: the next one began, or all of its prompts were drawn or skipped."""
+    """Whether the next epoch began, or all prompts were drawn or skipped."""
 
     @property
     def num_open(self) -> int:
@@ -143,17 +145,17 @@ class Account:
 
     epochs: list[Epoch]
     num_open: int
-    """Number of groups in flight or waiting at the last line, as counted by the run."""
+    """The run's count of groups in flight or waiting at the last line."""
     too_long: int
-    """Number of records left out of the data because they are too long."""
+    """Number of records left out as too long."""
     last_step: int
     faults: list[str]
 
 
 def account(run: Path) -> Account:
-    """Read a run's ledger and account for every prompt.
+    """Account for every prompt in a run's ledger.
 
-    Raises DataError if the run has no ledger or it is damaged, StorageError if it cannot be read.
+    Raises DataError for a missing or damaged ledger, StorageError for an unreadable one.
     """
     epochs: dict[tuple[str, int], Epoch] = {}
     streams: dict[str, int] = {}
@@ -232,7 +234,7 @@ def _lines(file: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes) -> _Line | None:
-    """Return one line of `draws.jsonl`, or None if the line is damaged."""
+    """Return one line of `draws.jsonl`. None: the line is damaged."""
     try:
         values = loads(line, None)
         sizes = {str(name): _count(size) for name, size in values["sizes"].items()}
@@ -256,7 +258,7 @@ def _event(value: Sequence[Any]) -> Event:
 
 
 _MOST = 1 << 53
-"""Largest integer that JSON readers of all languages read exactly. The ledger accepts none above."""
+"""Largest accepted integer: JSON readers of all languages read it exactly."""
 
 
 def _count(value: Any) -> int:

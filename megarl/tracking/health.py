@@ -1,6 +1,6 @@
 """Health rules: checks of a run's metrics. They warn if the policy cannot learn or loses abilities.
 
-Rules are functions of numbers, without ranks, files or screens. Each rule is a row of RULES, and warns once in a run.
+Each rule is a row of RULES, and warns once in a run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megarl.tracking.step_lines import StepLine
 LOWEST_LEARNING_RATE = 1e-8
 """Lowest usual learning rate. Adam moves a weight by about the rate per update, so 10,000 updates move it by 1e-4."""
 LORA_FACTOR = 10.0
-"""Factor of the usual learning rates for LoRA adapters (Schulman et al. 2025, LoRA Without Regret)."""
+"""Usual learning rates for LoRA adapters are this factor higher (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2
-"""A rule warns after this many consecutive evaluations below the best one, because a single one may be chance."""
+"""Number of consecutive evaluations below the best one before a warning. A single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Finite values of each watched metric: (step, value) in order."""
+"""Finite values of each watched metric, in order: (step, value)."""
 
 
 class Evidence(NamedTuple):
@@ -49,7 +49,7 @@ class BrokenRule:
 
     @property
     def finding(self) -> Finding:
-        """Return the warning for the user: rule, metric, value, problem and remedy."""
+        """Return the warning for the user."""
         return Finding(
             "warning", f"health, {self.rule}", f"{self.metric} is {self.value:.3g} {self.problem}", self.remedy
         )
@@ -74,7 +74,7 @@ class Rule(NamedTuple):
     reads_evaluations: bool = False
 
     def is_due_after(self, metrics: Collection[str]) -> bool:
-        """Return whether to check the rule once metrics of these names are logged."""
+        """Return whether to check the rule once metrics with these names are logged."""
         # A step has hundreds of metrics. Search them only for a rule with a pattern.
         return any(name in metrics for name in self.metrics) or (
             self.reads_evaluations and any(map(is_accuracy, metrics))
@@ -96,9 +96,9 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """Return a check that fails if a metric rises: the median of its last `window` values compared with the first.
+    """Return a check that compares the median of a metric's last `window` values with the median of the first.
 
-    It fails if the ratio of both medians is at least `factor`, and the last median at least `least`.
+    It fails if the ratio is at least `factor`, and the last median at least `least`.
     """
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
@@ -116,7 +116,7 @@ def _rises(
 
 
 def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
-    """Return evidence of a validation set whose accuracy falls while the training reward rises; None: there is none."""
+    """Return evidence if a validation set's accuracy falls while the training reward rises, else None."""
     rewards = series.get("reward/mean", ())
     for metric in [name for name in series if is_accuracy(name)]:
         evaluated = series[metric]
@@ -256,17 +256,15 @@ class Health:
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[StepLine]) -> None:
-        """Add the metrics of the steps before a resume.
-
-        Rules broken in these steps count as reported, because an earlier start has warned.
-        """
+        """Add the metrics of the steps before a resume. An earlier start has reported the rules broken in them."""
         for line in steps:
             self.observe(line.step, line.metrics)
 
 
 def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, float]:
     """Return the usual range of Adam's peak learning rate. The largest stable rate falls as 1 / width (Yang et al.
-    2022)."""
+    2022).
+    """
     return LOWEST_LEARNING_RATE, (LORA_FACTOR if has_lora else 1.0) / hidden_size
 
 
@@ -289,7 +287,7 @@ def is_accuracy(name: str) -> bool:
 def heldout_metrics(rows: Collection[Mapping[str, float | None]]) -> list[str]:
     """Return the names of the accuracies and mean rewards of whole validation sets in rows of metrics.
 
-    A reward equal to the set's accuracy in all rows is left out.
+    A reward equal to its set's accuracy in all rows is left out.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     accuracies = [name for name in names if is_accuracy(name)]

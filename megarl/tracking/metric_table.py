@@ -30,8 +30,6 @@ _PLACEHOLDER = re.compile(r"[A-Z]+")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A metric, or all metrics whose names match a pattern."""
-
     name: str
     unit: str
     meaning: str
@@ -56,7 +54,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def find(name: str) -> Row | None:
-    """Return the row that describes a logged metric; None: it comes from user code, for example a custom loss.
+    """Return the row of a logged metric. None: the metric comes from user code, for example a custom loss.
 
     In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """
@@ -74,7 +72,7 @@ def find(name: str) -> Row | None:
 
 
 def metrics_markdown(table: Sequence[Row]) -> str:
-    """Return rows as a Markdown page with a table for each group (the first part of a name)."""
+    """Return a Markdown page with a table for each group of metrics (the first part of a name)."""
     parts = [HEAD]
     for group, members in groupby(table, key=lambda row: row.name.partition("/")[0]):
         lines = [f"| `{row.name}` | {_cell(row.unit)} | {_cell(row.meaning)} |" for row in members]
@@ -98,7 +96,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
 
 
 def declared_rows(path: Path) -> list[MetricRow]:
-    """Return the rows in a module's METRICS. Empty: it has no such table."""
+    """Return the rows in a module's METRICS. Empty: the module has no METRICS."""
     text = path.read_text(encoding="utf-8")
     if f"\n{TABLE} = " not in text:
         return []
@@ -120,12 +118,11 @@ def _read_call(call: ast.expr) -> MetricRow:
 
 
 def _text_of(node: ast.expr) -> str:
-    """Return the value of a literal, or of a constant of `metric_rows`."""
     return getattr(metric_rows, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def describe_row(row: MetricRow) -> Iterator[tuple[str, str, str]]:
-    """Yield name, unit and full meaning of a declared row: one per name of a family like `turns/{mean,max}`."""
+    """Yield name, unit and full meaning of each metric of a declared row: `turns/{mean,max}` has two."""
     stem, _, members = row.name.partition("{")
     condition = f"with {row.condition}: " if row.condition else ""
     for member in members.removesuffix("}").split(","):

@@ -54,7 +54,7 @@ class Max(Metric):
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of several ranks or microbatches by name. A name may be missing in some of them.
+    """Combine the metrics of several ranks or microbatches by name. Some may lack a name.
 
     Raises TypeError for a name with metrics of two subclasses.
     """

@@ -18,7 +18,9 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Output of a module: its place, the module's name with layers numbered over the whole model, and its number."""
+    """A module's output: its place, the module's name (layers numbered over the whole model), and the output's
+    number.
+    """
 
     place: Place
     name: str

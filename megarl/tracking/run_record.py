@@ -1,7 +1,4 @@
-"""Reader of a run folder, even if files are missing or broken. It never writes.
-
-It is used wherever run folders are read: starts of a run, reports, model cards, exports, forks, replays.
-"""
+"""Reader of a run folder, even if files are missing or broken. It never writes."""
 
 from __future__ import annotations
 
@@ -36,17 +33,17 @@ SCHEMA = 6
 """Version of the recipe's field names and of the driver's state in checkpoints. Other versions cannot be resumed."""
 
 DRIVER = "driver.json"
-"""Name of the file with the driver's state inside a checkpoint."""
+"""File inside a checkpoint: the driver's state."""
 
 PARENT = "parent.json"
-"""Name of the file in a fork's folder with the original run and the step."""
+"""File in a fork's folder: the original run and the step."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
-"""Files that mark a run folder: it has at least one of them."""
+"""A run folder has at least one of these files."""
 _MOST_NOTICES = 50
 """Maximum number of warnings read per start."""
 
@@ -67,7 +64,6 @@ class StartRecord:
 
     @classmethod
     def read(cls, number: int, folder: Path) -> Self:
-        """Read a start from its folder in `logs/`."""
         try:
             notices = tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MOST_NOTICES))
         except OSError:
@@ -98,7 +94,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the state of a run folder. It need not exist. Raises StorageError if it cannot be read."""
+        """Read the state of a run folder. It need not exist. Raises StorageError if it is unreadable."""
         home = path / "checkpoints"
         with storage_faults_named(path):
             content = read_or_none(path / "status.json")
@@ -113,7 +109,7 @@ class RunRecord:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Read a run folder that a command names. Raises ConfigError for other folders (`refuse_other_folders`)."""
+        """Read a run folder named in a command. Raises ConfigError for other folders (`refuse_other_folders`)."""
         refuse_other_folders(path)
         return cls.read(path)
 
@@ -130,7 +126,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Return the last step, from status.json or the metrics, because status.json may be missing or old."""
+        """Return the last step in status.json or the metrics: status.json may be missing or old."""
         return max(self.step, self.rows[-1][0] if self.rows else 0)
 
     @property
@@ -141,7 +137,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """Return the state in status.json; `ended unseen` if the file says running, but the process is gone."""
+        """Return the state in status.json, or `ended unseen` for a running state without a process."""
         return run_state(self.path, self.status)
 
     @property
@@ -179,7 +175,7 @@ class RunRecord:
 
     @property
     def moved_aside(self) -> tuple[str, ...]:
-        """Return the names of the folders in `earlier/`: runs moved aside by --restart."""
+        """Return the names of the folders in `earlier/`, the runs moved aside by --restart."""
         with storage_faults_named(self.path):
             return names_in(self.path / "earlier")
 
@@ -215,7 +211,7 @@ class RunRecord:
         return read_mapping(content or b"")
 
     def refuse_new_start(self) -> None:
-        """Raise ConfigError if a start from the beginning would overwrite trained steps of an earlier start."""
+        """Raise ConfigError if a start from the beginning would overwrite an earlier start's trained steps."""
         if self.checkpoints or self.damaged:
             checkpoint_names = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
             state = f"with checkpoints ({checkpoint_names})"
@@ -240,14 +236,13 @@ class RunRecord:
         )
 
     def refuse_newer_version(self) -> None:
-        """Raise DataError if a newer version of megarl wrote the run folder last.
-
-        The folder may have fields and files that this version does not know.
+        """Raise DataError if a newer megarl wrote the run folder last: this version may not know all fields and
+        files.
         """
         _refuse_newer(self.path, _written_by(self.path))
 
     def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint of a step. Raises ConfigError, naming the steps that have one."""
+        """Return the checkpoint of a step. Raises ConfigError, naming the steps with a checkpoint."""
         for folder in self.checkpoints:
             if checkpoint_step(folder) == step:
                 return folder
@@ -256,12 +251,12 @@ class RunRecord:
         raise ConfigError(f"--step {step}: {self.path} has no checkpoint of this step; {remedy}")
 
     def parent(self) -> dict[str, Any]:
-        """Return the run and the step from which this run was forked (parent.json). Empty: it is not a fork."""
+        """Return the original run and step of a fork (parent.json). Empty: the run is not a fork."""
         with storage_faults_named(self.path):
             return parsed_object(read_or_none(self.path / PARENT), MEDIUM)
 
     def require_checkpoint(self) -> None:
-        """Raise ConfigError if the folder has no checkpoint to resume from."""
+        """Raise ConfigError if the folder has no checkpoint."""
         if not self.checkpoints and not self.damaged:
             raise ConfigError(
                 f"--resume=must: {self.path} has no checkpoint to continue from. Check name and runs_folder; --resume "
@@ -269,7 +264,7 @@ class RunRecord:
             )
 
     def refuse_start_over(self) -> None:
-        """Raise DataError if checkpoints exist but none can be loaded. The run must not silently start anew."""
+        """Raise DataError if checkpoints exist but none can be loaded: the run must not silently start anew."""
         if self.checkpoints or self.damaged:
             raise DataError(
                 f"{self.path / 'checkpoints'}: none of the run's {len(self.checkpoints) + len(self.damaged)} "
@@ -315,17 +310,17 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
-    """Return the folders of a run's starts in its `logs/` with their numbers, in order. Raises OSError."""
+    """Return a run's starts in its `logs/`, in order: number and folder. Raises OSError."""
     return list_numbered(logs, r"attempt_(\d+)")
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return the files step_N.jsonl of a folder with their steps, in order."""
+    """Return the files step_N.jsonl of a folder in order: step and file."""
     return list_numbered(folder, r"step_(\d+)\.jsonl")
 
 
 def refuse_other_folders(path: Path) -> None:
-    """Raise ConfigError unless the path is a run folder. If it contains run folders, the message names them."""
+    """Raise ConfigError unless the path is a run folder. The message names run folders inside it."""
     if any((path / name).is_file() for name in _MARKS):
         return
     if not path.exists():
@@ -370,7 +365,7 @@ def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, float]]], list[str
 
 
 def _written_by(run: Path) -> str | None:
-    """Return the version of megarl at the newest start of a run (logs/attempt_N/attempt.json). None: unknown."""
+    """Return the version of megarl at a run's newest start. None: unknown."""
     with storage_faults_named(run):
         newest = [folder for _, folder in attempt_folders(run / "logs")][-1:]
         content = read_or_none(newest[0] / "attempt.json") if newest else None
@@ -380,7 +375,7 @@ def _written_by(run: Path) -> str | None:
 
 
 def _refuse_newer(place: Path, theirs: str | None) -> None:
-    """Raise DataError if `theirs`, the version of megarl that wrote a folder, is newer than this one."""
+    """Raise DataError if `theirs`, the version that wrote a folder, is newer than this megarl."""
     # Imported here, because few commands compare versions.
     from packaging.version import InvalidVersion, Version
 
@@ -397,12 +392,12 @@ def _refuse_newer(place: Path, theirs: str | None) -> None:
 
 
 def whole_number(value: Any) -> int:
-    """Return an integer field of status.json. 0: it has another value."""
+    """Return an integer field of status.json. 0: the value is no integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _folders(home: Path) -> list[Path]:
-    """Return the folders inside a folder. Raises OSError if it is unreadable. (Path.glob would return nothing.)"""
+    """Return the folders inside a folder. Raises OSError if it is unreadable: Path.glob would return nothing."""
     try:
         with os.scandir(home) as entries:
             return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -12,14 +12,14 @@ from megarl.tracking.outcomes import UpdateOutcome
 
 
 class UpdateLimits(NamedTuple):
-    """Gradient norm and loss above which the next update is dropped; None: no limit."""
+    """Gradient norm and loss above which the next update is dropped. None: no limit."""
 
     grad_norm: float | None = None
     loss: float | None = None
 
 
 class Spike(NamedTuple):
-    """An update above its limits. `loss` is in nats; None if losses are not compared."""
+    """An update above its limits. `loss` is in nats. None: losses are not compared."""
 
     grad_norm: float
     loss: float | None
@@ -90,7 +90,7 @@ class SpikeDetector:
         self.spikes = []
 
     def as_json(self) -> dict[str, Any]:
-        """Return the detector's memory as JSON values, for a checkpoint's driver.json."""
+        """Return the detector's memory for a checkpoint's driver.json."""
         return {"norms": list(self._norms), "losses": list(self._losses), "rollbacks": self.rollbacks}
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Lines of metrics.jsonl: one per step, and a second one if the step is evaluated.
 
-Lines are checked when they are read, because the file may be old, incomplete, or edited.
+Lines are checked when read, because the file may be old, incomplete, or edited.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megarl.files.strict_json import loads
 from megarl.tracking.renamed_metrics import current_metrics
 
 _FOLLOWS = "evaluation_follows"
-"""Field of a step's line. True: a line with the step's evaluation follows."""
+"""Field of a step's line. True: the step's evaluation follows in another line."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """Line of a step. `metrics` have current names. NaN: the value was not finite."""
+    """A step's line. `metrics` have current names. NaN: the value was not finite."""
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -27,9 +27,9 @@ class StepLine:
 
     @classmethod
     def read(cls, line: bytes, max_values: int | None = None) -> Self | None:
-        """Return the line; None: it is not a JSON object with a step, or has more than `max_values` values.
+        """Return the line, without values that are not numbers.
 
-        Values that are not numbers are left out.
+        None: the line is not a JSON object with a step, or has more than `max_values` values.
         """
         try:
             row = loads(line, max_values)
@@ -47,15 +47,15 @@ class StepLine:
         return self.evaluation_follows and self.step == line.step
 
     def with_evaluation(self, line: StepLine) -> StepLine:
-        """Return the whole step, made of this line and its evaluation's.
+        """Return the whole step: this line's metrics and the evaluation's.
 
-        If both have a metric, for example a time, the evaluation's line has the value for the whole step.
+        If both have a metric, for example a time, the evaluation's value covers the whole step.
         """
         return replace(line, metrics={**self.metrics, **line.metrics})
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics in a JSON object by their current names, without values that are not numbers."""
+    """Return the numbers in a JSON object by their metrics' current names."""
     metrics = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
     return current_metrics(metrics)
 
@@ -66,7 +66,7 @@ def read_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
 
 
 def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
-    """Yield the steps of lines in order, each joined with its evaluation. A step trained again is yielded again."""
+    """Yield the steps in order, each joined with its evaluation. A step trained again is yielded again."""
     step: StepLine | None = None
     for line in lines:
         if step is not None and step.is_continued_by(line):
@@ -85,7 +85,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: float | None) -> float:
-    """Return a logged number. NaN: it was not finite, so the file has null."""
+    """Return a logged number. NaN for null: the value was not finite."""
     try:
         return math.nan if value is None or not math.isfinite(value) else float(value)
     # A JSON integer may be too large for a float.

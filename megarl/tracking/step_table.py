@@ -20,7 +20,7 @@ class _Column(NamedTuple):
     width: int
     """Number of characters. Numbers have at most 7, or 6 if they cannot be negative."""
     metrics: tuple[str, ...]
-    """Alternatives for the column: it shows the first one that the run logs."""
+    """The column shows the first of these metrics that the run logs."""
 
 
 _COLUMNS = (
@@ -54,9 +54,9 @@ class StepTable:
     ) -> list[str]:
         """Return the lines of a step: a header if due, numbers, then results of validation sets.
 
-        A header is due after 20 lines, or for other columns. `row` maps metric names to values. Results of validation
-        sets have lines of their own, because their names may be long. Columns beyond `max_characters` are left out. A
-        step with only results has no line of numbers. A second call for a step prints only results.
+        A header is due after 20 lines, or for other columns. `row` maps metric names to values. Validation sets have
+        their own lines, because their names may be long. Columns beyond `max_characters` are left out. A step with only
+        results has no line of numbers. A second call for a step prints only results.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # If the number of steps is unknown, leave space for six digits.
@@ -80,7 +80,7 @@ class StepTable:
         return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), max_characters)
 
     def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
-        """Return the labels and widths of columns that fit into `room` characters. A new column needs a new header."""
+        """Return labels and widths of the columns that fit into `room` characters. A new column needs a new header."""
         labels = tuple(column.label for column in _COLUMNS if column.label in self._labels or column.label in values)
         if labels != self._labels:
             self._labels, self._lines_left = labels, 0
@@ -92,7 +92,7 @@ class StepTable:
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the value of each column with a metric in the row, by label. With a reward, the loss is left out."""
+    """Return the value of each column by label. With a reward, the loss is left out."""
     values = {}
     for column in _COLUMNS:
         name = next((name for name in column.metrics if name in row), None)
@@ -146,7 +146,7 @@ def left_text(seconds: float | None) -> str:
     num_seconds = round(seconds)
     if num_seconds < 36_000:
         return f"{num_seconds // 3600}:{num_seconds // 60 % 60:02}:{num_seconds % 60:02}"
-    # The estimate for a long run is no more exact.
+    # A long run's estimate is not exact enough for minutes.
     if num_seconds < 360_000:
         return f"{num_seconds / 3600:.1f} h"
     days = num_seconds / 86_400

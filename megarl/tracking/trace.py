@@ -21,9 +21,9 @@ class Track:
 
 
 def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Chrome trace of all tracks within the span `whole` of the first track.
+    """Return the Chrome trace of all tracks within the span `whole` of the first track. Its times are in microseconds.
 
-    Its times are in microseconds. `facts` are stored as `otherData`.
+    `facts` are stored as `otherData`.
     """
     _, began, _ = whole
     events: list[dict[str, Any]] = []

@@ -45,9 +45,7 @@ class Tracker:
         trackers: Sequence[str] = ("tensorboard",),
         display: Display | None = None,
     ) -> None:
-        """Start the trackers, named as in `trackers.TRACKERS` or by import path. `steps` is the run's number
-        of steps.
-        """
+        """Start the trackers, named as in `TRACKERS` or by import path. `steps` is the run's number of steps."""
         self._folder = folder
         self._display = display or Display()
         self._display.begin_steps(steps)
@@ -66,7 +64,7 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent in this context to the metric `time/NAME_seconds` of the next logged step."""
+        """Add the time spent in this context to the next step's metric `time/NAME_seconds`."""
         started = time.monotonic()
         try:
             with self._display.phase(name), span(name):
@@ -80,7 +78,7 @@ class Tracker:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of the current step so far, in total and by phase, keyed by metric name."""
+        """Return the current step's seconds so far, in total and by phase, by metric name."""
         return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
 
     def log(self, step: int, scalars: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
@@ -96,10 +94,10 @@ class Tracker:
     def log_evaluation(
         self, step: int, metrics: Mapping[str, float], whole_step: Mapping[str, float] | None = None
     ) -> None:
-        """Log a step's evaluation. If the step is already logged, this is its second line.
+        """Log a step's evaluation, in a second line if the step is already logged.
 
-        The line has the time of step and evaluation together, the larger peak memory, and the metrics `whole_step`.
-        Other metrics remain in the step's line, because they describe the training.
+        The second line has the time of step and evaluation together, the larger peak memory, and the metrics
+        `whole_step`. The first line has all other metrics of the training.
         """
         timing = self._take_timing()
         earlier = self._line.metrics if self._line is not None and self._line.step == step else {}
@@ -163,7 +161,7 @@ class Tracker:
     def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
         """Call every tracker. Drop a failing tracker with a warning, and continue.
 
-        Raises DiskFullError, because nothing else can be written to a full disk either.
+        Raises DiskFullError, because nothing else can be written either.
         """
         # Copy the list, because the loop removes failing trackers.
         for name, tracker in list(self._trackers.items()):
@@ -187,7 +185,7 @@ class Tracker:
         self._notices.tell(kind, text)
 
     def unhealthy(self, finding: BrokenRule) -> None:
-        """Report a broken health rule on the console, in status.json, and to trackers that accept texts."""
+        """Report a broken health rule on the console, in status.json, and to trackers with an `unhealthy` method."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))
@@ -204,7 +202,7 @@ class Tracker:
         self._display.close(Closing(model, self._heldout_results(), self._total_seconds, next_commands, resumed_step))
 
     def _add_to_totals(self, timing: Mapping[str, float]) -> None:
-        """Add a step's seconds by phase to the run's totals. Time outside of all phases counts as `other`."""
+        """Add a step's seconds by phase to the run's totals. Time outside of all phases is `other`."""
         phases = {phase_of(name): seconds for name, seconds in timing.items() if name != "time/step_seconds"}
         phases["other"] = timing["time/step_seconds"] - sum(phases.values())
         for name, seconds in phases.items():
@@ -229,7 +227,6 @@ def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _write_finding(tracker: RunTracker, finding: BrokenRule) -> None:
-    """Pass a broken health rule to a tracker with the optional method `unhealthy`."""
     write = getattr(tracker, "unhealthy", None)
     if write is not None:
         write(finding.step, finding.rule, finding.text)
@@ -240,7 +237,7 @@ def phase_of(name: str) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line of a JSON-lines file. NaN and infinite numbers become null."""
+    """Return a record as a line of JSON. NaN and infinite numbers become null."""
     return _line(_plain(record))
 
 
@@ -249,7 +246,7 @@ def _line(plain: Mapping[str, Any]) -> bytes:
 
 
 def _encodable(text: str) -> str:
-    """Return the text with lone surrogates escaped, because UTF-8 cannot encode them."""
+    """Escape lone surrogates, because UTF-8 cannot encode them."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -258,7 +255,7 @@ def _encodable(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value: arrays as lists, NaN and infinite numbers as null, text encodable as UTF-8."""
+    """Return a JSON value: arrays as lists, NaN and infinite numbers as null, texts as valid UTF-8."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

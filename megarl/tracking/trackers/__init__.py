@@ -20,14 +20,14 @@ TRACKERS = {
     "mlflow": "megarl.tracking.trackers.mlflow:MLflow",
     "trackio": "megarl.tracking.trackers.trackio:Trackio",
 }
-"""Import paths of built-in trackers (`package.module:Class`) by their names in a recipe."""
+"""Import paths of built-in trackers, by their names in a recipe."""
 
 
 class RunTracker(Protocol):
     """A tracker of one run. If a method raises, the tracker is dropped with a warning, and the run continues.
 
-    It is created by `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0: a new
-    run). It must discard values logged for later steps.
+    megarl calls `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0: a new run).
+    The tracker must discard values logged for later steps.
 
     A class may have `modules`: names of modules imported at its start, each with a remedy if the import fails. A static
     method `check()` may raise ConfigError if the environment does not allow a start. An optional method
@@ -35,7 +35,7 @@ class RunTracker(Protocol):
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a step's metrics, keyed by name. Step numbers increase.
+        """Log a step's metrics by name. Step numbers increase.
 
         If a step is evaluated, a second call with its number has the evaluation's metrics.
         """
@@ -59,7 +59,7 @@ def locate(name: str) -> str:
 
 
 def check(name: str, *, is_here: bool) -> None:
-    """Import the modules of a tracker. `is_here`: the run starts on this machine, so its variables are checked too.
+    """Import a tracker's modules. `is_here`: the run starts on this machine, so check its environment too.
 
     Raises ConfigError with field and remedy.
     """
@@ -77,5 +77,5 @@ def check(name: str, *, is_here: bool) -> None:
 
 
 def start(name: str, folder: Path, resumed_step: int) -> RunTracker:
-    """Construct a tracker for a run. Raises ConfigError, and any error of the tracker's constructor."""
+    """Construct a run's tracker. Raises ConfigError, and any error of the tracker's constructor."""
     return _CHOICES.load(name)(folder, resumed_step)

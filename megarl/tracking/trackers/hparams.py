@@ -25,7 +25,7 @@ SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",
     "train", "rollout.sampling", "reward",
 )  # fmt: skip
-"""Recipe fields shown as columns. A section stands for all its fields."""
+"""Recipe fields shown as columns. A section stands for its fields."""
 
 # protobuf creates its message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2
@@ -34,7 +34,7 @@ _TYPES = {bool: bool, int: float, float: float}
 
 
 class _Column(summary_v2.Domain):
-    """Type of a column without limits. TensorBoard's own types need the smallest and largest value."""
+    """Type of a column without limits. TensorBoard's own types need limits."""
 
     def __init__(self, dtype: type) -> None:
         self._dtype = dtype
@@ -52,7 +52,7 @@ class _Column(summary_v2.Domain):
 
 
 def summaries(recipe: Recipe) -> list[Any]:
-    """Return the two summaries of a run: the columns with the metrics to compare, and the run's values."""
+    """Return a run's two summaries: the columns with the metrics to compare, and the run's values."""
     fields = dict(_fields(Recipe))
     columns = [summary_v2.HParam(name, _Column(_column_type(annotation))) for name, annotation in fields.items()]
     metrics = [summary_v2.Metric(tag) for tag in _metrics(recipe)]
@@ -66,7 +66,7 @@ def summaries(recipe: Recipe) -> list[Any]:
 
 
 def ended() -> Any:
-    """Return the summary that marks the end of a run. The reason of the end is in `status.json`."""
+    """Return the summary that marks the end of a run. `status.json` has the reason."""
     # TensorBoard's own function, `summary.session_end_pb`, needs TensorFlow.
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
     content = metadata.create_summary_metadata(_plugin.HParamsPluginData(session_end_info=info))
@@ -75,7 +75,7 @@ def ended() -> Any:
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the recipe fields of the columns by dotted name, each with its type annotation."""
+    """Yield the columns' recipe fields by dotted name, each with its type annotation."""
     for field_name, field in section.model_fields.items():
         name = f"{prefix}{field_name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -114,7 +114,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _scalar(recipe: Recipe, name: str, value: Any) -> bool | float | str:
-    """Return a field's value in a form accepted by TensorBoard, with secrets hidden."""
+    """Return a field's value as TensorBoard accepts it, with secrets hidden."""
     # Numbers cannot be secrets, and their columns accept only numbers.
     if isinstance(value, int | float):
         return value

@@ -24,17 +24,17 @@ _CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment variables of MLflow's client, if the user sets none."""
+"""Environment variables of MLflow's client, unless the user sets them."""
 _METRICS_PER_CALL = 1000
-"""Maximum number of metrics in one log-batch call of MLflow."""
+"""Limit of MLflow's log-batch call."""
 _PARAMETERS_PER_CALL = 100
-"""Maximum number of parameters in one log-batch call of MLflow."""
+"""Limit of MLflow's log-batch call."""
 _PARAMETER_CHARACTERS = 500
-"""Maximum number of characters of a parameter's value in every MLflow server."""
+"""Longest parameter value accepted by every MLflow server."""
 
 
 class MLflow:
-    """MLflow run on the server MLFLOW_TRACKING_URI. `trackers.RunTracker` describes the methods.
+    """MLflow run on the server MLFLOW_TRACKING_URI.
 
     MLFLOW_EXPERIMENT_NAME names the experiment (default megarl). The client's own variables give access, for example
     MLFLOW_TRACKING_TOKEN. A resumed run continues under its id, stored in the run folder. If steps are trained again,
@@ -48,7 +48,7 @@ class MLflow:
         _server()
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        """Create the run on the server, or continue it. Raises OSError if the server fails."""
+        """Create or continue the run on the server. Raises OSError if the server fails."""
         server = _server()
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -69,7 +69,7 @@ class MLflow:
             self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send a step's scalars. NaN and infinite values are left out, because MLflow rejects them."""
+        """Send a step's scalars, except NaN and infinite values: MLflow rejects them."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -79,10 +79,10 @@ class MLflow:
                 self._client.log_batch(self.run_id, metrics=batch)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: samples are not sent to MLflow. They are files in the run folder."""
+        """Do nothing: MLflow has no samples. They are files in the run folder."""
 
     def sync(self) -> None:
-        """Do nothing: every call of `log` has already sent its data."""
+        """Do nothing: `log` has sent everything."""
 
     def close(self) -> None:
         with _server_errors():
@@ -115,7 +115,7 @@ def _server_errors() -> Iterator[None]:
 
 
 def _server() -> str:
-    """Return the address of the tracking server. Raises ConfigError if it is not set."""
+    """Return the tracking server's address. Raises ConfigError if it is not set."""
     server = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not server.startswith(("http://", "https://")):
         raise ConfigError(

@@ -67,11 +67,11 @@ class EventFile:
 
 
 _SAMPLES_SHOWN = 4
-"""Samples written in one call of `samples`."""
+"""Samples written per call of `samples`."""
 
 
 class TensorBoard:
-    """TensorBoard event files in `tensorboard/` of the run folder. `trackers.RunTracker` describes the methods."""
+    """TensorBoard event files in `tensorboard/` of the run folder."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._last_step = resumed_step
@@ -86,7 +86,7 @@ class TensorBoard:
         self._last_step = step
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write up to `_SAMPLES_SHOWN` of the records as texts with the tags `samples/SET/NUMBER`."""
+        """Write the first `_SAMPLES_SHOWN` records as texts with the tags `samples/SET/NUMBER`."""
         for number, record in enumerate(records[:_SAMPLES_SHOWN]):
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 

@@ -16,7 +16,7 @@ from megarl.types import ConfigError
 
 
 class Trackio:
-    """Trackio run, stored on this machine. `trackers.RunTracker` describes the methods.
+    """Trackio run, stored on this machine.
 
     Trackio's own variables configure it: TRACKIO_PROJECT (default megarl), TRACKIO_DIR (folder of its data),
     TRACKIO_SERVER_URL with TRACKIO_WRITE_TOKEN (a server of your own), TRACKIO_SPACE_ID (a Hugging Face Space). A
@@ -40,7 +40,7 @@ class Trackio:
             )
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        """Start the run, or continue it. Raises OSError if Trackio fails."""
+        """Start or continue the run. Raises OSError if Trackio fails."""
         import trackio
 
         self._trackio = trackio
@@ -53,7 +53,7 @@ class Trackio:
                     # A new run with an older run's name is a different run.
                     resume="allow" if resumed_step else "never",
                     embed=False,
-                    # megarl measures its ranks itself, and the driver's machine may have none of them.
+                    # megarl measures its ranks itself, and the driver's machine may have no rank.
                     auto_log_gpu=False,
                     auto_log_cpu=False,
                 )
@@ -65,7 +65,7 @@ class Trackio:
         self.run.log(dict(scalars), step=step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Store samples: for each data set a table `samples/SET` with its first records of this step."""
+        """Store the first samples of each data set in a table `samples/SET`."""
         for table in sample_tables(records):
             self.run.log({table.name: self._trackio.Table(columns=table.columns, data=table.rows)}, step=step)
 
@@ -74,7 +74,7 @@ class Trackio:
             self.run.alert(title=f"health/{rule} at step {step}", text=text)
 
     def sync(self) -> None:
-        """Do nothing: Trackio's own thread writes data as soon as it is logged."""
+        """Do nothing: Trackio's own thread writes logged data at once."""
 
     def close(self) -> None:
         # Not `run.finish`: at exit, Trackio would finish the run again, with a line on the screen.
@@ -84,6 +84,6 @@ class Trackio:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard lines that Trackio prints inside this context, because they would break up the run's lines."""
+    """Discard lines that Trackio prints: they would break up the run's lines."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -18,7 +18,7 @@ Mode = Literal["online", "offline", "shared", "disabled"]
 
 
 class WandB:
-    """Weights & Biases run in `wandb/` of the run folder. `trackers.RunTracker` describes the methods.
+    """Weights & Biases run in `wandb/` of the run folder.
 
     W&B's own variables configure it: WANDB_MODE (default offline; `wandb sync` uploads the folder later), WANDB_PROJECT
     (default megarl), WANDB_ENTITY, WANDB_API_KEY. A resumed run continues under its id, stored in the run folder. W&B
@@ -59,8 +59,7 @@ class WandB:
         self.run.log(dict(scalars), step=step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Upload samples to the W&B run: for each data set a table `samples/SET` with its first records of this
-        step."""
+        """Upload the first samples of each data set in a table `samples/SET`."""
         for sample_table in sample_tables(records):
             table = self._wandb.Table(columns=list[Any](sample_table.columns))
             for row in sample_table.rows:
@@ -68,14 +67,14 @@ class WandB:
             self.run.log({sample_table.name: table}, step=step)
 
     def sync(self) -> None:
-        """Do nothing: W&B's own process writes data as soon as it is logged."""
+        """Do nothing: W&B's own process writes logged data at once."""
 
     def close(self) -> None:
         self.run.finish()
 
 
 def _mode() -> Mode:
-    """Return the mode in the variable WANDB_MODE, offline by default. Raises ConfigError if it is unknown."""
+    """Return WANDB_MODE, offline by default. Raises ConfigError for an unknown mode."""
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in get_args(Mode):
         raise ConfigError(f"WANDB_MODE = {mode}: W&B has no such mode; set one of {', '.join(get_args(Mode))}")
@@ -83,7 +82,7 @@ def _mode() -> Mode:
 
 
 def _run_id(file: Path, *, is_new: bool) -> str:
-    """Return the run's W&B id. It is stored in a file, so that a resumed run has the same id."""
+    """Return the run's W&B id, stored in a file for resumed runs."""
     if is_new or not file.exists():
         replace_text(file, secrets.token_hex(4) + "\n")
     return file.read_text().strip()
