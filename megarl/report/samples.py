@@ -47,12 +47,12 @@ def spread(items: Sequence[Any], max_items: int) -> list[Any]:
 def summary(run: RunRecord) -> dict[str, Any]:
     """Return the samples for a page about a run, as JSON values.
 
-        rewards, lengths  histograms of training samples by step
-        best, worst       samples with extreme rewards, newest first
-        changed           validation problems with the largest change from the first to the last evaluation
-        turns             multi-turn attempts
-        tokens            samples written token by token
-        read, there       numbers of steps with samples: read, and existing
+    rewards, lengths  histograms of training samples by step
+    best, worst       samples with extreme rewards, newest first
+    changed           validation problems with the largest change from the first to the last evaluation
+    turns             multi-turn attempts
+    tokens            samples written token by token
+    read, there       numbers of steps with samples: read, and existing
     """
     files = run.sample_files
     by_step: list[tuple[int, list[dict[str, Any]]]] = []
