@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 def print_error(error: MegarlError) -> None:
-    """Print the error ending a command. Stacks and logs come first, except for errors in a recipe or its files."""
+    """Print the error ending a command. For an internal error or a lost process, stacks and logs of ranks come
+    first.
+    """
     from rich.text import Text
 
     from megarl.terminal import Terminal
 
     console = Terminal(stderr=True, soft_wrap=True, highlight=False)
-    # Notes are stacks and logs of ranks. Other exit codes are mistakes in a recipe or data, and stacks explain nothing.
+    # Notes are stacks and logs of ranks. They do not explain the other exit codes: mistakes in a recipe or data.
     if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):
         for note in getattr(error, "__notes__", ()):
             console.print(Text(printable(note), style="dim"))

@@ -1,4 +1,4 @@
-"""Printed consequences of a recipe: its sizes, memory, reshards and layouts."""
+"""Printed predictions for a recipe: its sizes, memory, reshards and layouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from megarl.terminal import Console
 
 _MOST_REASONS = 8
-"""Most printed reasons against layouts, the most frequent first."""
+"""Maximum number of printed reasons against layouts, the most frequent first."""
 
 
 def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
-    """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
+    """Print the sizes of a recipe's run, the recognised data formats, and the training settings.
+
+    `records` are record counts by data source, `dropped` the records left out as too long.
+    """
     from rich.table import Table
 
     from megarl.datasets.counts import recognised_formats
@@ -70,7 +73,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
 
 
 def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
-    """Return how many epochs of the training data a run takes. In a mixture: for each source, by its weight."""
+    """Return how many epochs of the training data a run takes; in a mixture, those of each source."""
     drawn = recipe.train.steps * recipe.train.prompts_per_step
     if not recipe.mixture:
         return f"{drawn / records['train']:.2f}"
@@ -80,7 +83,7 @@ def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
 
 
 def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
-    """Print how many bytes a reshard moves, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
+    """Print the bytes moved by a reshard, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -97,11 +100,11 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any]
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
         gathered = reshard["gathered_bytes"].get(link)
         table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
-    # The lower bound is what a rank lacks: no plan can receive less.
+    # No plan can receive less than the bytes that a rank lacks.
     table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
     table.add_row("staged at once", *size(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
-    # The times are lower bounds given by the hardware, so the kind of GPU must be visible.
+    # The times are lower bounds for one kind of GPU, so its name is printed.
     gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
     console.print(f"ranks: {parallel}; nodes: {nodes_text(recipe)}")
     console.print(table)
@@ -160,7 +163,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
 
 
 def print_terms(recipe: Recipe, table: MemoryTable) -> None:
-    """Print each term of the predicted memory: its largest GiB in a phase (host memory after a +), formula, source.
+    """Print each term of the predicted memory: its maximum over phases in GiB (host memory after a +), formula, source.
 
     Then print the parts of a node's host memory.
     """
@@ -208,7 +211,7 @@ def print_layouts(recipe: Recipe, result: SearchResult) -> None:
 
 
 def _print_unwrapped(console: Console, table: Table) -> None:
-    """Print a table, with unbroken rows if the output is not a terminal. It sets the console's width."""
+    """Print a table. If the output is not a terminal, widen the console so that rows do not wrap."""
     if not console.is_terminal:
         # Without a terminal rich assumes 80 columns and would break the rows. Files and pipes have no width.
         console.width = max(

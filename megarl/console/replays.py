@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from megarl.loops.commands.replaying import Effect, StepComparison
 
 _SHOWN_DIFFERENCES = 8
-"""Most printed differences of a replayed step. The first one matters; the others follow from it."""
+"""Maximum number of printed differences of a replayed step. Later differences follow from the first."""
 
 
 def comparison_lines(comparisons: Sequence[StepComparison]) -> list[str]:
-    """Return a line per replayed step: equal to its record, or its first differences in lines of their own."""
+    """Return a line per replayed step: equal to its record, or different, followed by its first differences."""
     lines = []
     for comparison in comparisons:
         if not comparison.differences:

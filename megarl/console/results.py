@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def print_evaluation(evaluated_sets: Sequence[EvaluatedSet], folder: Path) -> None:
-    """Print accuracy, rewards and other measures of each validation set and data source, with 95 % intervals."""
+    """Print accuracy, rewards and other measures of each validation set and its data sources, with 95 % intervals."""
     from rich.table import Table
 
     from megarl.terminal import Console
 
     table = Table(caption="95 % intervals; shares in per cent, rewards as they are", caption_justify="left")
-    # A long name of a set takes several lines, so that no measure is cut: two could begin with the same letters.
+    # Long names of sets fold into several lines. A cut name or measure could be mistaken for another.
     table.add_column("set", overflow="fold")
     table.add_column("problems", no_wrap=True)
     table.add_column("measure", no_wrap=True)
@@ -53,7 +53,7 @@ def print_evaluation(evaluated_sets: Sequence[EvaluatedSet], folder: Path) -> No
 
 
 def measure_text(name: str, measure: Measure, *, signed: bool = False) -> str:
-    """Return a measure with its 95 % interval: a share in per cent, a reward (`reward/...`) as it is."""
+    """Return a measure with its 95 % interval: rewards (`reward/...`) as they are, all others in per cent."""
     sign = "+" if signed else ""
     if name.startswith("reward/"):
         value, low, high = (f"{number:{sign}.4g}" for number in (measure.value, measure.low, measure.high))
@@ -75,15 +75,14 @@ def print_report(page: Path, num_bytes: int, entries: Sequence[RunRecord] | Sequ
 
 
 def _run_text(run: RunRecord) -> str:
-    """Return a run's name, state and step, and its parent if it is a fork."""
     origin = f", fork of {run.origin}" if run.origin else ""
     return f"{run.name} ({run.state}, step {run.last_step}{origin})"
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
-    """Yield one line per validation set with 95 % intervals, and its difference from the first evaluation.
+    """Yield a line per validation set: accuracy with 95 % interval, and its difference from the `first` evaluation.
 
-    The line has the accuracy, or the mean reward if answers have no verdict.
+    Without verdicts on answers, the mean reward replaces the accuracy.
     """
     from megarl.report.evaluations import differences
 
@@ -104,7 +103,6 @@ def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None
 
 
 def print_metrics(rows: Sequence[Row]) -> None:
-    """Print the table of metrics. Without a terminal, columns are separated by tabs."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -125,7 +123,7 @@ def print_metrics(rows: Sequence[Row]) -> None:
 
 
 def print_account(account: Account) -> None:
-    """Print the endings of a run's prompts: a row for each source and epoch."""
+    """Print what became of a run's prompts, one row per source and epoch."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -151,7 +149,7 @@ def print_account(account: Account) -> None:
 
 
 def print_token_account(account: TokenAccount) -> None:
-    """Print what became of the tokens sampled for agents' attempts."""
+    """Print how many sampled tokens of agents' attempts were trained, not trained, lost, or still wait."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -174,7 +172,6 @@ def print_token_account(account: TokenAccount) -> None:
 
 
 def print_conversion(done: Conversion) -> None:
-    """Print the result of a conversion: the written folder, its size, and the seconds taken."""
     verified = ", verified" if done.is_verified else ""
     untrained = f", {done.num_kept} untrained tensors copied" if done.num_kept else ""
     print(

@@ -1,4 +1,4 @@
-"""Printed examinations of a machine, its sandbox and data."""
+"""Printed examinations of a machine, its sandbox, and data sets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def print_layers(examination: Examination) -> None:
 
 
 def print_survey(survey: Survey, *, unit: str) -> None:
-    """Print the survey of a data source. Trained tokens are green, or without colours in double brackets."""
+    """Print the survey of a data source. Trained tokens are green; without colours, in double brackets."""
     from rich.text import Text
 
     from megarl.terminal import Console
@@ -90,7 +90,7 @@ def _list(places: Sequence[str], count: int) -> str:
 
 
 def _histogram(lengths: Sequence[int], unit: str) -> list[str]:
-    """Return the lines of a histogram with equal bins, and of quantiles that help to choose a length limit."""
+    """Return the lines of a histogram with equal bins, and of quantiles for the choice of a length limit."""
     if not lengths:
         return []
     ordered = sorted(lengths)

@@ -1,4 +1,4 @@
-"""Numbers of records that a recipe's run reads, and the steps of its epochs."""
+"""Number of records read by a recipe's run, and number of steps of its epochs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 RecordDigests = dict[str, str]
-"""Number and digest of the training records of each recipe field, without records left out as too long."""
+"""Number and digest of the training records, by recipe field. Records left out as too long do not count."""
 
 
 def count_records(
@@ -34,12 +34,12 @@ def count_records(
 ) -> dict[str, int]:
     """Count the records of each data source, parsed and tokenised as in a run. Keys: `train` and validation names.
 
-    Records left out as too long are counted in `dropped`. Digests of the other training records go into `digests`.
-    Raises one DataError with the first wrong line of each source.
+    Too long records are counted in `dropped`. Digests of the other training records go into `digests`. Raises one
+    DataError with the first invalid line of each source.
     """
     dropped = Counter() if dropped is None else dropped
     digests = {} if digests is None else digests
-    # Importing the tokenizer library is slow, so commands that only need the paths of data do not pay for it.
+    # Imported here, because the tokenizer library is slow to import and other functions do not need it.
     from megarl.data.chat import tokenizer_of
 
     tokenizer = tokenizer_of(recipe.model)
@@ -65,7 +65,7 @@ def count_records(
 def with_steps(recipe: Recipe) -> Recipe:
     """Return the recipe with train.steps computed from train.epochs and the number of training records.
 
-    If the data cannot be read, the recipe is returned unchanged, because other checks report the error.
+    For unreadable data the recipe is returned unchanged: other checks report the error.
     """
     epochs, data = recipe.train.epochs, recipe.data
     if epochs is None:
@@ -82,7 +82,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     # Compute with the decimal as written: in floating point 1.1 epochs of 100 records exceed 110.
     steps = math.ceil(Fraction(str(epochs)) * records / recipe.train.prompts_per_step)
     resolved = recipe.train.model_copy(update={"steps": steps})
-    # `steps` is derived here, so it must not count as given by the user.
+    # The user did not set the computed `steps`.
     resolved.model_fields_set.discard("steps")
     return recipe.model_copy(update={"train": resolved})
 
@@ -118,11 +118,13 @@ def _count_of_source(
 def _count_and_hash(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Count the records, and hash the position of each record that is not dropped."""
+    """Count the records, and hash the position of each record that is not dropped. Returns a sequence of that
+    length.
+    """
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
-        # The position without the text: other texts shift no record numbers.
+        # The text is not hashed: a changed text shifts no record numbers.
         digest.update(index.to_bytes(8, "little"))
 
     return collect_count(records, noting, on_long)
@@ -134,10 +136,8 @@ def _count_name(field: str) -> str:
 
 
 def recognised_formats(recipe: Recipe) -> dict[str, str]:
-    """Return the recognised format of each training source with the names of its record fields: `verl (prompt prompt,
-    ...)`.
-
-    If a source has several files, their number follows.
+    """Return the recognised format of each training source, its record fields by role, and its number of files if
+    several: `verl (prompt prompt, ...), 3 files`.
     """
     formats: dict[str, str] = {}
     for source in recipe.sources:

@@ -1,4 +1,4 @@
-"""The environment of a recipe, made once before a run to find its tools."""
+"""The environment of a recipe, created once before a run to read its tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megarl.types import ConfigError, MegarlError
 
 
 def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
-    """Return the function making environments of the recipe. Raises ConfigError for unknown names and settings."""
+    """Return the function that creates environments of the recipe. Raises ConfigError for unknown names and
+    settings.
+    """
     rollout = recipe.rollout
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
     make = environment_maker(rollout.environment, settings)
@@ -22,13 +24,13 @@ def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
 
 @contextmanager
 def environment_errors(recipe: Recipe) -> Iterator[None]:
-    """Context that turns any error of the environment into a ConfigError naming `rollout.environment_kwargs`."""
+    """Turn any error of the environment within this context into a ConfigError about `rollout.environment_kwargs`."""
     rollout = recipe.rollout
     try:
         yield
     except MegarlError as error:
         raise ConfigError(f"rollout.environment_kwargs: {rollout.environment}: {error}") from error
-    except Exception as error:  # The class is the recipe author's own code and may raise anything.
+    except Exception as error:  # The class may be a user's code and raise anything.
         raise ConfigError(
             f"rollout.environment_kwargs = {rollout.environment_kwargs}: {rollout.environment} raises "
             f"{type(error).__name__}: {error}"
@@ -36,9 +38,9 @@ def environment_errors(recipe: Recipe) -> Iterator[None]:
 
 
 def tools_of_environment(recipe: Recipe) -> Sequence[ToolSchema]:
-    """Return the tools that the recipe's environment offers; empty for agent programs, whose tools are unknown.
+    """Return the tools offered by the recipe's environment; empty for agent programs, whose tools are unknown.
 
-    Raises ConfigError if the environment cannot be made.
+    Raises ConfigError if the environment cannot be created.
     """
     if recipe.rollout.environment == "command":
         return ()

@@ -35,7 +35,7 @@ Dropped = Counter[str]
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return a function collecting training records in memory, or with `data.streaming` in files of a folder."""
+    """Return a function that collects training records in memory, or with `data.streaming` in files in `folder`."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
@@ -44,8 +44,8 @@ def _read_examples(
 ) -> Sequence[Example]:
     """Return the training examples of a data set.
 
-    A record that is too long raises an error. With `data.overlong` = drop, it is left out and counted in `dropped`.
-    Raises DataError if no record remains.
+    A too long record is an error. With `data.overlong: drop` it is left out and counted in `dropped`. Raises DataError
+    if no record remains.
     """
     source = path_of(data_set)
 
@@ -80,9 +80,8 @@ def read_problems(
 ) -> Sequence[Problem]:
     """Read the problems (prompts with gold answers) of a data source, tokenised as in a run of this recipe.
 
-    For `environment:COUNT` the environment makes the problems; with `is_heldout` they are for validation. `name` is the
-    name of the source in messages. Prompts left out as too long are counted in `dropped`. Raises DataError for a wrong
-    line.
+    For `environment:COUNT` the environment generates problems; `is_heldout`: for validation. `name` is the source's
+    name in messages. Too long prompts are counted in `dropped`. Raises DataError for an invalid line.
     """
     path = path_of(data_set)
     if (count := num_made(path)) is not None:
@@ -101,7 +100,7 @@ def read_problems(
         has_answers=bool(recipe.reward.functions),
         source_name=name,
         required_fields=required_fields,
-        # Once for all records: an environment may load much when it is made.
+        # Cached for all records: creating an environment may be slow.
         environment_tools=cache(partial(tools_of_environment, recipe)),
     )
     return _read_examples(recipe, data_set, kind, dropped, collect)
@@ -115,7 +114,7 @@ def read_conversations(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[Conversation]:
-    """Read the conversations of a data source for supervised training. Raises DataError if one exceeds a microbatch."""
+    """Read conversations for supervised training. Raises DataError if one is longer than a micro-batch."""
     kind = Conversations(
         tokenizer=tokenizer, system_prompt=system_prompt(recipe), max_tokens=max_tokens(recipe, "conversations")
     )
@@ -130,10 +129,10 @@ def read_preferences(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[Answers]:
-    """Read the answer pairs of a data source (kto: single judged answers).
+    """Read answer pairs (kto: single judged answers). Raises DataError if an answer or pair is longer than a
+    micro-batch.
 
-    In loop reward_model each answer is scored at its last token only. Raises DataError if an answer or pair exceeds a
-    microbatch.
+    In the loop reward_model, each answer is scored at its last token only.
     """
     longest, prompt = max_tokens(recipe, "pairs"), system_prompt(recipe)
     kind: Judged | Pairs
@@ -146,9 +145,7 @@ def read_preferences(
 
 
 def harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
-    """Return the agent tasks in the recipe's data folders. Faulty tasks are skipped, because the data survey reports
-    them.
-    """
+    """Return the agent tasks in the recipe's data folders. Invalid tasks are skipped: the data survey reports them."""
     tasks: list[Mapping[str, Any]] = []
     for path in data_paths(recipe).values():
         if Path(path).is_dir():

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
-    """Import each reward function in a separate process and call it once, with the first record's answer as completion.
+    """Import each reward function in a separate process, and score the first record with its gold answer as completion.
 
-    A reward server is called once too, unless `is_start` is False, because this machine may not reach it. Every record
-    must have the fields that a reward needs. Raises one ConfigError listing all functions with errors, each with the
-    first line that it cannot score.
+    Reward servers are called too if `is_start`; otherwise this machine may not reach them. Every record must have the
+    fields needed by rewards. Raises one ConfigError: each function with errors, and the first line that it cannot
+    score.
     """
     wrong: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
@@ -46,7 +46,7 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
 
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
-    # The HTTP client takes longer to import than all other checks together, and `megarl show-config` needs none.
+    # Imported only if needed: the HTTP client takes longer to import than all other checks together.
     from megarl.rewards.scoring.http_rewards import make_server_client
 
     served: list[ServedReward[Any]] = []
@@ -77,13 +77,12 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 Check = Callable[[Record], None]
-"""A check of one record: raises ValueError if a reward function cannot score it."""
+"""Check of one record. Raises ValueError if a reward function cannot score it."""
 
 
 def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Iterator[str]:
-    """Yield an error for each reward function with the first record that lacks a needed field.
-
-    `of_functions` are the functions' checks by name.
+    """Yield an error for each reward function: the first record that it cannot score. `of_functions` are checks by
+    function.
     """
     pending = dict(of_functions)
     trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
@@ -101,13 +100,13 @@ def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Ite
                         f"{record.error(f'reward.functions: {name!r} cannot score this record: {error}')}; correct "
                         "or remove it, or change the reward"
                     )
-            # Every reward has found its first faulty record, so reading on finds nothing new.
+            # Every function has its first faulty record, so stop reading.
             if not pending:
                 break
 
 
 def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
-    """Return the checks of records, by the name of the reward function. Functions without a check are missing."""
+    """Return the checks of records by reward function, without functions that need no check."""
     checks_by_name: dict[str, Check] = {}
     servers = {reward.name: reward for reward in served}
     for function in recipe.reward.functions:
@@ -142,9 +141,9 @@ def _check_of(
 async def _check_and_score(
     recipe: Recipe, function: RewardFunctionConfig, pool: RewardPool, sample: Sample
 ) -> tuple[list[str], Scored | None]:
-    """Return errors if a record lacks a field that the function's parameters name, else the sample's score."""
+    """Return errors if a record lacks a field that the function has as parameter, else the sample's score."""
     fields = await pool.record_fields()
-    # Without fields no record needs to be read again.
+    # Without fields, skip reading the records again.
     lacking = list(_faults_of_records(recipe, {function.name: _check_of_fields(fields)})) if fields else []
     return lacking, None if lacking else await pool.score(sample)
 
@@ -161,7 +160,7 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     """Call a reward server once. Yield an error if the call fails or the answer has no readable score."""
     from megarl.rewards.scoring.http_rewards import ServerFailedError
 
-    # parse_error_score hides unreadable answers during a run; here they must be found.
+    # parse_error_score replaces unreadable answers during a run. This check must report them.
     served.config = served.config.model_copy(update={"parse_error_score": None})
 
     async def ask() -> None:
@@ -181,7 +180,7 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
 
 def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
     """Call one reward function in a separate process, and yield its errors."""
-    # Loads the HTTP client, too.
+    # Imported here, because it loads the HTTP client.
     from megarl.rewards.scoring.reward_pool import RewardPool
 
     with PrivateFolder() as folder:

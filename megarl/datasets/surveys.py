@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, Survey]]:
     """Survey each data set of a recipe (errors, lengths, duplicates). Yields the recipe field and the survey.
 
-    Data sets made by an environment are skipped. Training data are compared with the validation sets of their source.
-    Without a tokenizer, lengths are in characters. Raises DataError if a file does not exist.
+    Generated data sets are skipped. Training data are compared with the validation sets of their source. Without a
+    tokenizer, lengths are in characters. Raises DataError if a file does not exist.
     """
     for source in recipe.sources:
         source_recipe = source.recipe
@@ -35,7 +35,7 @@ def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, 
 
 
 def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
-    """Survey one data set, read like the recipe's training data, and compare its prompts with the `heldout` sets."""
+    """Survey a data set as training data of the recipe, and compare its prompts with the `heldout` sets."""
     return _survey(recipe, "data.train", path, tokenizer, heldout)
 
 

@@ -48,9 +48,9 @@ __all__ = [
 def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> ParallelConfig:
     """Check a recipe and its files, and return the parallel layout of its ranks.
 
-    `is_start` = False: the run would start on other machines. `is_trained` = False: only engines start, so further
-    models' folders (critic, reward model, teachers) may be missing. Raises one exception with all errors: ConfigError
-    if any is in the recipe, DataError if all are in files.
+    `is_start` False: the run will start on other machines. `is_trained` False: only engines start, so folders of
+    critic, reward model and teachers may be missing. Raises one exception with all errors: ConfigError if any is in the
+    recipe, else DataError.
     """
     errors = _faults(recipe, is_start=is_start, is_trained=is_trained)
     if errors.recipe:
@@ -61,10 +61,10 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
-    """Load the recipe of a file, and check it.
+    """Load the recipe in a file, and check it. `is_of_run`: the file is the saved recipe of a run folder.
 
-    `is_of_run`: the file is the saved recipe of a run folder. If parts of a recipe are unreadable, raises one
-    ConfigError. It also lists the errors of `check`, except those that depend on unreadable fields.
+    If parts of a recipe are unreadable, raises one ConfigError. It also has the errors of `check`, except those that
+    depend on unreadable fields.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
@@ -83,7 +83,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """Errors of a recipe and of its files. `parallel` is valid only if there are none."""
+    """Errors of a recipe and of its files. `parallel` is valid only without errors."""
 
     recipe: list[Finding]
     files: list[Finding]
@@ -91,7 +91,7 @@ class _Faults:
 
 
 def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
-    """Return the errors of all sources of a mixture. An error common to all sources is listed once."""
+    """Return the errors of a recipe, in a mixture of all sources. Errors common to all sources are listed once."""
     by_source = {
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
@@ -102,7 +102,6 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
     is_sound = not any(source_faults.recipe or source_faults.files for source_faults in by_source.values())
     sound = next(iter(by_source.values())) if is_sound else None
     if sound is not None and is_trained:
-        # If parts are unreadable, a start would choose other values.
         planned = with_memory_defaults(recipe, is_start=is_start)
         run_faults += map(finding_of, memory_faults(planned, sound.parallel, is_start=is_start))
     if not recipe.mixture:
@@ -114,7 +113,7 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
 
 
 def _merge_sources(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
-    """Merge the errors of all sources: first those common to all, then the others with their source's name."""
+    """Merge the errors of all sources: first the common errors, then the others with their source's name."""
     first, *further = by_source.values()
     shared = [fault for fault in first if all(fault in source_faults for source_faults in further)]
     return shared + [
@@ -156,8 +155,8 @@ def _is_of_recipe(fault: Finding) -> bool:
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     """Return the policy's shape and the parallel layout, for `megarl plan`. Reads no file except config.json.
 
-    The trainer's ranks have the plain order, because finding the order with the fastest weight updates takes longer.
-    Raises DataError for an invalid config.json, or one ConfigError listing all sizes that do not fit.
+    The trainer's ranks are in plain order: the order with the fastest weight updates takes longer to find. Raises
+    DataError for an invalid config.json, or one ConfigError with all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*ranks(recipe), *model_fit(recipe, shape)]:

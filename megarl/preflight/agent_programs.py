@@ -28,16 +28,15 @@ _START_REMEDIES = {
 
 
 _ENDING_LAUNCHERS = {
-    # In both of Slurm's modes (linuxproc, cgroups), the steps end with the batch script, and it ends with the driver.
+    # The job's steps end with the batch script, in both of Slurm's modes (linuxproc, cgroups). It ends with the driver.
     "slurm": "a Slurm job ends all its processes with its driver, so attempts begin again after a restart of the job",
     # A node's agent is an actor, and an actor dies with its driver (Ray 2, lifetimes of actors).
     "ray": "Ray ends the agents of the nodes with their driver, and a later driver has other ones",
 }
-"""Launchers under which no program outlives the driver, and why."""
+"""Launchers whose programs end with the driver, and why."""
 
 
 def command_faults(agent: AgentConfig) -> Iterator[str]:
-    """Yield errors of `rollout.agent.command`, for example a missing program."""
     command = agent.command
     where = f"rollout.agent.command = {list(command)!r}"
     if not command:
@@ -60,7 +59,7 @@ def command_faults(agent: AgentConfig) -> Iterator[str]:
 def _script(command: Sequence[str]) -> str | None:
     """Return the script run by an interpreter: the first argument with a script's ending, or None.
 
-    After -m or -c, all arguments belong to a module or to code, so there is no script.
+    Arguments after -m or -c belong to a module or to code, and are no scripts.
     """
     for argument in command[1:]:
         if argument in ("-m", "-c"):
@@ -72,7 +71,6 @@ def _script(command: Sequence[str]) -> str | None:
 
 @checks("rollout")
 def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if agent programs on other nodes could not reach the policy's endpoint."""
     rollout = recipe.rollout
     is_elsewhere = rollout.agent.nodes == "all" and recipe.cluster.launcher != "local"
     if is_elsewhere and rollout.endpoint.host in LOOPBACK:
@@ -84,7 +82,7 @@ def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
-    """Yield errors that would keep agent programs from continuing with the next driver."""
+    """Yield errors of settings with which agent programs could not continue with the next driver."""
     rollout = recipe.rollout
     where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
     if rollout.agent.outlive_seconds is None:
@@ -107,7 +105,7 @@ def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def containers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the container: missing folders, or a machine that cannot start a container."""
+    """Yield errors of the container: missing folders, or a machine on which no container starts."""
     agent = recipe.rollout.agent
     tasks = harbor_tasks(recipe)
     if tasks and (recipe.rollout.environment != "command" or agent.sandbox == "process"):
@@ -133,7 +131,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
     # With these errors a trial start would fail too, with a less clear message.
     if faults:
         return
-    # Unpacked images are alike, so try only one of them. Any other image may be missing.
+    # Start one unpacked image: the others would start too. Images by name are all tried, because each may be missing.
     for image in list(images)[: 1 if agent.images_are_files else None]:
         settings = ContainerSettings(
             kind=agent.sandbox,
@@ -150,7 +148,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
 
 
 def _socket_fault(place: int, folder: str) -> str | None:
-    """Return the error of a folder that would show a program the sockets of containers; None: there is none."""
+    """Return an error if a shared folder would expose the sockets of containers to a program, else None."""
     shown, sockets = Path(folder).resolve(), socket_folder().resolve()
     if not (sockets.is_relative_to(shown) or shown.is_relative_to(sockets)):
         return None
@@ -202,14 +200,14 @@ def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
 
 
 def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
-    """Yield errors of limits: the task needs more than the recipe's containers provide."""
+    """Yield an error for each resource that the task needs and the recipe's containers do not provide."""
     caps = (
         ("agent.timeout_sec", task["agent_seconds"], 1, "rollout.agent.timeout_seconds", agent.timeout_seconds),
         ("environment.memory_mb", task["memory_bytes"], 1 << 20, "rollout.agent.memory_gib", agent.memory_gib),
         ("environment.storage_mb", task["storage_bytes"], 1 << 20, "rollout.agent.disk_gib", agent.disk_gib),
     )
     for name, needed, unit, cap, value in caps:
-        # Seconds are the same in both. Memory and files are in bytes in the task, and in GiB in the recipe.
+        # Seconds need no conversion. Memory and files are in bytes in the task, in GiB in the recipe.
         limit = None if value is None else value * (1 if unit == 1 else 1 << 30)
         if needed is not None and limit is not None and needed > limit:
             yield (
@@ -221,7 +219,7 @@ def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> It
             "rollout.agent.sandbox=sandbox, or remove it from the task"
         )
     num_cpus = len(os.sched_getaffinity(0))
-    # Other nodes may have more CPUs. If not, the container there reports it.
+    # Other nodes may have more CPUs. If not, their containers report the error.
     if task["cpus"] is not None and agent.nodes == "driver" and task["cpus"] > num_cpus:
         yield (
             f"{where}: environment.cpus = {task['cpus']:g}: this machine has {num_cpus}; lower it, or remove the task"

@@ -16,11 +16,10 @@ from megarl.types import DataError
 
 
 def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_models: bool = True) -> bool:
-    """Download a recipe's models and data sets if they are names on the Hub and missing in this machine's cache.
+    """Download a recipe's models and data sets if they are Hub names and missing in this machine's cache.
 
-    `notify` gets a line before and after each download. Without `with_models`, only data sets are downloaded. Returns
-    whether anything was downloaded. Raises DataError with the recipe field, the reason, and the command to run on a
-    machine with a network.
+    `notify` gets a line before and after each download. Returns whether anything was downloaded. Raises DataError with
+    the recipe field, the reason, and the command to run on a machine with a network.
     """
     paths = recipe.model_paths if with_models else {}
     was_downloaded = [download_model(path, field, notify) for field, path in paths.items()]
@@ -33,10 +32,9 @@ def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_mo
 
 
 def download_model(path: str, field: str, notify: Callable[[str], object]) -> bool:
-    """Download a model if `path` is its name on the Hub and the cache lacks some of its files.
+    """Download a model if `path` is its Hub name and the cache lacks some of its files. Returns whether it did.
 
-    Returns whether it was downloaded. `field` is the recipe field for messages. `notify` gets a line before and after
-    the download.
+    `field` is the recipe field for messages. `notify` gets a line before and after the download.
     """
     if not names_repository(path):
         return False

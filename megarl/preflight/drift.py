@@ -1,4 +1,4 @@
-"""Checks of losses that compare the trained policy with the sampling policy, or need one advantage per sequence."""
+"""Checks of losses that compare the policy with an older one, or need one advantage per sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.effects import unmet
 from megarl.preflight.registry import checks
 
 _SEQUENCE_LOSSES = ("vespo",)
-"""Policy losses with one weight for each sequence. Its formula depends on the sign of the advantage."""
+"""Policy losses with one weight per sequence, which depends on the sign of the sequence's advantage."""
 
 _SAME_POLICY = (
     "compares the policy with the one before the step's first update. With algorithm.old_logprobs = trainer and one "
@@ -20,7 +20,7 @@ _SAME_POLICY = (
 
 @checks("algorithm")
 def without_drift(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting without effect, because the two compared models are the same."""
+    """Yield an error for each setting without effect, because both compared policies are the same."""
     algorithm, train = recipe.algorithm, recipe.train
     if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
         return
@@ -60,9 +60,7 @@ def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
 
 
 def _token_advantages(recipe: Recipe) -> str | None:
-    """Return the setting that gives the tokens of a sequence different advantages, with its remedy; None: there is
-    none.
-    """
+    """Return the setting that gives tokens of a sequence different advantages, with its remedy; None: there is none."""
     algorithm = recipe.algorithm
     if recipe.loop == "distillation":
         return "loop = distillation gives each token its own; set loop=rl"
@@ -88,7 +86,7 @@ def _token_advantages(recipe: Recipe) -> str | None:
 
 @checks("algorithm")
 def covariances(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the choice of tokens by the covariance of log-prob and advantage."""
+    """Yield errors of clip_cov and kl_cov, which select tokens by the covariance of log-prob and advantage."""
     algorithm = recipe.algorithm
     if recipe.loop != "rl":
         return

@@ -30,15 +30,12 @@ _OWN_KEYS = frozenset(
         "TRACKIO_WRITE_TOKEN",
     )
 )
-"""Environment variables with API keys of trackers and of the Hugging Face Hub. Agent programs never get them."""
+"""Environment variables with API keys of trackers and of the Hugging Face Hub. Agent programs never receive them."""
 
 
 @checks("rollout", Cost.FILES)
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
-    """Yield the errors of `rollout.environment`.
-
-    `has_model`: the policy's folder is complete, so its tokenizer can be read.
-    """
+    """Yield the errors of `rollout.environment`. `has_model`: the policy's tokenizer can be read."""
     if not recipe.has_engine:
         return
     name = recipe.rollout.environment
@@ -53,7 +50,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         except MegarlError as error:
             yield str(error)
             return
-    # A single turn needs no further message, so any chat template will do.
+    # A single turn needs no message after the completion, so any chat template works.
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(tokenizer_of(recipe.model), recipe.rollout.tool_parser)
@@ -84,9 +81,7 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 
 
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
-    """Return the tools that the environment has before an attempt. Raises ConfigError if the environment cannot be
-    used.
-    """
+    """Return the environment's tools before an attempt. Raises ConfigError if the environment cannot be used."""
     make = environment_factory(recipe)
     with environment_errors(recipe):
         instance = make()
@@ -103,7 +98,7 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
 def _missing_state_and_role_names(recipe: Recipe, instance: object) -> Iterator[str]:
     """Yield an error if the algorithm needs states or roles, but the environment `instance` does not name them.
 
-    `instance` None: a program. It returns no steps, and so no names.
+    `instance` None: an agent program, which names neither.
     """
     is_trained = recipe.trains_rewards and bool(recipe.train.steps)
     if recipe.algorithm.advantage == "rae" and is_trained and not getattr(instance, "names_roles", False):
@@ -121,7 +116,6 @@ def _missing_state_and_role_names(recipe: Recipe, instance: object) -> Iterator[
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:
-    """Raise ConfigError if data.train is `environment:COUNT`, but the environment cannot generate problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
             raise ConfigError(f"{field} = {path}: this environment cannot generate problems; give a data file instead")
@@ -158,7 +152,7 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
 
 
 def _inherited_variables(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each variable in `rollout.agent.environment` that is unset, or is an API key of the run."""
+    """Yield an error for each variable of `rollout.agent.environment` that is unset, or an API key of the run."""
     functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
     for place, name in enumerate(recipe.rollout.agent.environment):

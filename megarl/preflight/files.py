@@ -17,9 +17,9 @@ from megarl.types import DataError
 
 @checks("runs_folder", Cost.FILES)
 def runs_folder(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if the run folder cannot be created, tried in its nearest existing parent.
+    """Yield an error if the run folder cannot be created in its nearest existing parent.
 
-    A full disk is no error of the recipe. It ends the run itself, with a separate exit code.
+    A full disk is not an error of the recipe. It ends the run, with a separate exit code.
     """
     runs_path = Path(recipe.runs_folder).absolute()
     nearest = next(folder for folder in (runs_path, *runs_path.parents) if folder.exists())
@@ -38,7 +38,6 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
 @checks("data")
 def made_sources(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of data sets written as `environment:COUNT`."""
     for field, path in data_paths(recipe).items():
         try:
             is_made = num_made(path) is not None
@@ -54,7 +53,6 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
 
 @checks("data", Cost.FILES)
 def data_set_files(recipe: Recipe) -> Iterator[DataError]:
-    """Yield errors of data files: missing, unreadable or empty."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE):
             continue

@@ -1,4 +1,4 @@
-"""Checks of keyword arguments for advantage estimators and losses, against the signatures of their functions."""
+"""Checks of keyword arguments of advantage estimators and losses, against the signatures of their functions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("rewards", "groups"),
     "algorithm.policy_loss": ("policy_logprobs", "old_logprobs", "advantages"),
 }
-"""Names of the tensors passed by position to a user's own function, by recipe field."""
+"""Names of the tensors that a user's function gets by position, by recipe field."""
 _OF_SEQUENCES = ("cu_seqlens", "mask")
-"""Further tensors for a user's policy loss over whole sequences. A parameter `cu_seqlens` marks such a loss."""
+"""Further tensors for a user's policy loss over whole sequences, recognised by its parameter `cu_seqlens`."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Module that calls a function on small tensors. It imports torch, so import it only for a user's function."""
+"""Module that calls a user's function on small tensors. It imports torch, so it is imported only if needed."""
 
 
 @checks("algorithm", Cost.FILES)
 def keywords(recipe: Recipe) -> Iterator[str]:
-    """Yield the errors of all keyword arguments and of a user's own functions. The functions are imported here."""
+    """Yield the errors of all keyword arguments and of a user's own functions, which are imported here."""
     for field in formula_fields():
         name, further = value_at(recipe, field), kwargs_field(field)
         if unmet(recipe, field) is not None or name is None or further is None:
@@ -45,7 +45,7 @@ def keywords(recipe: Recipe) -> Iterator[str]:
 
 
 def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterator[str]:
-    """Yield the errors of a user's own function: of its signature and keywords, else of a call on small tensors."""
+    """Yield the errors of a user's function: of its signature and keywords, else of a call on small tensors."""
     try:
         function = import_object(name, field)
     except ConfigError as error:
@@ -70,7 +70,7 @@ def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterat
 def _failed_call(
     recipe: Recipe, field: str, further: str, name: str, function: Callable[..., Any], keywords: Keywords
 ) -> Iterator[str]:
-    """Yield the error of calling a function on small tensors with the recipe's keywords, if the call fails."""
+    """Call a function on small tensors with the recipe's keywords. Yield the error, if the call fails."""
     settings = {
         keyword: value_at(recipe, own_field)
         for keyword, own_field in keyword_fields(field).items()
@@ -89,7 +89,7 @@ def _failed_call(
 
 
 def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, keywords: Keywords) -> Iterator[str]:
-    """Yield an error for each keyword that the function does not have, and for each value of the wrong type."""
+    """Yield an error for each unknown keyword of the function, and for each value of the wrong type."""
     measured = formula_fields()[field].measured
     open_to_recipe = [
         keyword for keyword in keywords if keyword not in keyword_fields(field) and keyword not in measured
@@ -152,7 +152,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 
 def _idle_fields(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
-    """Yield an error for each recipe field set by the user that has no keyword in the user's function."""
+    """Yield an error for each recipe field set by the user for which the user's function has no keyword."""
     recipe_fields = set(fields_set_by_user(recipe))
     for keyword, own_field in keyword_fields(field).items():
         if own_field in recipe_fields and keyword not in keywords:

@@ -1,4 +1,4 @@
-"""Checks of recipe fields depending on each other (optimizer, algorithm, critic, rewards), and the health rules."""
+"""Checks of recipe fields that depend on each other (optimizer, algorithm, critic, rewards), and the health rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from megarl.types import ConfigError, DataError
 
 @checks("optimizer")
 def optimizers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the optimizer settings of policy and critic."""
     train, critic = recipe.train, recipe.critic
     yield from _optimizer("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
     yield from _on_host(recipe)
@@ -40,7 +39,6 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
 
 @checks("train")
 def evaluation_only(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if a run only evaluates (train.steps = 0) but has no validation data."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield (
             "train.steps = 0: the run would only evaluate, but data.validation is missing; give it, or raise "
@@ -50,7 +48,6 @@ def evaluation_only(recipe: Recipe) -> Iterator[str]:
 
 @checks("evaluation")
 def evaluation(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of evaluation.samples_per_prompt and evaluation.k."""
     settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
     if recipe.has_engine and any(k > n for k in settings.k):
         yield (
@@ -68,7 +65,7 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def credit(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if an agent's rewards of single turns would have no effect, or be summed over the attempt."""
+    """Yield an error if an agent's rewards of turns would have no effect, or be summed over the attempt."""
     algorithm, setting = recipe.algorithm, "rollout.agent.credit = by_turn"
     if recipe.rollout.agent.credit != "by_turn":
         return
@@ -83,7 +80,6 @@ def credit(recipe: Recipe) -> Iterator[str]:
 
 @checks("checkpoint", per_run=True)
 def best(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if `checkpoint.best` does not name a metric of an evaluated validation set."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
     if metric is None or not sets:
         return
@@ -101,19 +97,19 @@ def best(recipe: Recipe) -> Iterator[str]:
 
 
 def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Return why the validation set `name` will lack a metric like accuracy; None: it will have it."""
+    """Return why the validation set `name` lacks the metric `measure`, like accuracy; None: it has it."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
     if not recipe.has_engine:
         return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
     owner_faults = [_measure_fault(owner, measure) for owner in owners]
-    # Several sources may share a set's name. One that measures it is enough.
+    # Several sources may have a set of this name. It is enough if one of them measures the metric.
     return None if None in owner_faults else owner_faults[0]
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
-    """Return why a validation set with sampled answers will lack a metric like accuracy; None: it will have it."""
+    """Return why a validation set with sampled answers lacks a metric like accuracy; None: it has it."""
     from megarl.rewards import metric_name
     from megarl.rewards.functions.final_answers import reader_of
 
@@ -158,7 +154,7 @@ def rollbacks(recipe: Recipe) -> Iterator[str]:
 
 @checks("train")
 def profiles(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for steps in train.profile_steps after the last step, and for memory profiles on CPUs."""
+    """Yield an error for profiled steps after the last step, and for memory profiles on CPUs."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
         steps = list(train.profile_steps)
@@ -181,7 +177,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each warm-up longer than the run. The run shortens it, to reach the peak rate at the end."""
+    """Yield a notice for each warm-up longer than the run. The run shortens it to end at the peak rate."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
             yield (
@@ -192,7 +188,7 @@ def shortened_warmups(recipe: Recipe) -> Iterator[str]:
 
 @checks("optimizer", per_run=True)
 def decays(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each final decay (schedule wsd) that does not fit between warm-up and end of the run."""
+    """Yield an error for each final decay (schedule wsd) longer than the updates after the warm-up."""
     for field, optimizer, updates in num_updates(recipe):
         rest = updates - optimizer.warmup_updates(updates)
         if recipe.train.steps and optimizer.schedule == "wsd" and (optimizer.decay_steps or 0) > rest:
@@ -226,7 +222,7 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
 
 @checks("model")
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if the policy's folder has the wrong head, or cannot get the value head that the run needs."""
+    """Yield an error if the policy's folder has the wrong head, or cannot get the value head needed by the run."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
             f"model.path = {recipe.model.path}: is a reward model without a language head; set model.path to a "
@@ -248,7 +244,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
         yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
-    # transformers packs experts in memory, whatever the files' form. So PEFT's names do not depend on the files.
+    # transformers packs experts in memory, whatever the files' form, so PEFT's names do not depend on the files.
     aliases = list_aliases(replace(shape, packs_experts=False))
     packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases else []
     if lora.rank and packed:
@@ -272,9 +268,9 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trackers", Cost.FILES)
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
-    """Yield an error for each tracker that cannot be used.
+    """Yield an error for each unusable tracker.
 
-    With `is_trained`, trackers are imported. An evaluation uses none, so only their names are checked.
+    `is_trained`: trackers are imported. An evaluation uses none, so only their names are checked.
     """
     from megarl.tracking.trackers import check, locate
 
@@ -291,14 +287,13 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of algorithm.reward_order = normalize_then_sum.
-
-    All parts of the reward must then come from reward functions.
+    """Yield errors of algorithm.reward_order = normalize_then_sum: all parts of the reward must be scores of
+    functions.
     """
     setting = "algorithm.reward_order = normalize_then_sum"
     algorithm = recipe.algorithm
     if unmet(recipe, "algorithm.reward_order") is not None:
-        return  # The check of conditions reports it.
+        return  # Another check reports the unmet condition.
     for source in recipe.sources:
         names = [function.name for function in source.recipe.reward.functions]
         if len(names) + (source.recipe.reward.model is not None) < 2:
@@ -357,7 +352,7 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if not recipe.is_on_policy:
         return
-    # This needs entropies before the update. With old_logprobs = rollout, the trainer makes no such pass.
+    # entropy_top_share needs the trainer's pass before the update. old_logprobs = rollout skips it.
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.entropy_top_share = {algorithm.entropy_top_share}: needs entropies computed by the trainer "
@@ -391,7 +386,7 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.state_weight = {algorithm.state_weight:g}: adds to one advantage for the whole sample, but "
             f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave one of both out"
         )
-    # With k equal to n all sets of k samples are one set, which has nothing to be compared with.
+    # With k = n there is only one set of k samples, and no other set to compare it with.
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= samples:
         yield (
             f"algorithm.pass_k = {algorithm.pass_k}: compares sets of k of a prompt's train.samples_per_prompt "
@@ -432,7 +427,7 @@ _OF_SAMPLES = ("entropy_collapsed",)
 
 
 def thresholds(recipe: Recipe) -> HealthConfig:
-    """Return the recipe's section `health`, with rules disabled that do not apply to its loop or algorithm."""
+    """Return the recipe's section `health` with inapplicable rules disabled, by loop and algorithm."""
     off = set(recipe.health.off)
     if recipe.loop != "rl":
         off.update(_OF_REWARDS)
@@ -455,8 +450,8 @@ def updates_like_adam(optimizer: OptimizerConfig) -> bool:
 def learning_rate_finding(recipe: Recipe, step: int = 0) -> BrokenRule | None:
     """Return a finding if the learning rate is unusual for the model; None: it is usual, or nothing is trained.
 
-    `step` is the last step before the start. Optimizers with updates of another size than Adam's have no usual range,
-    unless the recipe sets one.
+    `step` is the last step before the start. Optimizers whose updates differ in size from Adam's have a usual range
+    only if the recipe sets one.
     """
     usual_rates = recipe.health.learning_rate
     if (

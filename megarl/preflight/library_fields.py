@@ -1,6 +1,6 @@
-"""Checks of recipe fields passed on to Megatron-Core and vLLM, against the fields in the installed sources.
+"""Checks of recipe fields for Megatron-Core and vLLM, against the fields in the installed sources.
 
-The sources are parsed, not imported: importing either library takes longer than all other checks together.
+The sources are parsed, not imported: an import takes longer than all other checks together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 @checks("trainer")
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of `trainer.megatron`: fields without effect, or missing in Megatron-Core's TransformerConfig."""
+    """Yield errors of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
     settings = recipe.trainer.megatron
     # Parsing the libraries' sources below takes 0.1 s of CPU time.
     if not settings:
@@ -77,9 +77,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of router settings that conflict with router replay, where the engine's choice of experts
-    is used.
-    """
+    """Yield errors of settings with which the trainer would not use the engine's experts, despite router replay."""
     if settings.get("moe_router_fusion"):
         yield (
             "trainer.megatron.moe_router_fusion = True: the fused router chooses experts itself, so "
@@ -100,7 +98,7 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of `rollout.vllm`: fields missing in vLLM's EngineArgs, refused by megarl, or of a wrong type."""
+    """Yield errors of `rollout.vllm`: fields unknown to vLLM's EngineArgs, refused by megarl, or of a wrong type."""
     settings = recipe.rollout.vllm
     # Parsing vLLM's source takes 0.1 s of CPU time, and few recipes set its fields.
     known_fields = class_fields("vllm", "engine/arg_utils.py", "EngineArgs") if settings else {}
@@ -114,7 +112,7 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
 
 @cache
 def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
-    """Return the annotated fields of a class in an installed package, in order. Empty if package or file is missing."""
+    """Return the annotated fields of a class in an installed package, in order; empty if package or file is missing."""
     source = _read(package, file)
     classes = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == name]
     return {
@@ -126,8 +124,8 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 
 
 def supported_head_sizes() -> list[int]:
-    """Return the head sizes that vLLM's attention on CPUs supports. Empty if its source cannot be read."""
-    # In vLLM 0.30, this function's return statement lists them. For a later form, the list is empty.
+    """Return the head sizes of vLLM's attention on CPUs; empty if they cannot be read from its source."""
+    # In vLLM 0.30, the return statement of get_supported_head_sizes lists the sizes.
     source = _read("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
@@ -150,7 +148,7 @@ def _check(section: str, owner: str, field: str, value: Any, known_fields: Mappi
     if field not in known_fields:
         near = nearest(field, known_fields)
         hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
-        # Do not print strings: under a mistyped name, a secret is not recognised.
+        # Do not print strings: a secret under a mistyped name is not recognised as one.
         value_text = f" = {value!r}" if isinstance(value, bool | int | float) else ""
         yield f"{section}.{field}{value_text}: {owner} has no such field; {hint}"
     elif not accepts(known_fields[field], value):
@@ -167,8 +165,8 @@ def _format_value(section: str, field: str, value: Any) -> str:
 def accepts(annotation: ast.expr, value: Any) -> bool:
     """Return whether a recipe's value fits the type annotation of a library's field.
 
-    Checks bool, int, float, str, literals, lists of these, and unions. Any other annotation accepts everything. None
-    fits all annotations, because libraries annotate fields with default None as if they had another type.
+    Checked are bool, int, float, str, literals, lists of them, and unions. All other annotations accept everything.
+    None always fits, because libraries annotate fields with default None as if they had another type.
     """
     if value is None:
         return True

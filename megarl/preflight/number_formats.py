@@ -20,16 +20,16 @@ from megarl.preflight.registry import checks
 
 @checks("trainer", per_run=True)
 def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
-    """Yield errors if GPUs or installed libraries lack a number format that the recipe needs.
+    """Yield errors if GPUs or installed libraries lack a number format needed by the recipe.
 
-    With `is_start` this machine's GPUs are checked, else the GPUs named in the recipe.
+    With `is_start`, this machine's GPUs are checked, else the GPUs named in the recipe.
     """
     # `sizes.fp8_fit` reports a missing Transformer Engine, with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
     versions = library_versions() if has_libraries else None
     asked, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines
     engine_needs = {field: need for field, need in asked.items() if field.startswith("rollout.")}
-    # Engines on another kind of GPU are checked against it. All other needs concern the trainer's GPUs.
+    # Engines may have another kind of GPU. All other needs concern the trainer's GPUs.
     if engines is not None and engines.gpu_memory_gib is not None and engine_needs:
         named = _list_named_gpus("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
         yield from unmet_needs(engine_needs, named, versions)
@@ -40,7 +40,7 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
 
 @checks("cluster", per_run=True)
 def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
-    """Yield an error if this machine lacks the device of cluster.device. Runs on other machines are not checked."""
+    """Yield an error if this machine lacks the device of cluster.device. Other machines are not checked."""
     device = recipe.cluster.device
     if not is_start or recipe.cluster.launcher != "local":
         return
@@ -72,19 +72,17 @@ def _list_named_gpus(field: str, memory: float | str | None) -> list[Gpu]:
 
 
 EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
-"""Values of vLLM's option `moe_backend` that may lead to an FP8 backend whose weights megarl can write
+"""Values of vLLM's `moe_backend` that can select an FP8 backend whose weights megarl can write
 (`layouts.vllm_quantised.EXPERT_BACKENDS`).
 """
 LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass", "torch")
-"""Values of vLLM's option `linear_backend` that may lead to an FP8 kernel whose weights megarl can write
-(`layouts.vllm_quantised.LINEAR_KERNELS`). The kernel selected by `auto` is checked before an engine gets its first
-weights.
+"""Values of vLLM's `linear_backend` that can select an FP8 kernel whose weights megarl can write
+(`layouts.vllm_quantised.LINEAR_KERNELS`). The choice of `auto` is checked before an engine gets its first weights.
 """
 
 
 @checks("rollout")
 def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of a recipe whose engines have FP8 weights."""
     rollout = recipe.rollout
     if not recipe.has_engine or rollout.quantization == "none":
         return
@@ -110,13 +108,13 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 GROUP_COLUMNS = 128
-"""Columns of an activation sharing an FP8 scale. On GPUs, vLLM 0.30 asserts whole groups when the engine measures
-its memory (fp8_utils.per_token_group_quant_fp8).
+"""Columns of an activation with a common FP8 scale. On GPUs, vLLM 0.30 asserts whole groups
+(fp8_utils.per_token_group_quant_fp8) when the engine measures its memory.
 """
 
 
 def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
-    """Yield an error for each layer whose input on one engine rank does not consist of whole groups."""
+    """Yield an error for each layer whose input on one engine rank is not a whole number of groups."""
     tp = recipe.rollout.tp
     attention, router = shape.attention, shape.router
     inputs = {

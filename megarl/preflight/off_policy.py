@@ -1,4 +1,6 @@
-"""Checks of differences between the sampled and the trained distribution: sampling, stale tokens, rounding."""
+"""Checks of differences between the sampling and the trained distribution: sampling settings, stale tokens,
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from megarl.preflight.registry import checks
 
 @checks("rollout")
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of sampling settings that the trainer cannot reproduce.
+    """Yield errors of sampling settings that the trainer cannot reproduce in its log-probs.
 
-    The trainer applies temperature, top-p, top-k and min-p to its log-probs, and nothing else.
+    The trainer reproduces temperature, top-p, top-k and min-p.
     """
     vllm = recipe.rollout.vllm
     if recipe.has_engine and recipe.evaluation.sampling.min_p > 0 and vllm.get("speculative_config"):
@@ -35,7 +37,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
             f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM does not record the tokens that "
             "rollout.sampling.top_p, top_k or min_p kept under speculative decoding; leave it out, or all of these"
         )
-    # Trainer and engine compare log-probs, so these must be of the same distribution.
+    # Log-probs of trainer and engine are compared, so both must belong to the sampling distribution.
     if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield (
             f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs log-probs of the sampling "
@@ -45,7 +47,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def stragglers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of rollout.stragglers: what to do with incomplete groups when a step has enough complete ones."""
+    """Yield errors of rollout.stragglers: what happens to incomplete groups once a step has enough complete ones."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return
@@ -72,7 +74,7 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def staleness(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of training on stale tokens, that is, tokens sampled by older weights."""
+    """Yield errors of training on stale tokens, sampled by older weights."""
     rollout = recipe.rollout
     if unmet(recipe, "rollout.max_staleness") is not None:
         return
@@ -100,7 +102,7 @@ def off_policy_notices(recipe: Recipe) -> Iterator[str]:
 
 
 def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if a recipe sets importance_sampling none and still trains on stale tokens."""
+    """Yield a warning if stale tokens are trained with algorithm.importance_sampling = none."""
     if unmet(recipe, "rollout.max_staleness") is None and is_uncorrected(recipe):
         yield (
             "algorithm.importance_sampling = none: tokens up to rollout.max_staleness = "
@@ -110,7 +112,7 @@ def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
 
 
 def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if engines sample with FP8 weights and nothing corrects for the difference from the trainer."""
+    """Yield a warning if engines sample in FP8, and nothing corrects the difference from the trainer."""
     plain = {"quantization": "none", "kv_cache_dtype": "auto"}
     values = {name: getattr(recipe.rollout, name) for name in plain}
     settings = [f"rollout.{name} = {value}" for name, value in values.items() if value != plain[name]]
@@ -122,7 +124,7 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
 
 
 def kept_kv(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if rollout.recompute_kv is false: a log-prob then mixes several weight versions."""
+    """Yield a warning if rollout.recompute_kv is false: log-probs then mix several weight versions."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (
             "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "

@@ -31,7 +31,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
-    """Return a text about the recipe's sources. If their texts differ, each follows its source's name."""
+    """Return a description of the recipe's sources. If descriptions differ, each follows its source's name."""
     texts = {source.name: describe(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -103,7 +103,7 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
 def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
     """Return, in words, which groups dynamic sampling trains.
 
-    If the recipe names no metric, this depends on whether answers have verdicts.
+    Without dynamic_sampling_metric, this depends on whether answers have verdicts.
     """
     accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
     metric = recipe.algorithm.dynamic_sampling_metric
@@ -114,7 +114,7 @@ def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
         return f"groups of {accuracy}"
     if judged == {"none"}:
         return f"groups of {spread}"
-    # Whether all answers of a group have a verdict is known only with the first scores.
+    # Only the first scores show whether all answers of a group have a verdict.
     return f"groups of {accuracy}, or without verdicts of {spread}"
 
 
@@ -126,7 +126,7 @@ def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
 
 
 def _evaluation(recipe: Recipe) -> str:
-    """Return the row about evaluation: the validation sets, the steps, the attempts per problem and the temperature."""
+    """Return the row about evaluation: validation sets, steps, attempts per problem, temperature."""
     if not (names := recipe.validation_sets):
         return "none: no data.validation"
     evaluation = recipe.evaluation

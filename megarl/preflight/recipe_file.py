@@ -1,4 +1,4 @@
-"""Check of a recipe's file with further overrides, by the rules of a start."""
+"""A recipe's file with further overrides, checked by the rules of a start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.types import ConfigError
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's file with the command line's overrides. Callers try further overrides."""
+    """A recipe's file with the command line's overrides, to which callers add further ones on trial."""
 
     path: str | Path
     overrides: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class RecipeFile:
     def refusal(self, overrides: Sequence[str]) -> str | None:
         """Return the first error caused by further overrides; None: a start would accept them.
 
-        Only rules about fields are checked, not files. Errors that exist without these overrides do not count.
+        Only rules about fields are checked, not files. Errors without these overrides do not count.
         """
         try:
             recipe = load(self.path, (*self.overrides, *overrides))
@@ -38,7 +38,7 @@ class RecipeFile:
 
 
 def _field_faults(recipe: Recipe) -> list[str]:
-    """Return the errors of all sources of a recipe by the rules about fields."""
+    """Return the errors of all sources of a recipe, by the rules about fields."""
     messages: list[str] = []
     facts = {"is_start": False, "is_trained": True, "has_model": False}
     for source in recipe.sources:

@@ -1,4 +1,4 @@
-"""Checks of fields for the recovery from lost trainer ranks: cluster.recover, checkpoint.replicate."""
+"""Checks of the recovery from lost trainer ranks: cluster.recover, cluster.spare_nodes, checkpoint.replicate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megarl.preflight.registry import checks
 
 @checks("cluster", training_only=True)
 def recovery(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if the run could not recover from a lost rank as cluster.recover says."""
     is_replaced = recipe.cluster.recover == "restart" and recipe.cluster.launcher == "slurm"
     if recipe.cluster.spare_nodes and not is_replaced:
         yield (
@@ -26,7 +25,7 @@ def recovery(recipe: Recipe) -> Iterator[str]:
 
 @checks("checkpoint", training_only=True)
 def replication(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if copies of a state in host memory would be incomplete."""
+    """Yield an error if copies of the training state in host memory would be incomplete."""
     if recipe.checkpoint.replicate and recipe.trainer.router_replay:
         yield (
             f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies in host memory do not hold the experts "

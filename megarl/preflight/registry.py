@@ -15,10 +15,10 @@ from megarl.findings import Finding, finding_of_line
 from megarl.types import ConfigError, DataError
 
 Fault = str | DataError
-"""Error found by a check: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about its files."""
+"""Error found by a check: a line `FIELD = VALUE: problem; remedy` about the recipe, or a DataError about files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
-"""Names of the arguments that a check may have: `recipe`, `shape` (the policy's sizes), `dp` (data-parallel size),
+"""Names of arguments that a check can have: `recipe`, `shape` (the policy's sizes), `dp` (data-parallel size),
 `is_start` (ranks start from this machine), `is_trained` (ranks train), `has_model` (the policy's folder is complete).
 """
 
@@ -29,25 +29,25 @@ class Cost(IntEnum):
     """Cost of a check. Cheap checks run first."""
 
     FIELDS = 0
-    """The check reads recipe fields only."""
+    """Reads recipe fields only."""
     FILES = 1
-    """The check reads files, or imports a library or a user's code."""
+    """Reads files, or imports a library or a user's code."""
     MODEL = 2
-    """The check needs the policy's shape, so it runs only if config.json can be read."""
+    """Needs the policy's shape, so it runs only if config.json can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check: a function yielding errors of one recipe section."""
+    """Registered check: a function that yields errors of one recipe section."""
 
     section: str
     cost: Cost
     function: Callable[..., Iterable[Fault]]
     facts: tuple[str, ...]
     per_run: bool
-    """True: the check runs once for the whole recipe. False: once for each source of a mixture."""
+    """True: run the check once for the whole recipe. False: once per source of a mixture."""
     training_only: bool
-    """True: the check is skipped if only engines start, as for `megarl eval`."""
+    """True: skip the check if only engines start, as in `megarl eval`."""
 
 
 _CHECKS: list[Check] = []
@@ -56,9 +56,7 @@ _CHECKS: list[Check] = []
 def checks(
     section: str, cost: Cost = Cost.FIELDS, *, per_run: bool = False, training_only: bool = False
 ) -> Callable[[Function], Function]:
-    """Register the decorated function. It yields errors of a recipe section, and its parameters are names in
-    `FACTS`.
-    """
+    """Register the decorated function as a check of a recipe section. Its parameters are names in `FACTS`."""
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)
@@ -81,7 +79,7 @@ def load_checks() -> tuple[Check, ...]:
 
 
 def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Finding]:
-    """Yield the errors found by checks of these costs, for one source or (`per_run`) for the whole recipe."""
+    """Yield the errors found by checks of these costs, for one source, or with `per_run` for the whole recipe."""
     for check in load_checks():
         is_meant = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
         if check.cost in costs and is_meant:

@@ -15,7 +15,6 @@ from megarl.types import ConfigError
 
 @checks("reward", Cost.FILES)
 def reward_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the section `reward`, and of reward functions that cannot be found."""
     reward = recipe.reward
     only_teaches = recipe.loop == "distillation" and not recipe.trains_rewards and not recipe.data.validation
     if recipe.has_engine and not reward.functions and not only_teaches:
@@ -42,9 +41,7 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
 
 @checks("reward")
 def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of recipe fields needing accuracy although no reward function decides whether answers are
-    right.
-    """
+    """Yield an error for each recipe field that needs accuracy, if no reward function judges answers."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
     for need in accuracy_needs(recipe):

@@ -1,4 +1,4 @@
-"""Checks of the policy as its own teacher, and of the teacher's own prompts."""
+"""Checks of the policy as its own teacher, and of prompts written for the teacher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.preflight.registry import Cost, checks
 
 @checks("distillation", training_only=True)
 def own_teacher(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if a teacher with the policy's weights cannot differ from the policy, or has separate sizes."""
+    """Yield errors if a teacher with the policy's weights equals the policy, or has separate parallel sizes."""
     config = recipe.distillation
     if recipe.loop != "distillation" or config.teacher not in SELF_TEACHERS:
         return
@@ -68,7 +68,7 @@ def teacher_prompts(recipe: Recipe) -> Iterator[str]:
 
 @checks("distillation", Cost.FILES, training_only=True)
 def teacher_prompts_of_agents(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if an agent writes the prompts, because the teacher's prompts cannot be made from them."""
+    """Yield an error for a teacher's prompt if an agent writes the prompts, which cannot be rewritten."""
     has_prompt = recipe.loop == "distillation" and recipe.distillation.teacher_prompt is not None
     if has_prompt and is_agent(recipe.rollout.environment):
         yield (
@@ -79,13 +79,13 @@ def teacher_prompts_of_agents(recipe: Recipe) -> Iterator[str]:
 
 @checks("model", training_only=True)
 def teacher_positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if the policy, as its own teacher, has fewer positions than its longest sequence."""
+    """Yield an error if the longest sequence of the policy as its own teacher exceeds its positions."""
     if recipe.distillation.teacher in SELF_TEACHERS:
         yield from longest_teacher_sequence(recipe, shape)
 
 
 def longest_teacher_sequence(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """Yield an error if a teacher has fewer positions than its longest sequence."""
+    """Yield an error if the teacher's longest sequence exceeds its positions."""
     if recipe.teacher_tokens > teacher.max_position_embeddings:
         yield (
             f"distillation.max_teacher_tokens = {recipe.teacher_tokens}: exceeds the teacher's "

@@ -15,7 +15,7 @@ from megarl.preflight.registry import checks
 
 @checks("cluster")
 def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
-    """Yield errors if the ranks cannot be started: from this machine (`is_start`), or else by a job elsewhere."""
+    """Yield errors if the ranks cannot be started: from this machine (`is_start`), or by a job elsewhere."""
     cluster = recipe.cluster
     # A run resized within its job may have fewer ranks than the job has tasks.
     if cluster.launcher == "slurm" and is_start:
@@ -60,7 +60,7 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
 
 
 def _components(cluster: ClusterConfig) -> Iterator[str]:
-    """Yield an error if trainer nodes and engine nodes are not two components of one heterogeneous Slurm job."""
+    """Yield an error unless trainer nodes and engine nodes are the two components of a heterogeneous Slurm job."""
     engines = cluster.groups.engines
     assert engines is not None
     # Slurm numbers the components of a heterogeneous job from 0. The trainer's nodes come first.
@@ -84,7 +84,7 @@ checks("train")(sizes.batches)
 
 @checks("trainer")
 def forward_rows(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if passes without gradients are limited to fewer tokens than passes of an update."""
+    """Yield an error if passes without gradients have a lower token limit than passes of an update."""
     trainer = recipe.trainer
     if (
         forward_tokens := trainer.max_tokens_per_forward

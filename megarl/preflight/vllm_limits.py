@@ -1,4 +1,4 @@
-"""Checks of settings that vLLM would reject only after its start: head size, KV cache, platform features."""
+"""Checks of settings that vLLM would reject only after its start: head size, KV cache, stop tokens, drafters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from megarl.types import DataError
 
 @checks("rollout")
 def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of the engines' settings, if the run samples."""
     if not recipe.has_engine:
         return
     yield from _head_size(recipe, shape)
@@ -37,14 +36,14 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""vLLM's speculative-decoding methods that draft on the host. A step then waits for the previous result."""
+"""vLLM's speculative-decoding methods that draft on the host, and so wait for the results of the previous step."""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 _CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 
 
 def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of `speculative_config`: draft models and methods that megarl's engines do not support."""
+    """Yield errors of `speculative_config`: draft models and methods unsupported by megarl's engines."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
@@ -55,7 +54,7 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     elif (folder := drafter_folder(config)) is not None:
         yield from _published_drafter(recipe, shape, field, folder)
     elif method not in _WEIGHTLESS:
-        # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
+        # megarl's vLLM initialises all weights randomly, and a reshard writes only the policy's weights.
         kind = f"an {method} drafter's" if method and method.startswith("eagle") else "the draft model's"
         model_layers = "" if shape.draft_layers_problem else f" or to {MODEL_LAYERS}"
         yield (
@@ -79,7 +78,7 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
-    """Yield errors of an EAGLE-3 drafter with separate files."""
+    """Yield errors of an EAGLE-3 drafter in a separate folder."""
     settings = recipe.rollout.vllm["speculative_config"]
     for name in ("draft_load_config", "quantization", "parallel_drafting"):
         if settings.get(name):
@@ -101,7 +100,9 @@ def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str
 
 
 def _method_of(model: object) -> str | None:
-    """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: a model with weights."""
+    """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: it is a model with
+    weights.
+    """
     if model in ("ngram", "[ngram]"):
         return "ngram"
     # vLLM 0.30 takes a dotted import path for a custom drafter class.
@@ -128,7 +129,7 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if the KV cache of a rank cannot hold the longest possible sequence."""
+    """Yield an error if a rank's KV cache cannot hold the longest possible sequence."""
     rollout = recipe.rollout
     # With gpu_memory_utilization, vLLM sizes the cache itself. `preflight.memory.memory_fit` checks that case.
     if rollout.gpu_memory_utilization is not None or (block := block_tokens(recipe)) is None:
@@ -149,7 +150,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error for each stop token id outside the vocabulary. vLLM would accept it and never sample it."""
+    """Yield an error for each stop token id outside the vocabulary: vLLM accepts it and never samples it."""
     stop_tokens = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),

@@ -1,4 +1,4 @@
-"""Check of the free space on the disk of a run's folder, before the run starts."""
+"""Check of the free space on the disk of a run's folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.tracking.run_folder import run_path
 
 
 def check_disk(recipe: Recipe) -> None:
-    """Raise DiskFullError if the disk of the run's folder lacks space for the run's files and its largest save."""
+    """Raise DiskFullError if the disk of the run's folder lacks space for its files and its largest save."""
     check_space(run_path(recipe), LEAST_FREE_BYTES + _largest_save(recipe))
 
 
 def _largest_save(recipe: Recipe) -> int:
     """Return the bytes of a checkpoint or of the exported model, whichever is larger; 0: unknown.
 
-    It is unknown if the model is not downloaded yet, the run is on other machines, or other checks report errors.
+    Unknown: the model is not downloaded yet, the run is on other machines, or other checks report errors.
     """
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
     if not is_here or not recipe.train.steps or (models := planned_models(recipe)) is None:

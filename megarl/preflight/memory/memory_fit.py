@@ -1,4 +1,4 @@
-"""Check whether a recipe's predicted memory fits into the GPUs of its run."""
+"""Check whether a recipe's predicted memory fits into its GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
     table = judge.predict(recipe)
     if over := judge.overfull_phases(table):
         yield refusal(recipe, judge, over)
-    # With gpu_memory_utilization, the cache takes the rest of the GPU, so the cache may be too small.
+    # With gpu_memory_utilization, the cache gets the rest of the GPU, possibly too little.
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: leaves a KV cache of "

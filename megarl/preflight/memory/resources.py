@@ -75,7 +75,7 @@ def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]
 
 
 def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each field with a value, other than the default, that has not been run on a GPU."""
+    """Yield a warning for each field with a changed value that has not been run on a GPU."""
     for name, field in all_fields().items():
         if not annotated_with(name, UntriedOnGpu) or unmet(recipe, name) is not None:
             continue
@@ -88,7 +88,7 @@ def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
 
 
 def slower_layout(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if ranks on this machine's CPU share a model although each could hold it whole."""
+    """Yield a warning if ranks on this machine's CPU split a model although each could hold it whole."""
     if not runs_on_cpu() or recipe.cluster.launcher != "local":
         return
     sizes_of_recipe = {"trainer.tp": recipe.trainer.tp} | (
@@ -120,7 +120,7 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
 
 
 def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a warning about a model whose latent vectors transformers normalises with another constant."""
+    """Yield a warning if transformers would normalise the model's latent vectors with another constant."""
     if isinstance(shape.attention, Latent) and shape.norm_epsilon != _TRANSFORMERS_LATENT_EPSILON:
         yield (
             f"model.path = {recipe.model.path}: norms of latent vectors use rms_norm_eps = {shape.norm_epsilon:g}, as "
@@ -130,7 +130,7 @@ def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield warnings about linear attention on GPUs: missing kernels, and prompts computed without a cache."""
+    """Yield warnings about linear attention on GPUs: missing kernels, and prompts computed without a prefix cache."""
     linear = shape.linear_attention
     if linear is None:
         return
@@ -164,7 +164,7 @@ def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) ->
 
 
 def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
-    """Return, in words, which changes enlarge a small KV cache. The default size is named only if it is larger."""
+    """Return, in words, the changes that enlarge a small KV cache. The default is named only if it is larger."""
     alternatives = "or rollout.tp, or offload more (trainer.offload)"
     if recipe.rollout.gpu_memory_utilization is not None:
         return f"raise rollout.gpu_memory_utilization {alternatives}"
@@ -176,7 +176,7 @@ def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice about isolation layers that this machine lacks and sandbox.require does not demand."""
+    """Yield a notice about missing isolation layers on this machine that sandbox.require does not demand."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):

@@ -1,4 +1,4 @@
-"""Checks of the draft layers in the policy's checkpoint (multi-token prediction, MTP), for training or drafting."""
+"""Checks of draft layers in the policy's checkpoint (multi-token prediction, MTP): their training and their drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draft_layers_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def model_drafter_faults(recipe: Recipe, field: str) -> Iterator[str]:
-    """Yield errors of drafts by the policy's draft layers. `field` is the setting of the drafter."""
+    """Yield errors of drafting with the policy's draft layers. `field` is the setting of the drafter."""
     if not recipe.trainer.trains_draft_layers:
         yield f"{field}: a reshard writes only MTP layers that are trained; set trainer.mtp_loss_coefficient=0.1"
     if recipe.rollout.quantization != "none":

@@ -1,4 +1,4 @@
-"""Checks of trainer.exact: models, layouts and settings with different results in trainer and engine."""
+"""Checks of trainer.exact: models, layouts and settings for which trainer and engine have different results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.preflight.registry import checks
 ENGINE_OPTIONS = (
     "max_num_batched_tokens", "enable_prefix_caching", "disable_custom_all_reduce", "enable_expert_parallel",
 )  # fmt: skip
-"""Fields of rollout.vllm not changing the arithmetic on a CPU."""
+"""Fields of rollout.vllm without influence on the arithmetic on a CPU."""
 
 
 @checks("trainer", training_only=True)
 def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a reason for each model part, layout and setting making trainer and engine round differently."""
+    """Yield a reason for each model part, layout and setting with which trainer and engine round differently."""
     if not recipe.exact_blocks:
         return
     reasons = (
@@ -84,7 +84,7 @@ def _layout_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _adds_alike(first: int, second: int) -> bool:
-    """Return whether tensor-parallel groups of these sizes can add the products of ranks in the same order."""
+    """Return whether tensor-parallel groups of both sizes can add their ranks' products in the same order."""
     small, large = sorted((first, second))
     # Each rank of the smaller group adds its blocks in pairs. The larger group adds in the same order only if the ratio
     # of sizes is a power of two.

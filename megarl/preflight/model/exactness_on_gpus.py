@@ -1,7 +1,7 @@
-"""Operators in which trainer and engine cannot be bit-equal on NVIDIA GPUs, read from the sources of both.
+"""Operators in which trainer and engine cannot be bit-equal on NVIDIA GPUs, according to the sources of both.
 
-vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) is compared with Megatron-Core's (`batch_invariant_mode`). Neither
-mode has been run under megarl.
+vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) is compared with Megatron-Core's (`batch_invariant_mode`). megarl has
+run neither.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.families.parts import GroupedQuery
 from megarl.families.shape import ModelShape
 
 BLOCK = 64
-"""Elements of the inner dimension K that Megatron-Core's batch-invariant product adds at once, in bfloat16."""
+"""Elements of the inner dimension K added at once by Megatron-Core's batch-invariant product in bfloat16."""
 
 UNEQUAL_PRODUCTS = {
     "ada": frozenset({(2048, 6144)}),
@@ -28,8 +28,8 @@ UNEQUAL_PRODUCTS = {
         }
     ),
 }  # fmt: skip
-"""Shapes (outputs, inputs) of weights where vLLM's tuned table has another block size of the inner dimension than
-`BLOCK`. Keys are the table's names of GPU architectures.
+"""Shapes (outputs, inputs) of weights for which vLLM's tuned table has another block size of K than `BLOCK`. Keys are
+the table's names of GPU architectures.
 """
 
 OPERATORS = {
@@ -41,11 +41,11 @@ OPERATORS = {
     ),
     "SwiGLU": "vLLM has a CUDA kernel, Megatron-Core code compiled by Inductor",
 }
-"""Why an operator of a dense layer differs."""
+"""Reasons why an operator of a dense layer differs."""
 
 
 def gpu_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a reason for each operator with different arithmetic on GPUs. The last reason: no operator was run
+    """Yield a reason for each operator with different arithmetic on GPUs. The last reason: no operator was ever run
     there.
     """
     for operator, reason in OPERATORS.items():
@@ -71,7 +71,7 @@ def gpu_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _products(shape: ModelShape, tp: int) -> dict[str, tuple[int, int]]:
-    """Return the weights' shapes (outputs, inputs) on one engine rank of `tp`, by the layer's name in vLLM."""
+    """Return the weights' shapes (outputs, inputs) on one of `tp` engine ranks, by the layer's name in vLLM."""
     hidden, attention = shape.hidden_size, shape.attention
     products = {
         "gate_up_proj": (2 * shape.intermediate_size // tp, hidden),

@@ -1,4 +1,4 @@
-"""Checks of the model folders of policy, critic, reward model and teachers, and whether the models fit each other."""
+"""Checks of the folders of policy, critic, reward model and teachers, and whether the models fit each other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from megarl.types import DataError
 
 @checks("distillation", training_only=True)
 def teachers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if a source of the mixture lacks a teacher, or if the teachers' parallel sizes do not fit the
-    ranks.
-    """
+    """Yield errors if a source of the mixture lacks a teacher, or the teachers' parallel sizes do not fit the ranks."""
     if recipe.loop != "distillation" or not recipe.train.steps:
         return
     # Teachers with their own sizes repeat the trainer's checks. Drop errors already reported for the trainer.
@@ -44,9 +42,9 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """Yield errors if a teacher's sizes are not divisible by its parallel sizes (by default the trainer's)."""
+    """Yield errors if a teacher's sizes are not divisible by its parallel sizes (default: the trainer's)."""
     teacher_recipe = recipe.for_teachers
-    # Only the policy replays expert choices, so skip checks of router_replay for a teacher.
+    # Only the policy replays experts, so a teacher skips the checks of router_replay.
     teacher_recipe = teacher_recipe.model_copy(
         update={"trainer": teacher_recipe.trainer.model_copy(update={"router_replay": False})}
     )
@@ -61,14 +59,13 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
 
 
 def _name_teachers_sizes(text: str) -> str:
-    """Replace the names of the trainer's parallel sizes in an error line by the teachers' names."""
+    """Replace the trainer's parallel sizes in an error line by the teachers': trainer.tp by distillation.tp."""
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
 
 def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
-    """Yield errors if a teacher has no language-model head, or shares too few tokens with the policy.
-
-    `distillation.top_k` is the minimum.
+    """Yield errors if a teacher has no language head, or fewer than `distillation.top_k` tokens in common with the
+    policy.
     """
     folder, config = recipe.further_models[field], recipe.distillation
     if teacher.has_value_head:
@@ -86,7 +83,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
-        # Layers without a place in the trainer are errors of the recipe (`model_sizes`), not of the folder.
+        # Draft layers that the trainer cannot train are an error of the recipe, not of the folder.
         is_trained = recipe.trainer.trains_draft_layers and shape.draft_layers_problem is None
         yield from map(DataError, tensor_faults(folder, shape.with_draft_layers(is_trained)))
     yield from map(DataError, _tokens_beyond(folder, shape))
@@ -94,7 +91,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
 
 @checks("model", training_only=True)
 def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
-    """Yield errors in the folders of critic, reward model and teacher: DataErrors for files, else texts."""
+    """Yield errors of critic, reward model and teachers: DataErrors about files, else texts."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
@@ -151,9 +148,9 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
 
 
 def _tokens(folder: str) -> tuple[object, object]:
-    """Return vocabulary and added tokens of a folder's tokenizer, to compare two tokenizers.
+    """Return vocabulary and added tokens of a folder's tokenizer, for a comparison of two tokenizers.
 
-    Embedding sizes cannot be compared, because models pad them differently.
+    Embedding sizes are not compared, because models pad them differently.
     """
     tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

@@ -20,7 +20,7 @@ checks("trainer")(model_sizes.model_fit)
 def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
     """Yield errors if libraries, GPUs or the model's sizes do not allow FP8 training.
 
-    Without `is_start`, the GPUs named by `cluster.gpu_memory_gib` count instead of this machine's.
+    Without `is_start`, the GPUs of `cluster.gpu_memory_gib` are checked instead of this machine's.
     """
     trainer = recipe.trainer
     is_elsewhere = not is_start and isinstance(recipe.cluster.gpu_memory_gib, str)
@@ -68,7 +68,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of sending tokens to experts by DeepEP (trainer.moe_dispatcher = flex)."""
+    """Yield errors of trainer.moe_dispatcher = flex: DeepEP sends tokens to experts."""
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
         return
@@ -101,7 +101,7 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
     """Yield an error if prompt and completion exceed the model's max_position_embeddings.
 
-    `is_evaluated`: completions of evaluations are checked too.
+    `is_evaluated`: check completions of evaluations too.
     """
     if not recipe.has_engine:
         return
