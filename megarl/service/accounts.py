@@ -10,31 +10,31 @@ from pathlib import Path
 
 from megarl.types import ConfigError
 
-# The file holds hashes instead of keys, so reading it gives no access.
+# The file holds hashes of keys, so reading it gives no access.
 _LINE = re.compile(r"^([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})$")
 LOCAL = "local"
 """Account of all clients of a service without a file of keys."""
 
 
 class Accounts:
-    """Accounts by the hashes of their keys; None: every key is accepted, as the account `local`."""
+    """Accounts by the hashes of their keys. None: every key is accepted, as the account `local`."""
 
     def __init__(self, hashes: dict[str, str] | None) -> None:
         self._hashes = hashes
 
     def owner_of(self, key: str) -> str | None:
-        """Return the account of a key; None if there is none."""
+        """Return the account of a key; None: there is none."""
         if self._hashes is None:
             return LOCAL
-        # aiohttp decodes bytes that are not UTF-8 to surrogates. A strict encode would raise at them.
+        # aiohttp decodes invalid UTF-8 to surrogates, and a strict encode would raise.
         digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
-        # All are compared, each in constant time: the time of an answer reveals no hash.
+        # Compare with all hashes, each in constant time: the duration of an answer must reveal nothing.
         owners = [name for name, known in self._hashes.items() if hmac.compare_digest(digest, known)]
         return owners[0] if owners else None
 
 
 def read_accounts(file: Path | None, host: str) -> Accounts:
-    """Return the accounts of a file. Raises ConfigError for a wrong file, or an open address without a file."""
+    """Return the accounts of a file. Raises ConfigError for an invalid file, or an open address without a file."""
     if file is None:
         if not _is_loopback(host):
             raise ConfigError(
@@ -63,7 +63,7 @@ def read_accounts(file: Path | None, host: str) -> Accounts:
 
 def _is_loopback(host: str) -> bool:
     try:
-        # Other names may resolve to any address, so they count as open.
+        # Other host names may resolve to any address, so they count as open.
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -1,4 +1,6 @@
-"""Admission of requests to a service by what waits: tokens and bytes of each account, and tokens of all accounts."""
+"""Admission of requests to a service by the waiting work: tokens and bytes of each account, and tokens of all
+accounts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from megarl.service.refusals import BusyError
 
 BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
-"""Bytes of the body of the current task's request. The routes set it."""
+"""Size in bytes of the current request's body. The routes set it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +23,15 @@ class QueueLimits:
     A sampling request counts as if each sample had its maximum length.
     """
 
-    # A training token occupies about 16 bytes of a waiting request: 2 GiB in all. The command has these defaults too.
+    # A training token occupies about 16 bytes of a waiting request: 2 GiB in all. The command has the same defaults.
     tokens: int = 1 << 27
     tokens_per_key: int = 1 << 25
-    # A call of SDK 0.38 is sent in chunks of 5 MB, which wait for the first one. About 400 of them fit.
+    # SDK 0.38 sends a call in chunks of 5 MB, which wait for the first chunk. About 400 chunks fit.
     bytes_per_key: int = 2 << 30
 
 
 class Admission:
-    """Counts tokens and bytes of accepted requests until they finish, and bytes of bodies while they are read."""
+    """Counts tokens and bytes of accepted requests until they finish, and bytes of bodies during the read."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
@@ -38,12 +40,14 @@ class Admission:
         self._bytes: Counter[str] = Counter()
         """Bytes of the bodies of unfinished requests by account."""
         self._read_bytes: Counter[str] = Counter()
-        """Bytes of the bodies that are being read by account."""
+        """By account: bytes of the bodies now being read."""
 
     def check(self, owner: str, tokens: int) -> None:
-        """Raise BusyError if a request of so many tokens exceeds a limit. An account without any is always accepted."""
+        """Raise BusyError if a request of this many tokens exceeds a limit. An account without other requests is
+        accepted.
+        """
         num_tokens, limits = self._tokens[owner], self._limits
-        # Otherwise a request above the limit, or other accounts' requests, could keep an account out for ever.
+        # Otherwise the limit, or other accounts' requests, could keep an account out for ever.
         if not num_tokens:
             return
         if num_tokens + tokens > limits.tokens_per_key:
@@ -55,7 +59,7 @@ class Admission:
             raise BusyError(f"all keys together have at most {limits.tokens} tokens waiting; send the request again")
 
     def has_room(self, owner: str, num_bytes: int) -> bool:
-        """Return whether a body of so many bytes fits among those of the account's unfinished requests."""
+        """Return whether a body of this many bytes fits among the account's unfinished requests."""
         return self._bytes[owner] + num_bytes <= self._limits.bytes_per_key
 
     def no_room_message(self, owner: str, num_bytes: int) -> str:
@@ -67,11 +71,11 @@ class Admission:
 
     @contextmanager
     def reading(self, owner: str, num_bytes: int) -> Iterator[None]:
-        """Context that counts a request's body while it is read.
+        """Count a request's body while it is read.
 
-        Raises BusyError if the bodies that an account sends at this time exceed its limit of bytes.
+        Raises BusyError if the bodies that an account sends now exceed its limit of bytes.
         """
-        # An account reads at least one body at a time, whatever the limit.
+        # An account may always send one body, whatever the limit.
         if self._read_bytes[owner] and self._read_bytes[owner] + num_bytes > self._limits.bytes_per_key:
             raise BusyError(
                 f"this key sends {self._read_bytes[owner] / 2**20:.0f} MiB at once, and at most "

@@ -1,4 +1,4 @@
-"""Work that goes on when the request that began it is cancelled."""
+"""Work that continues after the request that began it is cancelled."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """The running tasks of this kind."""
-
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run_to_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await work that goes on if its request is cancelled, for example by the end of a session.
+        """Await work that continues if its request is cancelled, for example by the end of a session.
 
-        Ranks cannot leave a collective. A folder that vanished under them would be an error of theirs, which ends the
-        whole service.
+        Ranks cannot leave a collective. If a folder vanished during their call, their error would end the whole
+        service.
         """
         return await asyncio.shield(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         task = asyncio.create_task(work)
-        # asyncio itself keeps only weak references to tasks.
+        # asyncio keeps only weak references to tasks.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

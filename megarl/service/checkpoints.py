@@ -1,6 +1,7 @@
-"""Checkpoints of the service on disk, by the SDK's names: tinker://RUN/weights/NAME and tinker://RUN/sampler_weights/NAME.
+"""Checkpoints of the service on disk, by the SDK's names: tinker://RUN/weights/NAME and
+tinker://RUN/sampler_weights/NAME.
 
-RUN is a model's id. Each checkpoint is a folder with a record of its owner; without the record it is incomplete.
+RUN is a model's id. A checkpoint is a folder with a record of its owner. A folder without a record is incomplete.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ KINDS = ("weights", "sampler_weights")
 """Kinds of checkpoints: to train on, and to sample from."""
 _RECORD = "service.json"
 _PARTIAL = ".partial_"
-"""Beginning of the names of unfinished folders."""
-# A state of rank-32 adapters of a 14B model has 1.5 GB, so this is about 700 of them.
+"""Prefix of the names of unfinished folders."""
+# About 700 states of a 14B model with rank-32 adapters, 1.5 GB each.
 MOST_BYTES = 2**40
 """Default of the maximum bytes of one account's checkpoints."""
-# Every listing, and every save, reads the records of an account.
+# Every listing and every save reads all records of an account.
 MOST_CHECKPOINTS = 2000
 """Maximum checkpoints of one account."""
 
 
 class Stored(NamedTuple):
-    """A complete checkpoint: its run, kind, name, the SDK's name of it, and its record."""
+    """A complete checkpoint: its run, kind, name, SDK name, and record."""
 
     run: str
     kind: str
@@ -48,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a folder, each with an owner, at most `most_bytes` of one owner.
+    """The checkpoints in a folder. Each has an owner; one owner may have `most_bytes`.
 
     `report` is called once with a sentence about each file that cannot be deleted.
     """
@@ -62,9 +63,9 @@ class Checkpoints:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         reports = FirstOfEachKind(report)
-        # Once for each file: `delete_expired` tries again every half a minute.
+        # Report each file once: `delete_expired` retries every half a minute.
         self._report: Report = lambda text: reports.tell(text, text)
-        # The clock is wall-clock time by default: expiry continues across restarts of the service.
+        # Wall-clock time by default, so that expiry continues across restarts of the service.
         self._folder, self._clock, self._most_bytes = folder, clock, most_bytes
         self._readers: Counter[Path] = Counter()
         self._recover()
@@ -89,23 +90,23 @@ class Checkpoints:
                 f"this key has {len(checkpoints)} checkpoints with {num_bytes / 2**30:.1f} GiB; the limits are "
                 f"{MOST_CHECKPOINTS} and {self._most_bytes / 2**30:g} GiB. Delete some (RestClient.delete_checkpoint)"
             )
-        # Names of clients cannot begin with a dot, so no request reaches an unfinished folder.
+        # Clients' names cannot begin with a dot, so no request reaches an unfinished folder.
         partial = self._folder / run / kind / f"{_PARTIAL}{secrets.token_hex(4)}"
         partial.mkdir(parents=True)
         return partial
 
     def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
-        """Rename a written folder to `name`, in place of an earlier checkpoint. It expires after `ttl_seconds`.
+        """Rename a written folder to `name`. It replaces an earlier checkpoint, and expires after `ttl_seconds`.
 
-        `record` names its owner. Raises UserError if the earlier one is being read, and OSError if the disk is full:
-        the earlier one stays.
+        `record` names its owner. Raises UserError if the earlier checkpoint is being read, and OSError if the disk is
+        full. The earlier one then stays.
         """
         folder = partial.with_name(name)
         self._refuse_if_read(folder)
         now = self._clock()
         times = {"time": now, "expires": None if ttl_seconds is None else now + ttl_seconds}
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-        # The record comes before the rename, so every named folder has an owner.
+        # Write the record before the rename, so that every named folder has an owner.
         replace_text(partial / _RECORD, json.dumps(record | times | {"size_bytes": size}))
         replace_folder(partial, folder)
 
@@ -116,18 +117,18 @@ class Checkpoints:
         if not path.startswith("tinker://") or len(parts) != 3:
             raise not_found
         run, kind, name = parts
-        # Checked before it becomes a path: the text is a client's.
+        # Check the client's text before it becomes a path.
         if not _RUN.match(run) or kind not in KINDS or not _NAME.match(name):
             raise not_found
         folder = self._folder / run / kind / name
         record = self._read_record(folder)
-        # Foreign, expired and missing checkpoints have one answer, so that names cannot be probed.
+        # Foreign, expired and missing checkpoints get the same answer, so that names cannot be probed.
         if record is None or record.get("owner") != owner or self._is_expired(record):
             raise not_found
         return folder, record
 
     def list_stored(self, owner: str, run: str | None = None) -> list[Stored]:
-        """Return an owner's checkpoints, of one run or of all, newest first."""
+        """Return an owner's checkpoints, newest first. `run` selects one run."""
         if run is not None and not _RUN.match(run):
             return []
         checkpoints = []
@@ -139,14 +140,16 @@ class Checkpoints:
         return sorted(checkpoints, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
-        """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read or the disk fails."""
+        """Delete an owner's checkpoint. Raises NotFoundError. Raises UserError if it is being read or the disk
+        fails.
+        """
         folder, _ = self.find(path, owner)
         self._refuse_if_read(folder)
         if not self._remove(folder):
             raise UserError(f"path = {path}: was not deleted, because the disk of the service fails; try again later")
 
     def set_lifetime(self, path: str, owner: str, ttl_seconds: int | None) -> None:
-        """Let an owner's checkpoint expire after some seconds from now; None: never.
+        """Let an owner's checkpoint expire `ttl_seconds` from now; None: never.
 
         Raises NotFoundError, and OSError if the disk is full.
         """
@@ -156,10 +159,10 @@ class Checkpoints:
 
     @contextmanager
     def reading(self, folder: Path, saved_at: float) -> Iterator[None]:
-        """Context in which ranks read a checkpoint: it is neither deleted nor replaced.
+        """Keep a checkpoint from deletion and replacement while ranks read it.
 
-        `saved_at` is the time in its record. Raises NotFoundError if another checkpoint has its place. Raises UserError
-        for damaged files and a failing disk.
+        `saved_at` is the time in its record. Raises NotFoundError if another checkpoint has replaced it. Raises
+        UserError for damaged files and a failing disk.
         """
         path = self.path_of(folder.parent.parent.name, folder.parent.name, folder.name)
         record = self._read_record(folder)
@@ -169,7 +172,7 @@ class Checkpoints:
         self._readers[folder] += 1
         try:
             yield
-        # The texts of these errors name folders of the service, so they are for the operator.
+        # These errors name folders of the service: only the operator may see them.
         except DataError as error:
             raise UserError(
                 f"path = {path}: its files are damaged, or an earlier version of the service saved it. Load another "
@@ -187,24 +190,23 @@ class Checkpoints:
         for record_file in self._folder.glob(f"*/*/*/{_RECORD}"):
             folder = record_file.parent
             record = self._read_record(folder)
-            # One unreadable record must not keep the others from expiring.
+            # One unreadable record must not keep other checkpoints from expiring.
             if record is not None and self._is_expired(record) and not self._readers[folder]:
                 self._remove(folder)
 
     def _recover(self) -> None:
-        """Complete or undo what a killed service left: replaced checkpoints without successor, unfinished folders."""
+        """After a kill, complete or undo the replacement of checkpoints, and delete unfinished folders."""
         for kind_folder in self._folder.glob("*/*"):
             end_replacements(kind_folder)
         for partial in self._folder.glob(f"*/*/{_PARTIAL}*"):
             self.discard(partial)
 
     def discard(self, partial: Path) -> None:
-        """Delete an unfinished folder."""
         delete_tree(partial, self._report)
 
     def _remove(self, folder: Path) -> bool:
         """Delete a checkpoint. Returns whether its name is free."""
-        # The record goes first: a folder that is half deleted does not exist.
+        # Delete the record first: a half-deleted folder then does not count as a checkpoint.
         if not delete_file(folder / _RECORD, self._report):
             return False
         delete_tree(folder, self._report)
@@ -215,12 +217,12 @@ class Checkpoints:
             raise UserError(f"{folder.name}: this checkpoint is being loaded; try again when that has ended")
 
     def _read_record(self, folder: Path) -> dict[str, Any] | None:
-        """Return a checkpoint's record; None if it is incomplete or unreadable."""
+        """Return a checkpoint's record; None: it is incomplete or unreadable."""
         try:
             record = json.loads((folder / _RECORD).read_text())
         except (OSError, ValueError):
             return None
-        # Records of earlier versions have neither time nor size.
+        # Records of earlier versions lack time and size.
         return {"time": 0.0, "size_bytes": 0} | record if isinstance(record, dict) else None
 
     def _is_expired(self, record: dict[str, Any]) -> bool:

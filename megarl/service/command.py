@@ -34,21 +34,21 @@ from megarl.tracking.display import Display
 from megarl.types import ConfigError
 
 _WORKERS = "megarl.service.rank_worker"
-"""Module with the classes of the workers on the ranks."""
+"""Module with the worker classes of the ranks."""
 ENGINE_SLOTS = 4
-"""Number of adapters in use by an engine at once, unless the command says otherwise."""
+"""Default number of adapters that an engine uses at once."""
 _ENGINE_SECONDS = 0.1
 """Maximum seconds of sampling in one call of an engine."""
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
 UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")
-"""Sections of a recipe without use in a service: the client's program has their contents."""
+"""Sections of a recipe that a service ignores: the client's program does their work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """A service with checked inputs, ready to start. `folder` holds its logs and checkpoints.
 
-    `num_slots` is the number of adapters in use by an engine at once; 0: it gets merged weights.
+    An engine uses `num_slots` adapters at once. 0: adapters are merged into the engine's weights.
     """
 
     recipe: Recipe
@@ -90,14 +90,14 @@ def prepare(
     tokens.
     """
     accounts = read_accounts(keys, host)
-    # A missing or unknown SDK is reported now, before any rank starts.
+    # Report a missing or unknown SDK now, before any rank starts.
     wire.messages()
     written = load(file, overrides)
     if problems := list(_unfit_fields(written)):
         raise ConfigError(error_page(f"recipe {written.name} for a service", problems))
     display = Display()
     download_missing(written, display.info)
-    # The loop's models are removed first, because the memory is planned for the service alone.
+    # Remove the loop's models first: the memory is planned for the service alone.
     recipe = with_memory_defaults(_for_service(written), is_start=True)
     parallel = check(recipe)
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
@@ -139,7 +139,7 @@ def prepare(
 
 
 def _unfit_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each field without support in a service."""
+    """Yield an error for each field that a service does not support."""
     if recipe.loop != "rl":
         yield f"loop = {recipe.loop}: a service trains and samples; give a recipe with loop rl"
     if not recipe.lora.rank:
@@ -171,8 +171,8 @@ def _unfit_fields(recipe: Recipe) -> Iterator[str]:
 
 
 def _for_service(recipe: Recipe) -> Recipe:
-    """Return the recipe without the models and tasks of its loop. Clients bring data, rewards and losses."""
-    # None could turn the overlap on, but gradients of several calls add up before one reduction.
+    """Return the recipe without models and tasks of a training loop. Clients bring data, rewards and losses."""
+    # None could enable overlap. But gradients of several calls add up before one reduction.
     trainer = recipe.trainer.model_copy(update={"overlap_grad_reduce": False, "share_prefixes": "off"})
     return recipe.model_copy(update={"trainer": trainer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()})
 
@@ -180,22 +180,22 @@ def _for_service(recipe: Recipe) -> Recipe:
 async def run(service: Service, announce: Callable[[str], object]) -> None:
     """Start the ranks, and serve until a signal arrives. `announce` is called with the URL.
 
-    Raises StoppedError, or RunFolderLockedError if another service has the folder.
+    Raises StoppedError. Raises RunFolderLockedError if another service uses the folder.
     """
     recipe, display = service.recipe, Display()
     logs, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
     with storage_faults_named(logs):
         logs.mkdir(parents=True, exist_ok=True)
-        # Two services of one folder would delete each other's models.
+        # Two services in one folder would delete each other's models.
         lock = FolderLock(service.folder / "service", recipe.name)
-        # Sessions end with their service, so nobody can ask for the models that an earlier one left here.
+        # Sessions end with their service: nobody can ask for the models that an earlier service left here.
         delete_tree(idle_folder, display.warn)
-        # A file of another user may be left in it.
+        # Another user's file may be left in it.
         idle_folder.mkdir(exist_ok=True)
     with leaving_on_signals("the service has ended; named checkpoints remain, and can be loaded after the next start"):
         async with AsyncExitStack() as stack:
             stack.callback(lock.release)
-            # After the ranks have ended: nobody can ask for these models again.
+            # Runs after the ranks have ended: nobody can ask for these models any more.
             stack.callback(delete_tree, idle_folder, display.warn)
             ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)
             stack.push_async_callback(ranks.close)
@@ -211,15 +211,15 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             )
             server = make_server(desk, service.accounts)
             url = await server.start(service.host, service.port)
-            # The stack closes in reverse order: the server ends before the ranks that serve its requests.
+            # The stack closes in reverse: the server ends before the ranks that serve its requests.
             stack.push_async_callback(server.close)
             announce(url)
-            # Until a signal cancels it, or the ranks fail.
+            # Wait until a signal cancels this, or the ranks fail.
             await trainer.failure
 
 
 async def construct_workers(ranks: RunRanks, service: Service) -> None:
-    """Construct a worker on each rank: of trainer and engine, or of one of them."""
+    """Construct a worker on each rank, with trainer, engine or both."""
     recipe, parallel = service.recipe, service.parallel
     settings = {"recipe": recipe, "parallel": parallel, "topology": ranks.trainers.topology}
     slots = {"num_slots": service.num_slots}
@@ -234,13 +234,13 @@ async def construct_workers(ranks: RunRanks, service: Service) -> None:
 
 
 def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path, report: Callable[[str], object]) -> RankTrainer:
-    """Return the trainer of a service on ranks with workers. Call its `start` before anything else.
+    """Return the trainer of a service. Call its `start` first.
 
-    `idle_folder` exists on every node, for models without calls. `report` is called with faults of the disk.
+    `idle_folder` exists on every node, for idle models. `report` is called with disk faults.
     """
     recipe, parallel = service.recipe, service.parallel
     num_running = recipe.rollout.max_concurrent_requests
-    # Adapters are written between two calls of an engine. With shorter calls, requests for new versions wait less.
+    # Adapters are written between two calls of an engine. Short calls let requests for new versions wait less.
     pool = EnginePool(ranks, parallel, max_running=2 * num_running, budget_seconds=_ENGINE_SECONDS)
     return RankTrainer(
         service.served,

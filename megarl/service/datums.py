@@ -1,7 +1,7 @@
-"""Datums of a client as a batch of sequences.
+"""A client's datums as a batch of sequences.
 
-Position i of a datum's arrays belongs to its target i. The batch has one token more. Entry i + 1 of its arrays belongs
-to the prediction of token i + 1, and target i is the label of this prediction.
+Position i of a datum's arrays belongs to its target i. A batch's sequence has one token more: entry i + 1 of its arrays
+belongs to the prediction of token i + 1, with target i as the label.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megarl.service.refusals import UserError
 from megarl.service.wire import Datum
 
 _ARRAYS = {"weights": "token_weights", "logprobs": "old_logprobs", "advantages": "advantages"}
-"""megarl's names of a client's arrays."""
+"""Names of a client's arrays, with megarl's names."""
 
 
 def make_batch(datums: Sequence[Datum], loss: str, *, vocab_size: int, max_tokens: int) -> TokenBatch:
-    """Return the batch of a call. Raises UserError with the first faulty datum and array.
+    """Return a call's batch. Raises UserError with the first faulty datum and array.
 
     `max_tokens` is the size of the trainer's rows in tokens.
     """
     for number, datum in enumerate(datums):
         _check_datum(datum, f"data[{number}]", loss, vocab_size=vocab_size, max_tokens=max_tokens)
     sequences = [np.append(datum.token_ids, datum.inputs["target_tokens"][-1:]) for datum in datums]
-    # Targets need not be the next input tokens, so labels are separate from the sequence.
+    # Targets need not be the next input tokens: labels are separate from the sequence.
     labels = [_shifted(datum.inputs["target_tokens"]) for datum in datums]
-    # The first token of a sequence has no prediction.
+    # Nothing predicts a sequence's first token.
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
     if loss == "gspo":
         masks = [_shifted(datum.inputs["sequence_ratio_mask"]) > 0 for datum in datums]
@@ -62,7 +62,7 @@ def _check_datum(datum: Datum, place: str, loss: str, *, vocab_size: int, max_to
     num_tokens = len(datum.token_ids)
     if not num_tokens:
         raise UserError(f"{place}.model_input is empty: give at least one token")
-    # The sequence of the trainer has one token more.
+    # The trainer's sequence has one token more.
     if num_tokens + 1 > max_tokens:
         raise UserError(
             f"{place}.model_input has {num_tokens} tokens: this service trains at most {max_tokens - 1} at once "
@@ -71,7 +71,7 @@ def _check_datum(datum: Datum, place: str, loss: str, *, vocab_size: int, max_to
     required_names = {"target_tokens", *LOSSES[loss].inputs}
     if missing_names := sorted(required_names - datum.inputs.keys()):
         raise UserError(f"{place}.loss_fn_inputs.{missing_names[0]} is missing: {loss} needs it")
-    # A dropped array would silently train another loss than the client means.
+    # Without this array, silently another loss than the client's would be trained.
     if unused_names := sorted(datum.inputs.keys() - required_names):
         raise UserError(f"{place}.loss_fn_inputs.{unused_names[0]:.50}: {loss} does not use it; leave it out")
     for name, values in datum.inputs.items():

@@ -1,4 +1,4 @@
-"""Deletion of files that are no longer needed. What cannot be deleted is reported, and is not an error."""
+"""Deletion of files that are no longer needed. A file that cannot be deleted is reported, and is no error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Report = Callable[[str], object]
-"""Function called with a sentence about each file that stays on the disk."""
+"""Function called with a sentence about each file that cannot be deleted."""
 
 
 def delete_file(file: Path, report: Report) -> bool:

@@ -1,4 +1,4 @@
-"""The service's desk: the parts that serve requests of each kind, and what ends by time."""
+"""The service's desk: handlers for each kind of request, and everything that ends by time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from megarl.service.sessions import Sessions
 from megarl.service.trainer import ServedModel, Trainer
 from megarl.service.training_calls import TrainingCalls
 
-# SDK 0.38 sends a heartbeat every 10 seconds, so only a lost client is silent for so long.
+# SDK 0.38 sends a heartbeat every 10 seconds, so only a lost client is silent for this long.
 SILENT_SECONDS = 600.0
-"""Seconds until a session without requests ends: its models, and weights published for it, leave the memory."""
-# The pause between two steps of a loop is its sampling, which takes minutes. A rank reads a state of 2 GB in seconds.
+"""Seconds without requests until a session ends. Its models and published weights then leave the memory."""
+# Between two steps a client's loop samples for minutes. A rank reads a state of 2 GB in seconds.
 IDLE_SECONDS = 1800.0
-"""Default of the seconds until a model without requests moves from host memory to disk."""
+"""Default seconds without requests until a model moves from host memory to disk."""
 
 
 class Desk:
-    """Front end of the training service: answers a request at once with the id of a future, and runs it as a trainer
+    """Front end of the training service. A request is answered at once with the id of a future, and runs as a trainer
     call.
 
-    Every id in a request is checked against the owner of its key. An id of another owner is answered as unknown.
+    Every id in a request is checked against the owner of its key. Another owner's id gets the same answer as an unknown
+    one.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Desk:
         self.served: ServedModel = trainer.served
         self.checkpoints, self._clock, self._idle_seconds = checkpoints, clock, idle_seconds
         self.report = report
-        """Function that is called with errors of the service."""
+        """Called with errors of the service."""
         self.ledger = Ledger(report, clock, limits)
         self.sessions = Sessions(clock)
         published = PublishedWeights(trainer, checkpoints)
@@ -54,13 +55,14 @@ class Desk:
         self.saves, self.sampling = Saves(*parts), Sampling(*parts)
 
     def finish_session(self, session_id: str, owner: str) -> None:
-        """End a session. Its memory is freed soon. Saved checkpoints stay."""
+        """End a session, and free its memory soon. Saved checkpoints stay."""
         self.models.end_session(self.sessions.find(session_id, owner))
 
     async def expire(self) -> None:
         """End silent sessions, move idle models to disk, forget old results, and delete expired checkpoints."""
         now = self._clock()
-        # First what needs no turn of the trainer: a long call of one model must not keep another one's numbers waiting.
+        # First the work that needs no turn of the trainer: a long call of one model must not delay the ledger's other
+        # models.
         self.ledger.expire()
         for session in self.sessions.silent_since(now - SILENT_SECONDS):
             self.models.end_session(session)

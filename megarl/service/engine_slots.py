@@ -1,4 +1,4 @@
-"""The engines' slots for adapters, as the driver knows them: their versions and users."""
+"""The driver's record of the engines' slots for adapters: their versions and users."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class EngineSlot:
     index: int
     version: str | None = None
     is_used: bool = False
-    """Whether `version` is there, or on its way."""
+    """Whether `version` is loaded or being loaded."""
     num_users: int = 0
-    """Sampling requests that use the version. Meanwhile it stays in the slot."""
+    """Sampling requests that use the version. Until they end it stays in the slot."""
     ready: asyncio.Future[None] | None = None
-    """Done when the engines have the version."""
+    """Done when the engines have loaded the version."""
 
 
 class EngineSlots:
-    """The slots in the order of their last use. An unused version gives its slot to another."""
+    """The slots in the order of their last use. A version without users may be replaced."""
 
     def __init__(self, count: int) -> None:
         self._slots = [EngineSlot(index) for index in range(count)]
         """Least recently used first."""
 
     def find(self, version: str | None) -> EngineSlot | None:
-        """Return the slot of a version, as the most recently used one; None if the engines do not have it."""
+        """Return a version's slot, and mark it as used last; None: the engines lack the version."""
         slot = next((slot for slot in self._slots if slot.is_used and slot.version == version), None)
         if slot is not None:
             self._slots.remove(slot)
@@ -39,12 +39,12 @@ class EngineSlots:
         return slot
 
     def find_unused(self) -> EngineSlot | None:
-        """Return an empty slot, else the least recently used one without users; None if all have users."""
+        """Return an empty slot, else the least recently used one without users; None: all have users."""
         unused = [slot for slot in self._slots if not slot.num_users]
         return min(unused, key=lambda slot: slot.is_used, default=None)
 
     def assign(self, slot: EngineSlot, version: str | None, ready: asyncio.Future[None]) -> None:
-        """Give a slot to a version of an adapter. None: an adapter without effect, for the base model.
+        """Assign a slot to an adapter's version. None: an adapter without effect, for the base model.
 
         `ready` completes when the engines have loaded it.
         """
@@ -54,5 +54,5 @@ class EngineSlots:
         self._slots.append(slot)
 
     def clear(self, slot: EngineSlot) -> None:
-        """Forget a slot's version. `ready` stays, with the error of a failed load for the requests that wait for it."""
+        """Forget a slot's version. `ready` stays: requests that wait for it get the error of a failed load."""
         slot.version, slot.is_used = None, False

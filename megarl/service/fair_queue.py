@@ -12,31 +12,30 @@ Item = TypeVar("Item")
 
 @dataclass(eq=False, slots=True)
 class _Backlog(Generic[Item]):
-    """A tenant's waiting items with their tokens, oldest first, and its tokens left in this turn."""
+    """A tenant's waiting items with their tokens, oldest first, and `deficit`, its tokens left in this turn."""
 
     items: deque[tuple[int, Item]] = field(default_factory=deque)
     deficit: int = 0
     paid: int = 0
-    """Tokens that it took while other tenants waited, less those given back."""
+    """Tokens taken while other tenants waited, less refunds."""
 
 
 class FairQueue(Generic[Item]):
-    """A queue of several tenants' items. A tenant's own items leave it in the order of their arrival.
+    """A queue of several tenants' items. The items of one tenant leave in the order of their arrival.
 
-    While two tenants have items waiting, the tokens taken by them differ by at most `quantum` and the largest item.
+    While two tenants have items waiting, the tokens taken by them differ by at most `quantum` plus the largest item.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._backlogs: dict[Hashable, _Backlog[Item]] = {}
         self._turns: deque[Hashable] = deque()
-        """Tenants with waiting items. The first one has the turn."""
+        """Tenants with waiting items. It is the first one's turn."""
 
     def __len__(self) -> int:
         return sum(len(backlog.items) for backlog in self._backlogs.values())
 
     def put(self, tenant: Hashable, tokens: int, item: Item) -> None:
-        """Add an item with a cost of `tokens`."""
         if tenant not in self._backlogs:
             self._backlogs[tenant] = _Backlog()
             self._turns.append(tenant)
@@ -53,7 +52,7 @@ class FairQueue(Generic[Item]):
             tokens, item = backlog.items[0]
             if tokens <= backlog.deficit:
                 break
-            # Its turn ends. What is left of its tokens counts in its next one.
+            # The turn ends. Its unused tokens count in the tenant's next turn.
             self._turns.rotate(-1)
             self._backlogs[self._turns[0]].deficit += self._quantum
         backlog.items.popleft()
@@ -61,7 +60,7 @@ class FairQueue(Generic[Item]):
         if len(self._turns) > 1:
             backlog.paid += tokens
         if not backlog.items:
-            # A tenant without work saves no tokens: otherwise it could later keep the others waiting.
+            # A tenant without work saves no tokens: it could later keep the others waiting.
             del self._backlogs[tenant]
             self._turns.popleft()
             if self._turns:
@@ -69,15 +68,15 @@ class FairQueue(Generic[Item]):
         return item
 
     def refund(self, tenant: Hashable, tokens: int) -> None:
-        """Give back tokens not used by an item. Without effect for a tenant without waiting items."""
+        """Refund an item's unused tokens. Does nothing for a tenant without waiting items."""
         if (backlog := self._backlogs.get(tenant)) is not None:
-            # Tokens cost a tenant nothing while it was alone. Given back, they would keep a later one waiting.
+            # Refund only paid tokens. A tenant alone pays nothing, and a refund would later keep others waiting.
             tokens = min(tokens, backlog.paid)
             backlog.paid -= tokens
             backlog.deficit += tokens
 
     def _skip_rounds(self) -> None:
-        """Add the quanta of all whole rounds in which no tenant could take its first item."""
+        """Add the quanta of all rounds in which no tenant could afford its first item."""
         rounds = min(
             (backlog.items[0][0] - backlog.deficit - 1) // self._quantum for backlog in self._backlogs.values()
         )

@@ -1,7 +1,8 @@
-"""Ledger of a service: every request once, a model's in the order of their numbers, results until they are read.
+"""Ledger of a service. It runs every request once, a model's requests in the order of their numbers, and keeps results
+until they are read.
 
-The SDK numbers the requests of a model from 1 and repeats them after a lost reply. Chunks of one call arrive in any
-order, the first one last. So a request waits for the next missing number, and a repeated one gets the first promise.
+The SDK numbers a model's requests from 1, and repeats them after a lost reply. Chunks of one call arrive in any order,
+the first one last. So a request waits for the next missing number, and a repeated request gets the first promise.
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ from megarl.service.turns import TENANT
 from megarl.types import MegarlError
 
 READ_SECONDS = 600.0
-"""Seconds from the first reading of a result to its end: its reply may be lost, and the client asks again."""
-# The SDK polls for every result from its request on, so only a lost client reads nothing for so long.
+"""Seconds for which a result is kept after the first read: the reply may be lost, and the client asks again."""
+# The SDK polls for every result from the request on, so only a lost client reads nothing for this long.
 UNREAD_SECONDS = 3600.0
-"""Seconds until an unread result ends."""
-# SDK 0.38 gives a request up after five minutes of retries, and a custom loss computes between its two halves.
+"""Seconds for which an unread result is kept."""
+# SDK 0.38 abandons a request after five minutes of retries. A custom loss computes between its two halves.
 GAP_SECONDS = 900.0
-"""Seconds for which later requests wait for a missing number. Then it is skipped, so its client does not hang."""
-# Requests before their turn keep their bodies in memory, so their number is limited.
+"""Seconds for which later requests wait for a missing number. Then the number is skipped, so that the client does not
+hang.
+"""
+# Requests before their turn hold their bodies in memory, so their number is limited.
 MOST_AHEAD = 10_000
-"""Maximum distance of a request's number from the next missing one."""
-# SDK 0.38 repeats a request with status 429 for 300 seconds, then raises an error and has lost its number.
+"""Maximum distance of a request's number from the next missing number."""
+# SDK 0.38 repeats a request after status 429 for 300 seconds. Then it raises an error, and its number is lost.
 PATIENCE_SECONDS = 200.0
-"""Seconds of BusyErrors after which a request uses its number. It is accepted above the limits of what waits, or fails.
+"""Seconds of BusyErrors after which a request uses its number. It is accepted above the limits of waiting work, or
+fails.
 """
 _JSON = "application/json"
 _SKIPPED = b"skipped"
-"""Digest of the promise of a missing or refused number. No hash has its length."""
+"""Digest of a promise without a request, for a missing or refused number. No hash has this length."""
 
 
 class Reply(NamedTuple):
@@ -52,7 +56,7 @@ Work = Callable[[], Awaitable[Reply]]
 
 
 def digest_of(values: Any) -> bytes:
-    """Return an identity of a request's values, equal for a repeated request."""
+    """Return a hash of a request's values. A repeated request has the same hash."""
     return hashlib.sha256(repr(values).encode(errors="surrogatepass")).digest()
 
 
@@ -69,7 +73,7 @@ class Promise:
     digest: bytes
     model_id: str | None = None
     sequence_ids: tuple[str, ...] = ()
-    """Ids of the future sequences of a sampling request."""
+    """Ids of a sampling request's future sequences."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     reply: Reply | None = None
     is_failed: bool = False
@@ -77,7 +81,7 @@ class Promise:
     """Time when the result was first read."""
     finished_at: float | None = None
     on_done: Callable[[], object] = lambda: None
-    """Called once, when the promise has its first result."""
+    """Called once, with the first result."""
 
     def finish(self, reply: Reply) -> None:
         self.reply = reply
@@ -86,7 +90,7 @@ class Promise:
             self.on_done()
 
     def fail(self, message: str, category: str) -> None:
-        """Give the client an error. `category` is user (its own fault) or server; it retries neither."""
+        """Give the client an error. `category` is user (a client's fault) or server; the client retries neither."""
         self.is_failed = True
         self.finish(json_reply(error=message, category=category))
 
@@ -97,7 +101,7 @@ class _Sequence:
 
     owner: str
     on_skip: Callable[[str], object]
-    """Function called in the turn of a training request that does not run, with a sentence about it."""
+    """Called, in the turn of a training request that does not run, with a sentence about it."""
     next_number: int = 1
     waiting_since: float | None = None
     """Time when the wait for the next missing number began; None: no later request waits for it."""
@@ -107,18 +111,18 @@ class _Sequence:
     ready: asyncio.Queue[tuple[Promise, Work]] = field(default_factory=asyncio.Queue)
     worker: asyncio.Task[None] | None = None
     busy_since: dict[int, float] = field(default_factory=dict)
-    """Time of the first BusyError of each number that the client repeats."""
+    """Time of the first BusyError, by number. Only numbers that clients still repeat."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request can run: the waiting ones lack an earlier one."""
+        """Whether no request can run: all waiting requests lack an earlier one."""
         return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
 def _make_refusal(sequence: _Sequence, reason: str | None, message: str) -> Work:
     """Return the work of a request that does not run: it reports `reason` to the sequence, and raises a UserError.
 
-    The sequence calls it in the turn of the request. So the next step fails, and no earlier one.
+    The sequence calls it in the request's turn, so that the next step fails and no earlier one.
     """
 
     async def work() -> Reply:
@@ -132,7 +136,7 @@ def _make_refusal(sequence: _Sequence, reason: str | None, message: str) -> Work
 class Ledger:
     """Promises by id, and the numbered requests of each model. `report` is called with errors of the service.
 
-    `limits` concern waiting tokens. A request above them raises BusyError, and can be sent again.
+    `limits` restrict waiting tokens. A request above them raises BusyError, and can be sent again.
     """
 
     def __init__(
@@ -146,18 +150,18 @@ class Ledger:
         self._promises: dict[str, Promise] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._single: dict[Hashable, Promise] = {}
-        """Promises of requests with a key of their own, and no order."""
+        """Promises of unordered requests, by their keys."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_model(self, model_id: str, owner: str, on_skip: Callable[[str], object]) -> None:
-        """Begin the numbers of a model, with 1. Only the first call has an effect.
+        """Begin the numbers of a model, with 1. Later calls do nothing.
 
-        `on_skip` is called in the turn of a training request that was refused, or was too large to wait. It is called
-        for each request that is still missing `GAP_SECONDS` after later ones, too.
+        `on_skip` is called in the turn of each training request that was refused or was too large to wait. It is also
+        called for each number that is still missing `GAP_SECONDS` after later ones.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
-            # One task per model keeps its order, and models do not wait for each other here.
+            # One task per model keeps the order, and models do not wait for each other.
             sequence.worker = asyncio.create_task(self._run_in_order(sequence))
 
     def close_model(self, model_id: str) -> None:
@@ -170,31 +174,31 @@ class Ledger:
         for number, promise in sequence.promises.items():
             if not promise.done.is_set():
                 promise.fail(f"model {model_id}: its session ended before request {number} ran", "user")
-            # Nobody may read the results of an ended session, and they must not stay for ever.
+            # Perhaps nobody reads the results of an ended session, so they must expire.
             self._start_expiry(promise)
 
     def submit(
         self, model_id: str, number: int, digest: bytes, work: Work, *, tokens: int = 0, is_training: bool = False
     ) -> Promise:
-        """Accept request `number` of a model, with so many tokens. It runs after all numbers before it.
+        """Accept request `number` of a model, with this many tokens. It runs after all lower numbers.
 
-        `is_training`: the next step lacks something without it. Other requests fail alone. A repeated request gets the
-        first promise. A number of another body, or out of range, gets a failed promise: an error status would make the
-        client retry, or lose its place. Raises BusyError.
+        `is_training`: the next step fails without this request. Without it only the request fails. A repeated request
+        gets the first promise. A used number with another body, or a number out of range, gets a failed promise: after
+        an error status the client would retry, or lose its place. Raises BusyError.
         """
         sequence = self._sequences[model_id]
         if (earlier := sequence.promises.get(number)) is not None and earlier.digest not in (digest, _SKIPPED):
             return self._refuse(sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on")
         if (promise := self._find_used(sequence, model_id, number)) is not None:
             return promise
-        # A later number is accepted: SDK 0.38 sends the first chunk of a call after it has the promises of the others.
+        # Accept a later number: SDK 0.38 sends a call's first chunk after it has the promises of the others.
         is_next, num_bytes = number == sequence.next_number, BODY_BYTES.get()
-        # The later numbers wait for this one.
+        # Later numbers wait for this one.
         is_awaited = is_next and sequence.is_idle
         if is_next and not is_awaited:
             self._check_next(sequence, number, tokens)
-        # A number that others wait for is always accepted: they would keep the limit reached for ever. A later one is
-        # not refused with a status, because the client may send the missing one only after it.
+        # Always accept a number for which others wait: otherwise they would stay and keep the limit reached. Do not
+        # refuse a later number with a status: the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             message = self.admission.no_room_message(sequence.owner, num_bytes)
             reason = f"request {number} was too large to wait" if is_training else None
@@ -205,11 +209,11 @@ class Ledger:
         return promise
 
     def refuse(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
-        """Use a number of a model for a request that cannot run. It fails in its turn, and with `is_training` the next
-        step too.
+        """Use a model's number for a request that cannot run. The request fails in its turn, with `is_training` the
+        next step too.
 
-        A repetition gets the same promise, whatever its body. The promise of an earlier request stays. A BusyError is
-        raised again while the client repeats the request.
+        A repetition gets the same promise, whatever its body. If the number has an earlier promise, it stays. A
+        BusyError is raised again while the client repeats the request.
         """
         sequence, message = self._sequences[model_id], str(error)
         if (promise := self._find_used(sequence, model_id, number)) is None:
@@ -231,7 +235,7 @@ class Ledger:
         num_sequences: int = 0,
         tokens: int = 0,
     ) -> Promise:
-        """Accept a request without order, and run it. A request with the same key and body gets the first promise.
+        """Accept an unordered request and run it. A request with the same key and body gets the first promise.
 
         `tokens` is the size of the request. Raises BusyError.
         """
@@ -247,7 +251,7 @@ class Ledger:
             owner, digest, model_id, num_sequences, tokens=tokens, num_bytes=BODY_BYTES.get()
         )
         task = asyncio.create_task(self._run(promise, work))
-        # asyncio itself keeps only weak references to tasks; one without others could be collected.
+        # asyncio keeps only weak references to tasks, and could collect this one.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return promise
@@ -260,7 +264,7 @@ class Ledger:
         return promise
 
     async def wait_for(self, promise: Promise, seconds: float) -> Reply | None:
-        """Return a promise's result; None if it is not finished after so many seconds. It can be read again."""
+        """Return a promise's result, or None if it is not finished after `seconds`. The result can be read again."""
         try:
             async with asyncio.timeout(seconds):
                 await promise.done.wait()
@@ -270,7 +274,7 @@ class Ledger:
         return promise.reply
 
     def expire(self) -> None:
-        """Drop results a while after clients read them. Skip request numbers for which the ledger has waited too long.
+        """Drop results some time after clients read them. Skip missing numbers after `GAP_SECONDS`.
 
         A dropped or skipped number stays used: a client cannot send another request with it.
         """
@@ -292,12 +296,11 @@ class Ledger:
                 self._skip_missing(model_id, sequence)
 
     def forget_owner_keys(self, prefix: Hashable) -> None:
-        """Forget the requests without order with keys from `prefix` on: their session ended."""
+        """Forget the unordered requests of an ended session: those whose key begins with `prefix`."""
         for key in [key for key in self._single if isinstance(key, tuple) and key[0] == prefix]:
             self._promises.pop(self._single.pop(key).request_id, None)
 
     async def close(self) -> None:
-        """Cancel all requests."""
         tasks = [*self._tasks, *(sequence.worker for sequence in self._sequences.values() if sequence.worker)]
         for task in tasks:
             task.cancel()
@@ -322,7 +325,7 @@ class Ledger:
         return promise
 
     def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
-        """Raise BusyError if a request exceeds the limits of what waits, and its model has others to run."""
+        """Raise BusyError if a request exceeds the limits of waiting work, and its model has other requests to run."""
         try:
             self.admission.check(sequence.owner, tokens)
             if not self.admission.has_room(sequence.owner, BODY_BYTES.get()):
@@ -332,12 +335,12 @@ class Ledger:
                 raise
 
     def _is_patient(self, sequence: _Sequence, number: int) -> bool:
-        # The first refusal of a number begins its patience.
+        # A number's patience begins with its first refusal.
         return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
     def _find_used(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
-        """Return the promise of a number that no request can take any more; None for one that is free."""
-        # A repeated number may be below the next one, so it is looked up before the check of the range.
+        """Return the promise of a number that no request can take any more; None: the number is free."""
+        # A repeated number may be below the next one: look it up before the check of the range.
         if (earlier := sequence.promises.get(number)) is not None:
             return earlier
         if sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
@@ -346,7 +349,7 @@ class Ledger:
         return self._refuse(sequence.owner, model_id, text)
 
     def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str) -> Promise:
-        """Use a number without a request to run. `reason` fails the model's next step, `message` the promise."""
+        """Use a number without running a request. `reason` fails the model's next step, `message` the promise."""
         promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
         sequence.held[number] = _make_refusal(sequence, reason, message)
         return promise
@@ -354,35 +357,35 @@ class Ledger:
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
         promise = self._add(owner, b"", model_id, num_sequences)
         promise.fail(message, "user")
-        # No number leads to this promise, so it expires even if it is never read.
+        # No number leads to this promise: it must expire even if it is never read.
         self._start_expiry(promise)
         return promise
 
     def _start_expiry(self, promise: Promise) -> None:
-        # Only the first read counts. Otherwise repeated reads would keep a result for ever.
+        # Only the first read counts. Repeated reads must not keep a result for ever.
         if promise.read_at is None:
             promise.read_at = self._clock()
 
     def _release(self, sequence: _Sequence) -> None:
         """Queue all requests up to the next missing number."""
         first_missing = sequence.next_number
-        # SDK 0.38 submits the first chunk of a call last, so one request may release many.
+        # SDK 0.38 submits a call's first chunk last, so one request may release many.
         while (work := sequence.held.pop(sequence.next_number, None)) is not None:
             sequence.ready.put_nowait((sequence.promises[sequence.next_number], work))
             sequence.busy_since.pop(sequence.next_number, None)
             sequence.next_number += 1
         if not sequence.held:
             sequence.waiting_since = None
-        # Each missing number has the whole time to arrive.
+        # Each missing number gets the whole time to arrive.
         elif sequence.waiting_since is None or sequence.next_number != first_missing:
             sequence.waiting_since = self._clock()
 
     def _skip_missing(self, model_id: str, sequence: _Sequence) -> None:
-        """Fail the missing numbers before the first waiting request, in their turn, and release it."""
+        """Fail the missing numbers before the first waiting request, in their turn. Then release this request."""
         for number in range(sequence.next_number, min(sequence.held)):
             message = f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
             promise = self._skip(sequence, model_id, number, f"request {number} did not arrive", message)
-            # Nobody may ask for it.
+            # Perhaps nobody asks for it, so it must expire.
             self._start_expiry(promise)
         self._release(sequence)
 
@@ -391,22 +394,22 @@ class Ledger:
             await self._run(*await sequence.ready.get())
 
     async def _run(self, promise: Promise, work: Work) -> None:
-        """Run a request and keep its result. An error is the promise's, never the ledger's."""
+        """Run a request and keep its result. An error fails the promise, never the ledger."""
         TENANT.set(promise.owner)
         try:
             promise.finish(await work())
         except (UserError, NotFoundError) as error:
-            # The client's text names no folder of the service, so only the operator learns the cause.
+            # The client's text names no folder of the service. The operator gets the cause.
             if isinstance(cause := error.__cause__, OSError | MegarlError):
                 self._report(f"request {promise.request_id}: {error}: {type(cause).__name__}: {cause}")
             promise.fail(str(error), "user")
         except asyncio.CancelledError:
-            # `close_model` has failed the promise already, and its reason is the client's own end.
+            # `close_model` has already failed the promise, with the end of the client's session as reason.
             if not promise.done.is_set():
                 promise.fail("the service ended before this request ran", "server")
             raise
         except Exception as error:
-            # The client learns only the kind of error: the text may quote another client's data or local paths.
+            # The client gets only the type of the error: the text may quote other clients' data or local paths.
             self._report(f"request {promise.request_id}: {type(error).__name__}: {error}")
             promise.fail(f"the service failed: {type(error).__name__}; its log has the cause", "server")
         promise.finished_at = self._clock()

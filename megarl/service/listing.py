@@ -16,7 +16,7 @@ _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 
 
 class RunState(NamedTuple):
-    """A model in memory: its account, when it was last used (seconds since 1970), and the client's metadata."""
+    """A model in memory: its account, time of last use (seconds since 1970), and the client's metadata."""
 
     run: str
     owner: str
@@ -25,7 +25,7 @@ class RunState(NamedTuple):
 
 
 class Listing:
-    """Descriptions of what an account has, as the SDK reads them."""
+    """Descriptions of an account's runs, checkpoints and sessions, in the SDK's form."""
 
     def __init__(self, served: ServedModel, checkpoints: Checkpoints) -> None:
         self._served, self._checkpoints = served, checkpoints
@@ -37,9 +37,9 @@ class Listing:
         return {"checkpoints": [_describe_checkpoint(one) for one in shown], "cursor": cursor}
 
     def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
-        """Return the checkpoints on disk of a run, newest first. Raises NotFoundError for an unknown run.
+        """Return a run's checkpoints on disk, newest first. Raises NotFoundError for an unknown run.
 
-        `in_memory` are the models in memory. The run of one of them is known, even if it has no checkpoint yet.
+        `in_memory` are the models in memory. Their runs are known even without a checkpoint.
         """
         stored = self._checkpoints.list_stored(owner, run)
         if not stored and all(state.run != run for state in in_memory):

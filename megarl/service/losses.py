@@ -1,4 +1,4 @@
-"""Losses of the training service: a client's arrays for each, and its settings."""
+"""Losses of the training service: the arrays that a client sends for each, and its settings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megarl.service.refusals import UserError
 
 
 class Loss(NamedTuple):
-    """A loss of the wire. `inputs` are the arrays of each datum in addition to `target_tokens`.
+    """A loss by the SDK's name. `inputs` are the arrays of each datum besides `target_tokens`.
 
-    `settings` are the names that a client may set. `required` settings have no default.
+    A client may set `settings`. `required` settings have no default.
     """
 
     inputs: tuple[str, ...]
@@ -49,14 +49,14 @@ def checked_settings(name: str, settings: Mapping[str, float | str]) -> dict[str
             raise UserError(
                 f"loss_fn_config.{key:.50} = {value!r:.50}: {name} has no such setting; it has {setting_names}"
             )
-        # The newer map of settings may have texts, but no loss here takes one.
+        # The newer map of settings may hold texts, but no loss here takes one.
         if isinstance(value, str) or not math.isfinite(value):
             raise UserError(f"loss_fn_config.{key} = {value!r:.50}: is not a finite number; give one")
         numbers[key] = value
     for key in loss.required:
         if key not in numbers:
             raise UserError(f"loss_fn_config.{key} is missing: {name} needs it; give a number")
-    # `objectives._clip_bounds` has the same defaults. A single bound is checked against the other's default.
+    # `objectives._clip_bounds` has the same defaults. A single bound is checked against the other bound's default.
     low, high = numbers.get("clip_low_threshold", 0.8), numbers.get("clip_high_threshold", 1.2)
     if not 0 <= low <= 1 <= high:
         raise UserError(

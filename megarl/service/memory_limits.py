@@ -1,4 +1,4 @@
-"""Host memory of models and copies of weights: how many fit on each host of the trainer."""
+"""Host memory for models and copies of weights: how many fit on each host of the trainer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# Ranks, logs and clients' requests need the rest. Copies of training states have the same share (cluster.recover).
+# Ranks, logs and clients' requests need the rest. Copies of training states get the same share (cluster.recover).
 _SHARE = 0.75
-"""Share of a host's available memory for models and copies, unless the command says otherwise."""
+"""Default share of a host's available memory for models and copies."""
 
 
 class RankMemory(NamedTuple):
-    """Memory on a rank: its host, the bytes of one model and of one copy of weights, and what the host has left."""
+    """Memory on a rank: its host, bytes of one model, bytes of one copy of weights, and the host's available bytes."""
 
     host: str
     model_bytes: int
@@ -22,7 +22,7 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Room on a host for models and copies: `num_bytes`, and what one model and one copy need of all its ranks."""
+    """Room on a host for models and copies: `num_bytes`. One model and one copy need the sum over its ranks."""
 
     host: str
     num_bytes: int
@@ -34,7 +34,9 @@ class HostRoom:
 
 
 class MemoryLimits:
-    """The hosts of the trainer's ranks. `most_bytes` is the room on each; None: a share of its available memory."""
+    """The hosts of the trainer's ranks. `most_bytes` is the room on each host; None: a share of its available
+    memory.
+    """
 
     def __init__(self, ranks: Sequence[RankMemory], most_bytes: int | None) -> None:
         hosts: dict[str, HostRoom] = {}
@@ -51,7 +53,7 @@ class MemoryLimits:
         self._hosts = list(hosts.values())
 
     def find_full_host(self, *, num_models: int, num_copies: int) -> HostRoom | None:
-        """Return a host without room for so many models and copies of weights; None if all have it."""
+        """Return a host without room for this many models and copies of weights; None: all have room."""
         return next((host for host in self._hosts if not host.fits(num_models=num_models, num_copies=num_copies)), None)
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Requests that make models of clients, describe and end them."""
+"""Requests that create, describe and end clients' models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SEEDS = 2**31
 
 
 class Models(RequestHandlers):
-    """Makes models in the trainer, and frees their memory."""
+    """Creates models in the trainer, and frees their memory."""
 
     _moved_until = -math.inf
-    """Models last used before this time have been asked to move to disk."""
+    """Models last used before this time were already asked to move to disk."""
 
     def create(self, body: CreateModel, owner: str) -> Promise:
         session = self._sessions.find(body.session_id, owner)
@@ -34,7 +34,7 @@ class Models(RequestHandlers):
             check_base(self._trainer.served, body.base_model)
             check_adapters(self._trainer.served, body.lora_config)
             check_optimizer(body.optimizer_config.type)
-            # Drawn here, so that the record of a checkpoint can name it.
+            # Drawn here, so that a checkpoint's record can name it.
             seed = body.lora_config.seed if body.lora_config else None
             await self._trainer.create_model(model_id, secrets.randbelow(_SEEDS) if seed is None else seed)
             return json_reply(model_id=model_id, type="create_model")
@@ -42,7 +42,7 @@ class Models(RequestHandlers):
         return self._begin_model(session, model_id, digest_of(body), work, body.user_metadata)
 
     def load(self, body: LoadWeights, owner: str) -> Promise:
-        """Make a model from a checkpoint. Raises MalformedError for a request without a model."""
+        """Create a model from a checkpoint. Raises MalformedError for a request without a model."""
         model: Model | None = None
         number = 0
         if body.session_id is not None and body.model_seq_id is not None:
@@ -69,10 +69,10 @@ class Models(RequestHandlers):
                 with self._checkpoints.reading(folder, record["time"]):
                     await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
                 if model is not None:
-                    # All gradients were dropped with the earlier state.
+                    # The load has dropped all gradients of the earlier state.
                     model.failure = None
-                # `end_session` may have released the model before this load made it again. `_begin_model` handles new
-                # models.
+                # `end_session` may have released the model before this load created it again. `_begin_model` handles
+                # new models.
                 if model is not None and self._sessions.has_ended(session):
                     await self._trainer.forget(models=[model_id], versions=[])
 
@@ -115,13 +115,13 @@ class Models(RequestHandlers):
             self._ledger.close_model(model_id)
         self._ledger.forget_owner_keys(session.session_id)
         versions = self._published.end_session(session.session_id)
-        # Not awaited: its turn may come after minutes, and the SDK repeats a request that has no answer for so long.
+        # Do not await: its turn may come after minutes, and the SDK repeats requests that get no answer for this long.
         self._background.start(self._trainer.forget(models=list(session.models), versions=versions))
 
     async def move_idle(self, latest: float) -> None:
-        """Move models without requests since a time to disk."""
+        """Move models to disk that had no request since the time `latest`."""
         idle = [model.model_id for model in self._sessions.models() if self._moved_until <= model.used_at < latest]
-        # Noted first: a move that fails is not repeated.
+        # Recorded first: a failed move is not repeated.
         self._moved_until = latest
         if idle:
             await self._trainer.move_to_disk(idle)
@@ -134,11 +134,11 @@ class Models(RequestHandlers):
         work: Callable[[], Awaitable[Reply]],
         metadata: Mapping[str, str] | None = None,
     ) -> Promise:
-        """Accept the request for a new model. Its numbers begin when it exists."""
+        """Accept the request for a new model. Its numbers begin when the model exists."""
         session.seen_at = self._clock()
 
         async def make() -> Reply:
-            # The first promise expires. A copy of its request that comes later must not reset a trained model.
+            # After the first promise has expired, a repeat of its request must not reset a trained model.
             if model_id in session.models:
                 raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
             sessions = self._sessions.owned_by(session.owner)
@@ -152,7 +152,7 @@ class Models(RequestHandlers):
                 reply: Reply = await work()
             finally:
                 session.starting.discard(model_id)
-            # `end_session` releases only the models that the session has.
+            # `end_session` releases only models that the session already has.
             if self._sessions.has_ended(session):
                 await self._trainer.forget(models=[model_id], versions=[])
                 raise UserError(f"session_id = {session.session_id}: ended before its model was made; begin a session")

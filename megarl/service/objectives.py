@@ -30,8 +30,8 @@ def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Map
 
 
 def sequence_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
-    """Return GSPO's loss, [places]: each sequence has one ratio, over the tokens of the row's mask."""
-    # A context-parallel rank has only a part of a sequence, but the ratio needs all of it.
+    """Return GSPO's loss, [places]. Each sequence has one ratio, over the tokens in the row's mask."""
+    # A context-parallel rank has a part of a sequence, but the ratio needs the whole sequence.
     loss, _ = apply_to_whole_row(gspo, (logprobs, *_past(batch)), batch, dict(settings))
     return loss
 
@@ -41,7 +41,7 @@ def _past(batch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def _clip_bounds(settings: Mapping[str, float]) -> dict[str, float]:
-    """Return megarl's distances from ratio 1, from a client's bounds of the ratio."""
+    """Convert a client's bounds of the ratio to megarl's distances from ratio 1."""
     return {
         "clip_low": 1 - settings.get("clip_low_threshold", 0.8),
         "clip_high": settings.get("clip_high_threshold", 1.2) - 1,
@@ -49,7 +49,7 @@ def _clip_bounds(settings: Mapping[str, float]) -> dict[str, float]:
 
 
 def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
-    """Return the loss with this name of `losses.LOSSES`, with a client's settings."""
+    """Return the loss function `name` of `losses.LOSSES`, with a client's settings."""
     if name == "cross_entropy":
         return cross_entropy
     if name == "importance_sampling":
@@ -65,14 +65,14 @@ def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
 
 
 def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tuple[Tensor, Tensor, Measured]]:
-    """Return the objective of a call, for `TrainingEngine.accumulate`. Its loss [1] is a sum over the row's tokens."""
+    """Return a call's objective for `TrainingEngine.accumulate`. Its loss [1] is a sum over the row's tokens."""
     loss_of_tokens = token_loss(name, settings)
 
     def objective(output: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor, Measured]:
-        # Selecting the loss alone is not enough: a gradient of zero times an infinite slope is NaN.
+        # Detach masked tokens too: a gradient of zero times an infinite slope is NaN.
         logprobs = torch.where(batch.mask, output[0], output[0].detach())
         losses = torch.where(batch.mask, loss_of_tokens(logprobs, batch), 0.0)
-        # Megatron's schedules require a token count, which is not used.
+        # Megatron's schedules require a token count. It is not used.
         count = torch.ones((), dtype=torch.int, device=losses.device)
         return losses.sum(), count, (torch.stack([output[0], losses]).detach(), batch)
 

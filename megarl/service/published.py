@@ -1,4 +1,4 @@
-"""Weights to sample from: copies in the trainer's memory, at most a number of them for each account."""
+"""Weights to sample from: copies in the trainer's memory, limited per account."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megarl.service.checkpoints import Checkpoints
 from megarl.service.refusals import UserError
 from megarl.service.trainer import Trainer
 
-# A loop that samples from each step's weights makes one copy a step, and never says that it has done with one. A copy
-# of rank-32 adapters of a 14B model has about 220 MB.
+# A loop that samples after each step makes one copy a step, and never releases one. A copy of rank-32 adapters of a 14B
+# model has about 220 MB.
 MOST_PUBLISHED = 32
-"""Maximum copies of one account in memory. The least recently used one makes room."""
+"""Maximum copies of one account in memory. Above it the least recently used copy is dropped."""
 
 
 @dataclass(eq=False, slots=True)
 class Weights:
     """Weights of one or more sampling sessions.
 
-    `version` is their name in the trainer: None for the base model, and for a checkpoint on disk only.
-    `folder` is the checkpoint, saved at `saved_at` (seconds since 1970). Weights of a model in memory have no folder.
-    They are lost when they leave the memory.
+    `version` is their name in the trainer: None for the base model, and for a checkpoint on disk only. `folder` is the
+    checkpoint, saved at `saved_at` (seconds since 1970). Weights of a model in memory have no folder, and are lost when
+    they leave the memory.
     """
 
     owner: str
@@ -34,7 +34,7 @@ class Weights:
     folder: Path | None = None
     saved_at: float = 0.0
     num_users: int = 0
-    """Requests that use them now."""
+    """Requests that use the weights now."""
     is_ended: bool = False
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -46,12 +46,12 @@ class PublishedWeights:
         self._trainer, self._checkpoints = trainer, checkpoints
         self._published: list[Weights] = []
         self._used: set[Weights] = set()
-        """Weights of requests that run. Those of a checkpoint may not be in memory yet."""
+        """Weights of running requests. Weights of a checkpoint may not be in memory yet."""
 
     async def copy_model(self, model_id: str, owner: str, session_id: str) -> Weights:
         """Copy a model's present weights in memory, for session `session_id`. Returns the copy."""
         version = secrets.token_hex(8)
-        # Listed before the copy exists: if the session ends meanwhile, the trainer must forget it.
+        # Listed before the copy exists: if the session ends meanwhile, the trainer must forget the copy.
         weights = Weights(owner, session_id, version, num_users=1)
         self._published.append(weights)
         try:
@@ -67,7 +67,7 @@ class PublishedWeights:
 
     @asynccontextmanager
     async def used(self, weights: Weights) -> AsyncIterator[str | None]:
-        """Context of a request sampling from these weights, with their version. Raises UserError if they ended."""
+        """Mark weights as in use by a sampling request. Yields their version. Raises UserError if they ended."""
         # Counted before the first await: weights in use never leave the memory.
         weights.num_users += 1
         self._used.add(weights)
@@ -81,14 +81,14 @@ class PublishedWeights:
                     await self._forget([weights])
 
     async def end(self, weights: Weights) -> None:
-        """End weights without a later request. Running requests go on."""
+        """End weights: no later request may use them. Running requests continue."""
         weights.is_ended = True
         if not weights.num_users:
             await self._forget([weights])
 
     def end_session(self, session_id: str) -> list[str]:
-        """End a session's weights, and return the versions to forget in the trainer."""
-        # Copies of checkpoints that the trainer still makes are forgotten by their last request.
+        """End a session's weights, and return the versions that the trainer must forget."""
+        # If the trainer is still copying a checkpoint, the last request forgets the copy.
         ended_weights = [weights for weights in {*self._published, *self._used} if weights.session_id == session_id]
         self._published = [weights for weights in self._published if weights not in ended_weights]
         versions = [weights.version for weights in ended_weights if weights.version is not None]
@@ -109,7 +109,7 @@ class PublishedWeights:
             async with weights.loading:
                 if weights.version is None:
                     version = secrets.token_hex(8)
-                    # A later save of the same name must not change the weights of a sampling session.
+                    # A later save under the same name must not change a sampling session's weights.
                     with self._checkpoints.reading(weights.folder, weights.saved_at):
                         await self._trainer.publish_folder(weights.folder, version)
                     weights.version = version
@@ -118,7 +118,7 @@ class PublishedWeights:
         else:
             return None
         self._published.append(weights)
-        # If the session ends during the wait, the weights lose their version. None would be the base model's.
+        # If the session ends during the wait, the weights lose their version. None would mean the base model.
         version = weights.version
         await self._forget_surplus_copies(weights.owner)
         return version

@@ -46,13 +46,13 @@ from megarl.training.training_engine import TrainingEngine
 _LOG = logging.getLogger(__name__)
 
 Rows = Sequence[TokenBatch] | None
-"""The rows of a replica, on its first rank; None on the others."""
+"""The rows of a replica, on its first rank; None on other ranks."""
 
 
 class Adapters:
     """The models and published versions of a service on this rank. Every method is a collective of the trainer.
 
-    The policy must be on its device, and engines on the same device asleep.
+    The policy must be on its device. Engines on the same device must be asleep.
     """
 
     def __init__(self, policy: TrainingEngine, parallel: ParallelConfig) -> None:
@@ -69,25 +69,25 @@ class Adapters:
             model.extra_heads.append(head)
 
     def measure_memory(self) -> RankMemory:
-        """Return what a model and a copy of weights need on this rank."""
+        """Return the memory of a model and of a copy of weights on this rank."""
         copy_bytes = sum(parameter.nbytes for parameter in trained_parameters(self._policy))
         return RankMemory(socket.gethostname(), state_bytes(self._policy), copy_bytes, available_bytes())
 
     def create(self, name: str, seed: int) -> None:
-        """Make a model with new adapters and a new optimizer."""
+        """Create a model with new adapters and a new optimizer."""
         self.hold_live()
         for _, _, adapter in adapters_of(self._policy.chunks):
             adapter.reset(seed)
         self._policy.clear_gradients()
         drop_moments(self._policy)
-        # Main weights are copies of the weights that the optimizer was built with.
+        # The main weights are still copies of the weights that the optimizer was built with.
         self._policy.optimizer.reload_model_params()
         self._live = name
 
     def accumulate(
         self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
     ) -> list[NDArray[np.float32]] | None:
-        """Add the gradients of a call. Returns log-probs and losses, [2, tokens] per row; None on other ranks."""
+        """Add a call's gradients. Returns log-probs and losses, [2, tokens] per row; None on other ranks."""
         self._select(name)
         results = self._policy.accumulate(self._policy.share_rows(rows), make_objective(loss, settings))
         return self._policy.unpack_outputs(results)
@@ -95,7 +95,7 @@ class Adapters:
     def measure(
         self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
     ) -> list[NDArray[np.float32]] | None:
-        """Like `accumulate`, in a pass without gradients."""
+        """Return the results of `accumulate`, from a pass without gradients."""
         self._select(name)
         of_row = partial(measure, name=loss, settings=settings)
         return self._policy.unpack_outputs(self._policy.run_forward(self._policy.share_rows(rows), of_row))
@@ -105,19 +105,19 @@ class Adapters:
         self._policy.clear_gradients()
 
     def step(self, name: str, adam: Mapping[str, float]) -> tuple[float, bool]:
-        """Run a step of AdamW with these settings. Returns the gradients' norm, and whether weights changed."""
+        """Run a step of AdamW. Returns the gradients' norm, and whether weights changed."""
         self._select(name)
         policy = self._policy
-        # Passes only add gradients. Reducing in each pass would sum earlier gradients over the ranks again.
+        # Reduce here, not in each pass: a reduction would sum earlier gradients over the ranks again.
         policy.reduce_gradients()
-        # `step_if_finite` and the inner Adam read these values at every step, so each call can set its own.
+        # `step_if_finite` and the inner Adam read these values at every step, so each call can set others.
         parts: list[Any] = policy.optimizer.chained_optimizers
         for part in parts:
             part.config.clip_grad = adam["grad_clip_norm"]
             for group in part.optimizer.param_groups:
                 group["lr"], group["weight_decay"] = adam["learning_rate"], adam["weight_decay"]
                 group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
-        # Gradients are cleared after a refused step too: the client's error promises it.
+        # Clear gradients also after a refused step, as the client's error text says.
         norm, is_applied = step_if_finite(policy.optimizer, is_allowed=True)
         policy.clear_gradients()
         return norm, is_applied
@@ -128,50 +128,51 @@ class Adapters:
         return save_model(self._policy, self._parallel, folder)
 
     def load(self, name: str, folder: Path, with_optimizer: bool) -> str | None:
-        """Make a model from a saved state, after `checkpoint.torch_dist_reader.check_intact`.
+        """Create a model from a saved state, after `checkpoint.torch_dist_reader.check_intact`.
 
-        Returns the fault if a rank cannot read its part. No rank has a model of this name then.
+        Returns the fault if a rank cannot read its part. Then no rank has a model of this name.
         """
         self.hold_live()
-        # A loaded state replaces a model of this name, so its older copy must go.
+        # The loaded state replaces a model of this name: remove its older copy.
         self._discard(name)
         self._policy.clear_gradients()
-        # Moments and step counts of the previous model must not mix with the loaded ones.
+        # Do not mix moments and step counts of the previous model with the loaded ones.
         drop_moments(self._policy)
         try:
             checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
-        # torch raises it on all ranks alike, so none waits for another. `_select` writes over what was restored.
+        # torch raises it on all ranks alike, so none waits for another. `_select` will overwrite the partly restored
+        # state.
         except CheckpointException as error:
             return f"{folder}: {error!s:.1000}"
-        # A restore always reads the moments, so they can only be dropped afterwards.
+        # A restore always reads the moments. They can only be dropped afterwards.
         if not with_optimizer:
             drop_moments(self._policy)
         self._live = name
         return None
 
     def publish(self, name: str, version: str) -> None:
-        """Keep a copy of a model's adapters under the name of a version."""
+        """Copy a model's adapters under the name of a version."""
         self._select(name)
         self._versions[version] = self._copy_weights()
 
     def publish_folder(self, folder: Path, version: str) -> str | None:
-        """Keep a copy of the adapters of a saved state. Returns the fault like `load`."""
+        """Copy a saved state's adapters under the name of a version. Returns a fault like `load`."""
         if (fault := self.load(version, folder, False)) is None:
             self._versions[version] = self._copy_weights()
-            # The loaded state is not a model that trains on, so it must not be held as one.
+            # The loaded state is no model that trains: it must not become a model's copy.
             self._live = None
         return fault
 
     def show(self, version: str | None) -> None:
-        """Write the adapters of a version into the policy, for the next reshard. None: the base model."""
+        """Write a version's adapters into the policy, for the next reshard. None: the base model."""
         self.hold_live()
         with torch.no_grad():
             if version is None:
-                # An adapter adds a multiple of B A x, so B = 0 gives the base model.
+                # An adapter adds a multiple of B A x. B = 0 gives the base model.
                 for _, _, adapter in adapters_of(self._policy.chunks):
                     adapter.b.zero_()
                 return
-            # Main weights stay behind. The next `_select` restores them together with the weights.
+            # The main weights do not change. The next `_select` restores them together with the weights.
             for parameter, values in zip(trained_parameters(self._policy), self._versions[version], strict=True):
                 parameter.copy_(values)
 
@@ -188,16 +189,16 @@ class Adapters:
                 self._policy.share_rows(rows), partial(select_scores, count=num_top_tokens)
             )
         finally:
-            # Training passes have no use for these rows, and would compute them.
+            # Training passes do not need these rows, and would compute them.
             for head in self._top_heads:
                 head.count = 0
         return self._policy.unpack_outputs(results)
 
     def move_to_disk(self, names: Sequence[str], folder: Path) -> tuple[list[str], str | None]:
-        """Write models without calls to a folder, and free their host memory, until `read_back`.
+        """Write models without calls to a folder, and free their host memory until `read_back`.
 
-        A model with gradients since its last step stays in memory. If the disk fails, all models that are left do too.
-        Returns the models on the disk, and the error of the disk.
+        A model with gradients since its last step stays in memory. After a disk error the remaining models stay too.
+        Returns the models on disk, and the disk's error.
         """
         fault = self._write_idle(names, folder)
         return [name for name in names if name in self._on_disk], fault
@@ -220,7 +221,7 @@ class Adapters:
         return None
 
     def read_back(self, name: str) -> str | None:
-        """Read a model's state from this rank's disk to host memory, if it is there. Returns the fault of the disk.
+        """Read a model's state from this rank's disk to host memory, if it is on disk. Returns the disk's fault.
 
         After a fault the file stays, and the call can be repeated. Not a collective.
         """
@@ -229,7 +230,8 @@ class Adapters:
             return None
         try:
             self._held[name] = read_state(file)
-        # A damaged file raises errors of many types: of zip archives, of pickle, KeyError. A disk may fail for a while.
+        # A damaged file raises errors of many types: of zip archives, of pickle, KeyError. A disk may fail for a while
+        # only.
         except Exception as error:
             return f"{file}: {type(error).__name__}: {error!s:.300}"
         self._discard_file(name)
@@ -256,15 +258,15 @@ class Adapters:
 
     def _discard_file(self, name: str) -> None:
         if (file := self._on_disk.pop(name, None)) is not None:
-            # An error of the ranks would end the service, and a file that stays only takes room.
+            # A rank's error would end the service. A file that stays only takes room.
             delete_file(file, _LOG.warning)
 
     def hold_live(self) -> None:
-        """Copy the live model's state to host memory. The policy may be overwritten afterwards."""
+        """Copy the live model's state to host memory. Then the policy may be overwritten."""
         if self._live is not None:
             self._held[self._live] = copy_state(self._policy)
         self._live = None
 
     def _copy_weights(self) -> list[Tensor]:
-        # Versions wait in host memory: the device is needed for one model and the engines.
+        # Versions are kept in host memory: the device is needed for one model and the engines.
         return [parameter.detach().to("cpu", copy=True) for parameter in trained_parameters(self._policy)]

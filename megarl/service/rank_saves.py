@@ -1,7 +1,7 @@
-"""A model's save on the ranks of a service. A fault of the disk fails this save only.
+"""A model's save on the ranks of a service. A fault of the disk fails only this save.
 
-A save consists of collectives. A rank that left one by an error would keep the others waiting, and end the service. So
-rank 0 reserves the room first, and the ranks compare their outcomes before the next collective begins.
+A save consists of collectives. A rank that raised an error in between would keep the others waiting, and end the
+service. So rank 0 reserves the room first, and the ranks compare their outcomes before the next collective.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megarl.types import StorageError
 
 # Megatron-Core 0.16 writes about 300 bytes for each of a parameter's four tensors into its records, and a few KiB more.
 _RECORD_BYTES = 1 << 18
-"""Bytes reserved for the records of a checkpoint without parameters."""
+"""Bytes reserved for a checkpoint's records, besides those that grow with the parameters."""
 _RECORD_BYTES_PER_PARAMETER = 4096
 
 
 SaveOutcome = tuple[dict[str, dict[str, Any]], str | None]
-"""A rank's part of a save: size and sha256 of its files by name, and the fault of the disk that it met, or None."""
+"""A rank's part of a save: its files by name, with size and sha256, and the disk's fault or None."""
 
 
 def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -> SaveOutcome:
     """Write a policy's state to an empty folder, readable with any parallel sizes. A collective.
 
-    If a rank has a fault, the folder is incomplete on all of them.
+    After a fault of any rank the folder is incomplete on all.
     """
     records = _Room(folder / "records", _RECORD_BYTES + _RECORD_BYTES_PER_PARAMETER * len(trained_parameters(policy)))
     if _any_rank_has(fault := records.take()):
         return {}, fault
-    # Rank 0 writes the state common to all ranks already here.
+    # Rank 0 writes the state common to all ranks here already.
     records.free()
     save = checkpoint.plan_save(folder, {"": policy}, str(parallel))
     tensors = _Room(folder / "tensors", save.num_bytes)
@@ -46,30 +46,30 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
         return {}, fault
     tensors.free()
     try:
-        # The driver renames the folder after this call, so all files must be complete.
+        # The driver renames the folder next, so all files must be complete.
         save.write(asynchronous=False)
         fault = None if save.error is None else str(save.error)
     except StorageError as error:
         fault = str(error)
     if _any_rank_has(fault):
         return {}, fault
-    # Another program may take the room now, but has little time for it.
+    # Another program could take the room now, but has little time.
     records.free()
     return save.finish() or {}, None
 
 
 class _Room:
-    """Room on a disk that a file holds for later writes. Only rank 0 has the file, for the writes of all ranks."""
+    """Room on a disk, held by a file until later writes. Only rank 0 has the file, for the writes of all ranks."""
 
     def __init__(self, file: Path, num_bytes: int) -> None:
         self._file, self._num_bytes = file, num_bytes
 
     def take(self) -> str | None:
-        """Reserve the room. Returns the fault if there is none."""
+        """Reserve the room. Returns the fault if the disk lacks it."""
         if dist.get_rank():
             return None
         try:
-            # Free bytes of the file system would not show a quota.
+            # Allocate: the free bytes of the file system would not show a quota.
             with self._file.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._num_bytes)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The most likely tokens at each position of a scored prompt: further rows of the policy's output."""
+"""The most likely tokens at each position of a scored prompt, as further rows of the policy's output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from megarl.training.rows.microbatch import Microbatch
 
 
 class TopTokensHead:
-    """Adds ids and log-probs of the `count` most likely tokens to a policy's output; 0: adds nothing.
+    """`ExtraHead` of the policy. Adds ids and log-probs of the `count` most likely tokens to its output; 0: adds
+    nothing.
 
-    It is an `ExtraHead` of the policy. Vocabulary blocks bound its memory, as they do for log-probs.
+    Vocabulary blocks bound its memory, as they do for log-probs.
     """
 
     def __init__(self, model: PolicyModel) -> None:

@@ -1,4 +1,4 @@
-"""The service's trainer on a recipe's ranks: training by their Megatron models, sampling by their vLLM engines."""
+"""The service's trainer on a recipe's ranks. Their Megatron models train, their vLLM engines sample."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ Result = TypeVar("Result")
 
 
 class RankEngines(Engines):
-    """The engines of a service, and the trainer sending them adapters.
+    """The engines of a service, and the trainer that sends them adapters.
 
-    `num_slots` is the number of their slots; 0: they have one set of weights, with an adapter merged in.
+    `num_slots` is the number of their slots. 0: an adapter is merged into their only set of weights.
     """
 
     def __init__(self, ranks: RunRanks, pool: EnginePool, reshard_calls: ReshardCalls, num_slots: int) -> None:
         self._ranks, self._pool, self._reshard_calls, self._num_slots = ranks, pool, reshard_calls, num_slots
-        # The engines' first version is that of the model folder.
+        # Version 1 is the model folder's.
         self._reshard_numbers = itertools.count(2)
 
     async def free_device(self) -> None:
-        # The pool stops first: it must not step an engine that sleeps.
+        # Pause the pool first: it must not step a sleeping engine.
         await self._pool.pause()
         await self._ranks.trainers.call("sleep_engine")
 
@@ -53,14 +53,14 @@ class RankEngines(Engines):
         self._pool.resume()
 
     async def load(self, version: str | None, index: int) -> None:
-        # Requests for other versions stay in separate engines. Engines that slept have none.
+        # In separate engines, requests for other versions stay. Engines that slept have none.
         paused = asyncio.create_task(self._pool.pause(aborts=False))
         await self._ranks.trainers.call("adapters.show", version)
         await paused
         await self._reshard_calls.run(verify=False, version=next(self._reshard_numbers))
         if self._num_slots:
             await self._ranks.call_engines("install_adapter", version, index)
-        # Waiting requests start only now, when every engine has the adapter.
+        # Waiting requests start only now: every engine has the adapter.
         self._pool.resume()
 
 
@@ -68,9 +68,9 @@ class RankTrainer:
     """Trainer of a service; see the protocol `trainer.Trainer`. `model` is the policy on the ranks.
 
     The engines have `num_slots` slots for adapters (0: none, they get merged weights), and sample at most
-    `num_sequences` at once. `idle_folder` exists on every node, for models without calls. `most_bytes` is the room for
-    models and copies of weights in the memory of each host; None: a share of it. `report` is called with faults of the
-    disk. `failure` gets the first error of the ranks: the service cannot go on then.
+    `num_sequences` at once. `idle_folder` exists on every node, for idle models. `most_bytes` is the room for models
+    and copies of weights in the memory of each host; None: a share of it. `report` is called with disk faults.
+    `failure` gets the ranks' first error: then the service cannot continue.
     """
 
     def __init__(
@@ -91,17 +91,19 @@ class RankTrainer:
         self._ranks, self._pool, self._model = ranks, pool, model
         self._reshard_calls = ReshardCalls(ranks)
         self._engines = RankEngines(ranks, pool, self._reshard_calls, num_slots)
-        # The pool finds requests by id, so ids are unique over all clients.
+        # The pool finds requests by id: ids must be unique over all clients.
         self._request_numbers = itertools.count()
         self._turns = Turns(
             self._engines, is_shared=not ranks.is_separate, num_slots=num_slots or 1, num_sequences=num_sequences
         )
         self._models: dict[str, None] = {}
-        """Models on the ranks, least recently used first. A request whose session has ended names others."""
+        """Models on the ranks, least recently used first. A request of an ended session may name a model that is
+        gone.
+        """
         self._on_disk: set[str] = set()
-        """Models on the ranks that are on the disk, and not in host memory."""
+        """Models whose state is on the disks of all ranks, and not in host memory."""
         self._with_files: set[str] = set()
-        """Models with a state on the disk of any rank. A rank whose disk is full keeps its part in memory."""
+        """Models with a state on any rank's disk. A rank with a full disk keeps its part in memory."""
         self._versions: set[str] = set()
         """Versions on the ranks."""
         self._most_bytes = most_bytes
@@ -110,7 +112,7 @@ class RankTrainer:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> str:
-        """Give separate engines their first weights. Put engines on shared ranks to sleep: they start awake.
+        """Send separate engines their first weights. Put engines on shared ranks to sleep: they start awake.
 
         Returns a line about the memory for models. Raises ConfigError if it has no room for one.
         """
@@ -121,7 +123,7 @@ class RankTrainer:
                 "use a smaller lora.rank or more nodes"
             )
         if self._ranks.is_separate:
-            # The only reshard that compares the base weights, which later ones do not send.
+            # Only this reshard compares the base weights. Later ones do not send them.
             await self._reshard_calls.run(verify=True, version=1)
         else:
             await self._engines.free_device()
@@ -146,7 +148,7 @@ class RankTrainer:
         await self._train_model("clear", model_id)
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
-        # Norm and outcome are equal on all ranks, so one answer is enough.
+        # Norm and outcome are equal on all ranks: one answer is enough.
         [(norm, is_applied), *_] = await self._train_model("step", model_id, adam.model_dump())
         if not is_applied:
             raise UserError(
@@ -156,7 +158,7 @@ class RankTrainer:
 
     async def save(self, model_id: str, folder: Path) -> None:
         answers = await self._train_model("save", model_id, folder.absolute())
-        # Raised here: an error of the ranks themselves ends the service.
+        # Raise here: an error raised on the ranks would end the service.
         if fault := next((fault for _, fault in answers if fault is not None), None):
             raise StorageError(fault)
         files = dict(ChainMap(*(files for files, _ in answers)))
@@ -188,7 +190,7 @@ class RankTrainer:
             raise StorageError(fault)
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        # `_make_room` may have moved some. A turn for nothing would put engines on shared ranks to sleep.
+        # `_make_room` may have moved some already. An empty turn would put engines on shared ranks to sleep.
         in_memory = [model_id for model_id in models if model_id not in self._on_disk]
         if not in_memory:
             return
@@ -208,12 +210,12 @@ class RankTrainer:
             self._versions.difference_update(versions)
 
         async def remove_again() -> None:
-            # A call that was making room meanwhile has noted its model or version after that.
+            # A call that was making room has recorded its model or version only after the first removal.
             await remove()
-            # Not earlier: such a call still reads its model's state from the disk.
+            # Not earlier: that call still reads its model's state from disk.
             self._with_files.difference_update(models)
 
-        # First here: accounts' calls have another order than their requests, so one may still wait for its turn.
+        # Remove at once: calls of these models and versions that still wait for their turn then fail.
         await remove()
         if models or versions:
             await self._train("forget", list(models), list(versions), prepare=remove_again)
@@ -272,7 +274,7 @@ class RankTrainer:
 
         values = await self._shielded(gather)
         logprobs, top_ids, top_logprobs = np.split(values, [1, 1 + num_top_tokens])
-        # Nothing predicts the first token. The SDK reads NaN as a position without log-prob.
+        # Nothing predicts the first token. The SDK reads NaN as a missing log-prob.
         logprobs[:, 0], top_logprobs[:, 0] = np.nan, -np.inf
         return logprobs[0], TopTokens(top_ids.T.astype(np.int32), top_logprobs.T)
 
@@ -294,11 +296,11 @@ class RankTrainer:
     async def _take_model(self, model_id: str, *, is_replaced: bool = False) -> None:
         """Make room for a model, and bring it into memory. Call it in a turn of training. Raises UserError.
 
-        `is_replaced`: the call loads another state of the model, so its present one is not needed.
+        `is_replaced`: the call loads another state of the model, so its present state is not needed.
         """
         if model_id not in self._models or model_id in self._on_disk:
             await self._make_room(num_models=1, needed=model_id)
-        # The last one was used most recently.
+        # The last model is the most recently used one.
         self._models.pop(model_id, None)
         self._models[model_id] = None
         if model_id in self._with_files and not is_replaced:
@@ -307,17 +309,17 @@ class RankTrainer:
         self._with_files.discard(model_id)
 
     async def _read_back(self, model_id: str) -> None:
-        """Bring a model's state from the disks of the ranks to their memory.
+        """Read a model's state from the disks of the ranks to their memory.
 
         Raises UserError if a disk fails. The files stay, so a later call may succeed.
         """
         faults = list(filter(None, await self._ranks.trainers.call("adapters.read_back", model_id)))
         if faults:
-            # The ranks without a fault have read their parts. These go back, so that the model needs no memory.
+            # Ranks without a fault have read their parts. Move them back, so that the model needs no memory.
             if fault := await self._move([model_id]):
                 faults.append(fault)
             self._report(f"model {model_id} stays on the disk: {'; '.join(faults)}; check this disk")
-            # The client does not learn folders of the service.
+            # The client must not see folders of the service.
             file = f"{self._idle_folder.name}/{model_id}"
             raise UserError(
                 f"model {model_id}: its state on the disk of the service ({file}) cannot be read now. Send the request "
@@ -332,9 +334,9 @@ class RankTrainer:
         self._versions.add(version)
 
     async def _make_room(self, *, num_models: int = 0, num_copies: int = 0, needed: str | None) -> None:
-        """Move models to disk, least recently used first, until so many more models and copies fit in memory.
+        """Move models to disk, least recently used first, until this many more models and copies fit in memory.
 
-        Raises UserError if they do not: models with gradients since their last step stay in memory.
+        Raises UserError if they do not fit: models with gradients since their last step stay in memory.
         """
         movable = [name for name in self._models if name not in self._on_disk and name != needed]
         while host := self._limits.find_full_host(
@@ -348,20 +350,19 @@ class RankTrainer:
                     "their steps"
                 )
             if fault := await self._move([movable.pop(0)]):
-                # The client learns only that memory is full: the text names folders of the service.
+                # The client learns only that memory is full. This text names folders of the service.
                 self._report(f"a model stays in host memory: {fault}")
 
     async def _move(self, models: Sequence[str]) -> str | None:
-        """Move models to disk. Returns the error of the disk. Call it in a turn of training."""
+        """Move models to disk, in a turn of training. Returns the disk's error."""
         answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
-        # A rank with a full disk has the model in memory.
+        # A rank with a full disk still has the model in memory.
         models_by_rank = [set(names) for names, _ in answers]
         self._on_disk |= set.intersection(*models_by_rank) & self._models.keys()
         self._with_files |= set.union(*models_by_rank)
         return next((error for _, error in answers if error is not None), None)
 
     async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
-        """Call a method of the ranks' adapters with a model that exists."""
         check, prepare = partial(self._check_model, model_id), partial(self._take_model, model_id)
         return await self._train(method, model_id, *args, check=check, prepare=prepare)
 
@@ -372,7 +373,7 @@ class RankTrainer:
         check: Callable[[], object] = lambda: None,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> list[Any]:
-        """Call a method of the ranks' adapters in a turn of its own, which counts as one token.
+        """Call a method of the ranks' adapters in a separate turn, which costs one token.
 
         `prepare` is called first, in the same turn.
         """
@@ -392,7 +393,7 @@ class RankTrainer:
             try:
                 return await work()
             except MegarlError as error:
-                # The first error is the cause. Later ones are its consequences.
+                # The first error is the cause. Later ones are consequences.
                 if not self.failure.done():
                     self.failure.set_exception(error)
                 raise

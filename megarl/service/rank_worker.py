@@ -1,4 +1,4 @@
-"""Worker classes of the ranks of a service: the trainer has many models' adapters, and the engines some of them."""
+"""Worker classes of a service's ranks. The trainer has many models' adapters, the engines some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.worker.trainer_worker import TrainerWorker
 
 
 class ServiceTrainer(TrainerWorker):
-    """Worker of a rank with the trainer of a service only. The driver calls `adapters` by name."""
+    """Worker of a rank with only a trainer. The driver calls methods of `adapters` by name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -22,15 +22,14 @@ class ServiceTrainer(TrainerWorker):
 
 
 class ServiceEngine(EngineWorker):
-    """Worker of a rank with an engine of a service only. Its engine has `num_slots` slots for adapters."""
+    """Worker of a rank with only an engine. The engine has `num_slots` slots for adapters."""
 
     def __init__(self, *args: Any, num_slots: int, **kwargs: Any) -> None:
-        # Before the engine is built, in the constructor of the base class.
+        # Set first: the constructor of the base class builds the engine.
         self._num_slots = num_slots
         super().__init__(*args, **kwargs)
 
     def install_adapter(self, version: str | None, index: int) -> None:
-        """Write the adapter of the last reshard into a slot of this rank's engine."""
         install_adapter(self._engine, version, index)
 
     def _build_engine(self, recipe: Any) -> RolloutEngine:
@@ -38,23 +37,22 @@ class ServiceEngine(EngineWorker):
 
 
 class ServiceWorker(Worker):
-    """Worker of a rank with trainer and engine of a service. Its engine has `num_slots` slots for adapters."""
+    """Worker of a rank with trainer and engine. The engine has `num_slots` slots for adapters."""
 
     def __init__(self, *args: Any, num_slots: int, **kwargs: Any) -> None:
-        # Before the engine is built, in the constructor of the base class.
+        # Set first: the constructor of the base class builds the engine.
         self._num_slots = num_slots
         super().__init__(*args, **kwargs)
         self.adapters = Adapters(self.policy, self.parallel)
 
     def install_adapter(self, version: str | None, index: int) -> None:
-        """Write the adapter of the last reshard into a slot of this rank's engine."""
         assert self.engine is not None
         install_adapter(self.engine, version, index)
 
     def wake_engine(self) -> None:
-        """Let the engine sample again, with the weights and adapters that it had before its sleep."""
+        """Let the engine sample again, with the weights and adapters from before its sleep."""
         assert self.engine is not None
-        # An offload drops gradients, so the live model's state is copied first.
+        # An offload drops gradients: copy the live model's state first.
         self.adapters.hold_live()
         self.policy.offload()
         self.engine.wake()
@@ -64,7 +62,7 @@ class ServiceWorker(Worker):
 
 
 def install_adapter(engine: RolloutEngine, version: str | None, index: int) -> None:
-    """Write the adapter of the last reshard into slot `index` of an engine, under the name of a version."""
+    """Write the adapter of the last reshard into slot `index` of an engine, under a version's name."""
     part = engine.find_part(ServedAdapters)
     assert part is not None
     part.install(version, index)

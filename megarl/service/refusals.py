@@ -1,4 +1,4 @@
-"""Errors of the training service: the client's faults."""
+"""Errors of the training service that clients cause."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ class UserError(Exception):
 
 
 class NotFoundError(Exception):
-    """Raised for an unknown id, or one of another key. Both have the same answer, status 404."""
+    """Raised for an unknown id, and for another key's id: both get the same answer, status 404."""
 
 
 class BusyError(Exception):
-    """Raised for a request above the limits of waiting work. Its answer has status 429, so the SDK repeats it."""
+    """Raised for a request above the limits of waiting work. The SDK repeats it after the answer's status 429."""
 
 
 class MalformedError(Exception):
-    """Raised for an unreadable request. Its answer has status 400."""
+    """Raised for an unreadable request. The answer has status 400."""

@@ -1,4 +1,4 @@
-"""The parts of a service that its handlers of requests share."""
+"""Parts of a service that its request handlers share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.service.trainer import Trainer
 
 @dataclass(eq=False)
 class RequestHandlers:
-    """Base class: a subclass turns requests of one kind into calls of the trainer."""
+    """Base class. Subclasses turn requests of one kind into calls of the trainer."""
 
     _trainer: Trainer
     _checkpoints: Checkpoints

@@ -1,4 +1,4 @@
-"""JSON bodies of the SDK's requests. Unknown fields are ignored: newer versions of the SDK send more of them."""
+"""JSON bodies of the SDK's requests. Unknown fields are ignored: newer versions of the SDK send more fields."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 # All samples of a request enter the pool's queue at once, ahead of later clients.
 _MOST_SAMPLES = 1024
 """Maximum number of samples of one request."""
-# The engine has vLLM's limit, max_logprobs. A prompt's are computed by the trainer.
+# This is vLLM's limit, max_logprobs. For prompts the trainer computes them.
 _MOST_TOP_TOKENS = 20
 """Maximum number of most likely tokens at each position of a sample."""
 _MOST_PROMPT_TOP_TOKENS = 128
 """Maximum number of most likely tokens at each position of a prompt."""
 _MOST_METADATA = 16_384
-"""Maximum characters of a client's metadata: it stays in memory and in every listing."""
-# vLLM compares the text's end with each of them after every token.
+"""Maximum characters of a client's metadata. They stay in memory and in every listing."""
+# vLLM compares the text's end with each stop after every token.
 _MOST_STOPS = 64
 """Maximum number of stop strings or stop tokens."""
 _TTL_SECONDS = (3600, 10 * 366 * 86400)
-"""Shortest and longest life of a checkpoint, as in the SDK: an hour, and ten years."""
+"""Shortest and longest lifetime of a checkpoint, as in the SDK: an hour and ten years."""
 
 
-# SDK 0.38 writes model and number before the client's metadata. It escapes quotes within texts, so no text matches.
+# SDK 0.38 writes model and number before the client's metadata. It escapes quotes in texts, so no text matches.
 _MODEL_ID = re.compile(rb'"model_id": ?"([a-z0-9:]{1,100})"')
 _SEQ_ID = re.compile(rb'"seq_id": ?([0-9]{1,18})[,}]')
 
-# Python's integers have no limit, and a model's number is a part of the names of its files.
+# Python's integers have no limit, and a model's number is part of its files' names.
 Number = Annotated[int, Field(ge=0, lt=2**63)]
-"""A number that the client counts."""
+"""A number counted by the client."""
 
 
 class Body(BaseModel):
-    """A request's body. Names beginning with `model_` are the SDK's."""
+    """A request's body. The SDK has names that begin with `model_`."""
 
     model_config = {"protected_namespaces": (), "extra": "ignore"}
 
 
 def _as_texts(values: dict[str, Any]) -> dict[str, str]:
-    """Return a client's metadata as texts: the SDK reads them as texts, and sends any values."""
+    """Return a client's metadata as texts. The SDK sends any values, but reads texts."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     if sum(len(name) + len(text) for name, text in texts.items()) > _MOST_METADATA:
         raise ValueError(f"has more than {_MOST_METADATA} characters; cut it")
@@ -63,7 +63,7 @@ def _as_texts(values: dict[str, Any]) -> dict[str, str]:
 
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_as_texts)]
-"""A client's notes on a session, a run or a checkpoint. They are shown in listings only."""
+"""A client's notes on a session, a run or a checkpoint. Only listings show them."""
 
 
 class CreateSession(Body):
@@ -80,7 +80,9 @@ class Page(Body):
 
 
 class Lifetime(Body):
-    """Seconds until a checkpoint expires; None: never. The field must be there: a body without it changes nothing."""
+    """Seconds until a checkpoint expires; None: never. The field is required: without it the request would mean
+    nothing.
+    """
 
     ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None
 
@@ -115,7 +117,7 @@ class CreateModel(Body):
 
 
 class LoadWeights(Body):
-    """A load creates its model (`session_id`), or is the first numbered request of one (`model_id`)."""
+    """A load either creates a model (`session_id`), or is the first numbered request of one (`model_id`)."""
 
     path: str
     optimizer: bool
@@ -182,10 +184,10 @@ def _check_temperature(value: float) -> float:
 
 
 def _check_stops(stop: Any) -> Any:
-    """Refuse wrong stops. Pydantic would report a list with a fault as a list that should be a text."""
+    """Refuse invalid stops. Pydantic would report a fault inside a list as "the list should be a text"."""
     if isinstance(stop, list) and len(stop) > _MOST_STOPS:
         raise ValueError(f"has {len(stop)} stops; give at most {_MOST_STOPS}")
-    # Python counts True as an int.
+    # `type`, not `isinstance`: True is an int.
     if isinstance(stop, list):
         is_valid = all(type(value) in (str, int) for value in stop)
     else:
@@ -199,14 +201,14 @@ class SampleSettings(Body):
     max_tokens: PositiveInt | None = None
     seed: int | None = None
     stop: Annotated[str | list[str | int] | None, BeforeValidator(_check_stops)] = None
-    # vLLM 0.30 refuses higher temperatures, and would silently raise lower ones above 0 to 0.01.
+    # vLLM 0.30 refuses higher temperatures, and silently raises those between 0 and 0.01.
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2), AfterValidator(_check_temperature)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
 
 
 class SampleAddress(Body):
-    """A sampling request's session, its number in the session, and how many samples it asks for."""
+    """A sampling request's session, its number in the session, and its number of samples."""
 
     sampling_session_id: str
     seq_id: Number
@@ -242,7 +244,7 @@ class PathAddress(Body):
 
 
 def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
-    """Return a body of this kind. Raises UserError with the first wrong field."""
+    """Return a body of type `kind`. Raises UserError with the first invalid field."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -251,22 +253,22 @@ def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
         value = first.get("input")
         is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
         shown = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
-        # Pydantic's prefix of this module's own texts.
+        # Pydantic's prefix of texts raised by this module.
         raise UserError(f"{place}{shown}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return model and number of a request, from the first bytes of its JSON. None if they are not there."""
+    """Return model and number of a request, from the first bytes of its JSON; None: they are not there."""
     model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
     return None if model_id is None or seq_id is None else (model_id[1].decode(), int(seq_id[1]))
 
 
 def count_sampling_tokens(values: dict[str, Any], num_samples: int, context_tokens: int) -> int:
-    """Return how many tokens the samples of a request can have, with the prompt. Its fields may still be wrong."""
+    """Return the maximum tokens of a request's prompt and samples. Its fields are not checked yet."""
     try:
         body = SampleRequest.model_validate(values)
     except ValidationError:
-        # The promise of such a request fails at once, so it needs no room.
+        # A request with such faults fails at once: it needs no room.
         return 1
     num_prompt_tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
     longest = max(1, context_tokens - num_prompt_tokens)

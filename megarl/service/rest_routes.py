@@ -1,4 +1,4 @@
-"""Routes of the SDK's RestClient: what an account has, deletion, lifetimes, and named refusals of the rest."""
+"""Routes of the SDK's RestClient: listings of an account, deletion, lifetimes, and refusals of all others by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class RestRoutes:
         self._listing = Listing(desk.served, desk.checkpoints)
 
     def handlers(self) -> dict[tuple[str, str], Handler]:
-        """Return the handlers by method and path."""
         return {
             ("GET", "training_runs"): self._list_runs,
             ("GET", "training_runs/{run}"): self._describe_run,
@@ -81,7 +80,7 @@ class RestRoutes:
         try:
             self._desk.checkpoints.set_lifetime(_checkpoint_path(request), owner, body.ttl_seconds)
         except OSError as error:
-            # A status of the server's faults would make the SDK repeat the request for five minutes.
+            # After a server error's status the SDK would repeat the request for five minutes.
             self._desk.report(f"lifetime of a checkpoint: {type(error).__name__}: {error}")
             raise UserError("ttl_seconds: was not changed, because the disk of the service is full or fails") from error
         return web.Response(status=204)

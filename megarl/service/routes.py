@@ -32,18 +32,20 @@ from megarl.serving.http_server import HttpServer
 from megarl.serving.refusal import RequestError
 
 HOLD_SECONDS = 30.0
-"""Maximum seconds of a poll without a result. The SDK ends a poll after 45."""
+"""Maximum seconds of a poll without a result. The SDK ends a poll after 45 s."""
 EXPIRY_SECONDS = 30.0
 """Seconds between searches for silent sessions and old results."""
-# A poll keeps its connection up to `HOLD_SECONDS`, so clients with many requests need many.
+# A poll holds its connection for up to `HOLD_SECONDS`, so clients with many requests need many.
 _MOST_CONNECTIONS = 4096
 _SMALL_BYTES = 64 << 10
-"""Bodies below this size are read without a check of what the account reads at the time: 4,096 of them have 256 MiB."""
-# A model's id has 32 characters, and a checkpoint's name, which stands before the number in JSON, at most 100.
+"""Smaller bodies are read without counting the bytes that an account sends: 4,096 of them have 256 MiB."""
+# A model's id has 32 characters. A checkpoint's name, which stands before the number in JSON, has at most 100.
 _HEAD_BYTES = 4096
-"""First bytes of a numbered request's body, with its model and number."""
+"""First bytes of a numbered request's body. They contain its model and number."""
 _BUSY_SECONDS = "2"
-"""Seconds until a refused request may fit: the time of a few calls. The SDK repeats requests for five minutes."""
+"""Seconds after which a client may retry a refused request: the time of a few calls. The SDK retries for five
+minutes.
+"""
 _UNEMBED_NOTICE = (
     "This service trains adapters of attention and MLP layers. train_unembed has no effect: the output layer has no "
     "adapter."
@@ -53,16 +55,16 @@ Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
 
 def make_server(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SECONDS) -> HttpServer:
-    """Return the HTTP server of a service, which is not started yet."""
+    """Return the HTTP server of a service, not started yet."""
     return _Routes(desk, accounts, hold_seconds).server
 
 
 class _Routes:
     """Handlers of the routes, and their server. A wrong key gets 401, an unknown or foreign id 404, a bad body 400.
 
-    Every other fault of a request fails its promise. So does a bad body that begins with a model and a number: a
-    refused number would be missing to the model's later requests. The SDK retries the statuses 408, 409, 429 and 5xx,
-    so a client's fault never has them. A request above the limits of waiting work gets 429.
+    Every other fault of a request fails its promise. A bad body with a readable model and number fails its promise too,
+    because later requests of the model wait for the number. The SDK retries the statuses 408, 409, 429 and 5xx, so a
+    client's fault never gets them. A request above the limits of waiting work gets 429.
     """
 
     def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
@@ -109,12 +111,12 @@ class _Routes:
                 web.route(method, f"/api/v1/{path}", self._add_checks(handler))
                 for (method, path), handler in RestRoutes(self._desk).handlers().items()
             ),
-            # Health probes have no key, so this route is the only one without a check.
+            # Health probes have no key: this is the only route without a check.
             web.get("/api/v1/healthz", _healthz),
         ]
 
     async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
-        """Context of the application: silent sessions and old results end meanwhile."""
+        """While the server runs, end silent sessions and drop old results."""
 
         async def expire() -> None:
             while True:
@@ -122,7 +124,7 @@ class _Routes:
                 try:
                     await self._desk.expire()
                 except Exception as error:
-                    # One file that cannot be deleted must not keep sessions and results for ever.
+                    # A file that cannot be deleted must not keep sessions and results for ever.
                     self._desk.report(f"search for old sessions and results: {type(error).__name__}: {error}")
 
         task = asyncio.create_task(expire())
@@ -135,17 +137,17 @@ class _Routes:
     def _add_checks(
         self, handler: Handler, *, is_numbered: bool = False
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler with a check of the key before, and answers for its errors.
+        """Wrap a handler: check the key first, and answer its errors.
 
-        A handler of numbered requests checks their bodies itself, after it has read the number.
+        Handlers of numbered requests check their bodies themselves, after they have read the number.
         """
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            # The key is checked before the body is read, so strangers cannot fill the memory.
+            # Check the key before the body is read, so that strangers cannot fill the memory.
             owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
             if owner is None:
                 return _error("X-API-Key: this key is not known to the service", 401)
-            # The server soon ends a connection without an admitted request, and a poll waits longer than that.
+            # The server soon closes a connection without an admitted request, but a poll waits longer.
             if not self.server.admit(request):
                 return _error(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
             BODY_BYTES.set(_body_bytes(request))
@@ -159,10 +161,10 @@ class _Routes:
             except MalformedError as error:
                 return _error(str(error), 400)
             except RequestError as error:
-                # The SDK repeats a request with status 408, and a body that came late would come late again.
+                # The SDK would repeat a request with status 408, and a late body would be late again.
                 return _error(str(error), 400 if error.status == 408 else error.status)
             except BusyError as error:
-                # SDK 0.38 waits so long before it repeats the request. Its number stays free meanwhile.
+                # SDK 0.38 waits this long before it repeats the request. Its number stays free meanwhile.
                 return web.json_response({"error": str(error)}, status=429, headers={"Retry-After": _BUSY_SECONDS})
             except UserError as error:
                 return _error(str(error), 422)
@@ -171,13 +173,13 @@ class _Routes:
 
     @contextlib.contextmanager
     def _reading(self, request: web.Request, owner: str) -> Iterator[None]:
-        """Context that reads a request's body.
+        """Count a request's body while it is read.
 
-        Raises RequestError for a compressed one, and BusyError if an account sends too many bytes at this time.
+        Raises RequestError for a compressed body, and BusyError if the account now sends too many bytes.
         """
         if encoding := request.headers.get("Content-Encoding"):
             raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
-        # Polls have small bodies, and stay in the handler for long.
+        # Polls have small bodies, and stay in the handler for a long time.
         if BODY_BYTES.get() < _SMALL_BYTES:
             yield
             return
@@ -187,7 +189,9 @@ class _Routes:
     def _make_numbered_handler(
         self, accept: Callable[[dict[str, Any], str], Promise], *, is_training: bool = False
     ) -> Handler:
-        """Return the handler of a model's numbered requests in JSON. `is_training`: a step lacks a refused one."""
+        """Return the handler of a model's numbered requests in JSON. `is_training`: the next step fails if it is
+        refused.
+        """
 
         async def handle(request: web.Request, owner: str) -> web.StreamResponse:
             async def read(raw: bytes) -> Promise:
@@ -206,26 +210,25 @@ class _Routes:
         *,
         is_training: bool,
     ) -> web.StreamResponse:
-        """Answer a numbered request with its promise, from `read`. A request that cannot be read gets a failed one.
+        """Answer a numbered request with its promise, from `read`. An unreadable request gets a failed promise.
 
-        A request above the limit of bytes is repeated by the SDK until it gets a failed promise too.
+        The SDK repeats a request above the limit of bytes, until it gets a failed promise too.
         """
         head = bytearray()
         try:
-            # The number first: after a refusal without it, later requests would wait for it.
+            # Read the number first: after a refusal without it, later requests would wait for it.
             await read_head(request, head, _HEAD_BYTES)
             with self._reading(request, owner):
                 return _promise(await read(bytes(head) + await read_bytes(request)))
         except (RequestError, MalformedError, UserError, BusyError) as error:
             address = find_address(bytes(head))
-            # A client whose connection broke sends the request again.
+            # After a broken connection the client sends the request again.
             if address is None or request.transport is None:
                 raise
             return _promise(self._desk.training.refuse(*address, error, owner, is_training=is_training))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
-        # `_add_checks` refuses compressed bodies, so clients must not compress them.
-        # The SDK's defaults hold for everything else.
+        # Clients must not compress bodies, because `_add_checks` refuses them. All else has the SDK's defaults.
         return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
 
     async def _create_session(self, request: web.Request, owner: str) -> web.StreamResponse:
@@ -238,12 +241,12 @@ class _Routes:
         try:
             self._desk.sessions.touch(body.session_id, owner)
         except NotFoundError as error:
-            # The SDK stops its heartbeat at this status.
+            # At this status the SDK stops its heartbeat.
             return _error(str(error), 410)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: web.Request, owner: str) -> web.StreamResponse:
-        # A 404 would be raised in the client's program, though the session has only ended by itself.
+        # A 404 would raise an error in the client's program, although the session has only ended by itself.
         with contextlib.suppress(NotFoundError):
             self._desk.finish_session(request.match_info["session_id"], owner)
         return web.json_response({})
@@ -265,7 +268,7 @@ class _Routes:
         async def read(raw: bytes) -> Promise:
             return self._desk.training.forward_backward(raw, owner)
 
-        # Whether it has gradients cannot be read.
+        # An unreadable call may have gradients, so it counts as training.
         return await self._accept(request, owner, wire.find_address, read, is_training=True)
 
     async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:
@@ -306,7 +309,7 @@ async def _json(request: web.Request) -> dict[str, Any]:
 
 
 def _body_bytes(request: web.Request) -> int:
-    # A body without a length may have any up to the limit.
+    # A body without a length may have any size up to the limit.
     return 0 if not request.can_read_body else request.content_length or MAX_BODY_BYTES
 
 

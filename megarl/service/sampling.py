@@ -1,4 +1,4 @@
-"""Sampling sessions, and the requests to them."""
+"""Sampling sessions, and their requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sampling(RequestHandlers):
     """Turns sampling requests into samples of the trainer's engines, in any order."""
 
     async def open(self, body: CreateSampler, owner: str) -> str:
-        """Return the id of a sampling session: of a checkpoint, or of the base model.
+        """Return the id of a new sampling session, of a checkpoint or of the base model.
 
         Raises UserError or NotFoundError. A repeated request gets the first id.
         """
@@ -45,7 +45,7 @@ class Sampling(RequestHandlers):
             return sampler_id
         folder, record = self._checkpoints.find(body.model_path, owner)
         check_record(self._trainer.served, record, body.model_path)
-        # The weights are read by the first request for them.
+        # The first sampling request reads the weights.
         weights = Weights(owner, session.session_id, folder=folder, saved_at=record["time"])
         session.add_sampler(Sampler(sampler_id, weights, body.model_path))
         return sampler_id
@@ -56,7 +56,7 @@ class Sampling(RequestHandlers):
         return {name: value for name, value in values.items() if value is not None}
 
     def sample(self, values: dict[str, Any], owner: str) -> Promise:
-        """Accept a sampling request. Raises UserError for one without an address."""
+        """Accept a sampling request. Raises UserError if it lacks its address."""
         address = read_fields(SampleAddress, values)
         session, sampler = self._sessions.find_sampler(address.sampling_session_id, owner)
         session.seen_at = self._clock()
@@ -68,7 +68,7 @@ class Sampling(RequestHandlers):
             first_seed = body.sampling_params.seed
             if first_seed is None:
                 first_seed = secrets.randbelow(_SEEDS)
-            # Equal seeds would give equal samples.
+            # Different seeds, because equal seeds would give equal samples.
             seeds = [(first_seed + number) % _SEEDS for number in range(body.num_samples)]
             _refuse_unsupported(body, len(prompt))
             async with self._published.used(sampler.weights) as version:
@@ -77,7 +77,7 @@ class Sampling(RequestHandlers):
                 if body.prompt_logprobs or body.topk_prompt_logprobs:
                     scores, top = await self._trainer.score(version, prompt, body.topk_prompt_logprobs)
             if scores is not None and top is not None and body.prompt_logprobs_last_n is not None:
-                # The SDK checks that nothing before the last ones has a value.
+                # The SDK checks that only the last positions have values.
                 scores[: -body.prompt_logprobs_last_n] = np.nan
                 top.logprobs[: -body.prompt_logprobs_last_n] = -np.inf
             reply = wire.sampling_reply(
@@ -113,11 +113,11 @@ class Sampling(RequestHandlers):
             max_new_tokens=min(room, params.max_tokens or room),
             temperature=params.temperature,
             top_p=params.top_p,
-            # The SDK turns top-k off with -1, megarl with 0.
+            # The SDK disables top-k with -1, megarl with 0.
             top_k=min(max(0, params.top_k), served.vocab_size),
             stop=texts,
             stop_token_ids=token_ids,
-            # An empty list stops at nothing, and None at the end of the sequence.
+            # The SDK means: an empty list stops nowhere, None at the end of the sequence.
             ignore_eos=params.stop == [],
             num_top_tokens=min(num_top_tokens, served.vocab_size),
         )
@@ -131,7 +131,7 @@ def _prompt_tokens(body: SampleRequest) -> np.ndarray:
         token_ids += chunk.tokens
     if not token_ids:
         raise UserError("prompt is empty: give at least one token")
-    # Ids of a request have any size, and int32 has not. A clipped one is still refused, outside the vocabulary.
+    # A request's ids may exceed int32. A clipped id is outside the vocabulary, and still refused.
     return np.array([min(max(token_id, -1), 2**31 - 1) for token_id in token_ids], np.int32)
 
 

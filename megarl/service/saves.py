@@ -16,8 +16,6 @@ from megarl.types import StorageError
 
 
 class Saves(RequestHandlers):
-    """Writes checkpoints of models, and copies their weights for sampling sessions."""
-
     def save_weights(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._sessions.read_address(values, owner)
 
@@ -29,7 +27,7 @@ class Saves(RequestHandlers):
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
 
     def save_for_sampler(self, values: dict[str, Any], owner: str) -> Promise:
-        """Keep a model's weights for sampling: on disk with a name, or as a sampling session in memory."""
+        """Save a model's weights for sampling: on disk with a name, or as a sampling session in memory."""
         address, model = self._sessions.read_address(values, owner)
         session, _ = self._sessions.find_model(model.model_id, owner)
 
@@ -38,13 +36,13 @@ class Saves(RequestHandlers):
             if body.kind not in ("snapshot", "inflight"):
                 raise UserError(f"kind = {body.kind:.50}: is not a kind of sampling client; use snapshot or inflight")
             if body.path is not None:
-                # SDK 0.38 has no field for overwriting in this call, so a name in use is replaced.
+                # In SDK 0.38 this call has no field for overwriting: a name in use is replaced.
                 path = await self._save(model, "sampler_weights", body, owner, overwrite=True)
                 return json_reply(path=path, type="save_weights_for_sampler")
             weights = await self._published.copy_model(model.model_id, owner, session.session_id)
             sampler = Sampler(secrets.token_hex(12), weights)
             if body.kind == "inflight":
-                # Requests until now finish with the weights that they began with.
+                # Earlier requests finish with the weights that they began with.
                 earlier, model.moving_weights, sampler.model = model.moving_weights, weights, model
                 if earlier is not None:
                     await self._published.end(earlier)
@@ -84,11 +82,11 @@ class Saves(RequestHandlers):
 
 @contextmanager
 def _disk_faults_refused(name: str) -> Iterator[None]:
-    """Context that refuses a client's save if the disk is full or fails. The ledger reports the cause."""
+    """Refuse a client's save if the disk is full or fails. The ledger reports the cause."""
     try:
         yield
     except (OSError, StorageError) as error:
-        # The text of the error names folders of the service.
+        # The error's text names folders of the service.
         raise UserError(
             f"path = {name}: was not saved, because the disk of the service is full or fails. The model is as "
             "before; delete checkpoints (RestClient.delete_checkpoint) and save again, or ask the operator for room"

@@ -1,4 +1,4 @@
-"""Checks of a request's model settings against those that the service has."""
+"""Checks of a request's model settings against the service's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sessions of the service's clients, with their models and sampling sessions: looked up by id and owner.
+"""Sessions of the service's clients, with their models and sampling sessions, looked up by id and owner.
 
-An id of another owner does not exist.
+Another owner's id counts as unknown.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megarl.service.requests import CreateSession, Numbered, read_fields
 
 MOST_SESSIONS = 64
 """Maximum sessions of one account."""
-# A loop that samples from each step's weights makes one a step.
+# A loop that samples after each step makes one a step.
 MOST_SAMPLERS = 10_000
-"""Maximum sampling sessions of one session. The oldest one makes room."""
+"""Maximum sampling sessions of one session. Above it the oldest one is dropped."""
 
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """A client's model. `failure` is the reason why the gradients since the last step are incomplete."""
+    """A client's model. `failure` is the reason why its gradients since the last step are incomplete."""
 
     model_id: str
     used_at: float
@@ -33,16 +33,16 @@ class Model:
     metadata: Mapping[str, str] | None = None
     failure: str | None = None
     moving_weights: Weights | None = None
-    """Weights of the sampling sessions following the model, from its last save for them."""
+    """Weights of the sampling sessions that follow the model, from its last save for them."""
 
     def note_skipped(self, reason: str) -> None:
-        """Fail the next step: a request that did not run may have had a part of its gradients."""
+        """Let the next step fail: a request that did not run may have had a part of its gradients."""
         self.failure = reason
 
 
 @dataclass(eq=False, slots=True)
 class Sampler:
-    """A sampling session: its weights, and their path. With `model` it follows the model's saves."""
+    """A sampling session: its weights and their path. With `model` it follows the model's saves."""
 
     sampler_id: str
     fixed_weights: Weights
@@ -56,8 +56,6 @@ class Sampler:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """A client's session, with its models and samplers."""
-
     session_id: str
     owner: str
     seen_at: float
@@ -65,8 +63,7 @@ class Session:
     display_name: str | None = None
     models: dict[str, Model] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
-    """Ids of models that the trainer is making. They count for the limit, so that parallel requests cannot exceed it.
-    """
+    """Ids of models that the trainer is creating. They count, so that parallel requests cannot exceed the limit."""
     samplers: dict[str, Sampler] = field(default_factory=dict)
 
     def add_sampler(self, sampler: Sampler) -> None:
@@ -76,12 +73,10 @@ class Session:
 
 
 class Sessions:
-    """The open sessions of all owners."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        # Sessions have the monotonic time of their last request, and clients want that of a calendar.
+        # Sessions store monotonic times of their last requests. Clients want calendar times.
         self._epoch = time.time() - clock()
 
     def open(self, body: CreateSession, owner: str) -> str:
@@ -114,18 +109,17 @@ class Sessions:
         ]
 
     def touch(self, session_id: str, owner: str) -> None:
-        """Note a sign of life of a session's client. Raises NotFoundError."""
+        """Record that a session's client is alive. Raises NotFoundError."""
         self.find(session_id, owner).seen_at = self._clock()
 
     def owned_by(self, owner: str) -> list[Session]:
         return [session for session in self._sessions.values() if session.owner == owner]
 
     def models(self) -> list[Model]:
-        """Return the models of all sessions."""
         return [model for session in self._sessions.values() for model in session.models.values()]
 
     def silent_since(self, oldest: float) -> list[Session]:
-        """Return the sessions without requests since a time."""
+        """Return the sessions without requests since the time `oldest`."""
         return [session for session in self._sessions.values() if session.seen_at < oldest]
 
     def remove(self, session: Session) -> None:
@@ -135,9 +129,9 @@ class Sessions:
         return self._sessions.get(session.session_id) is not session
 
     def read_address(self, values: dict[str, Any], owner: str) -> tuple[Numbered, Model]:
-        """Return the model and number of a request, before its other fields are read.
+        """Return the number and model of a request, before its other fields are read.
 
-        A wrong field fails its promise only: a refused request would have used its number.
+        A fault in another field then fails only the promise. A refused request would leave its number unused.
         """
         address = read_fields(Numbered, values)
         session, model = self.find_model(address.model_id, owner)

@@ -1,4 +1,4 @@
-"""The training service's view of a trainer: it trains and samples models, call by call."""
+"""Interface between the training service and a trainer, which trains and samples models call by call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServedModel:
     """The base model of a service, and the limits of adapters and requests."""
 
     name: str
-    """Its name in clients' requests."""
+    """Name of the model in clients' requests."""
     architecture: str
     tokenizer: str
     """Folder or Hub name of the clients' tokenizer."""
@@ -36,25 +36,25 @@ class ServedModel:
 
 
 class Trainer(Protocol):
-    """Trains and samples the adapters of many models. `version` names published weights; None: the base."""
+    """Trains and samples the adapters of many models. `version` names published weights; None: the base model."""
 
     @property
     def served(self) -> ServedModel: ...
 
     async def create_model(self, model_id: str, seed: int) -> None:
-        """Make a model with new adapters, drawn from `seed`, and a new optimizer."""
+        """Create a model with new adapters, drawn from `seed`, and a new optimizer."""
         ...
 
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
     ) -> NDArray[np.float32]:
-        """Add a batch's gradients to the model's, and return log-probs and losses: float32 [2, tokens]."""
+        """Add a batch's gradients to the model's. Returns log-probs and losses: float32 [2, tokens]."""
         ...
 
     async def clear_gradients(self, model_id: str) -> None: ...
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
-        """Run a step with the gradients since the last one, then clear them. Raises UserError if they are not finite.
+        """Run a step with the gradients since the last step, then clear them. Raises UserError if they are not finite.
 
         Returns metrics named `name:reduction`.
         """
@@ -68,25 +68,25 @@ class Trainer(Protocol):
         ...
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Make a model from a saved one. Without its optimizer state it gets a new optimizer.
+        """Create a model from a saved one. Without its optimizer state it gets a new optimizer.
 
-        Raises DataError for damaged files: a model of this name is then as before. Raises StorageError if the disk
-        fails: then it is as before, or gone.
+        Raises DataError for damaged files: an existing model of this name is unchanged. Raises StorageError if the disk
+        fails: an existing model is unchanged or gone.
         """
         ...
 
     async def publish(self, model_id: str, version: str) -> None:
-        """Keep a copy of the model's adapters for sampling. Later training does not change it."""
+        """Copy the model's adapters for sampling. Later training does not change the copy."""
         ...
 
     async def publish_folder(self, folder: Path, version: str) -> None:
-        """Keep a copy of a saved model's adapters for sampling. Raises DataError and StorageError like `load`."""
+        """Copy a saved model's adapters for sampling. Raises DataError and StorageError like `load`."""
         ...
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        """Free the memory of models without calls. Their next call brings them back, with the same bits.
+        """Free the memory of models without calls. Their next call restores them bit for bit.
 
-        Raises OSError if the disk is full. The models that are left then stay in memory.
+        Raises OSError if the disk is full. The remaining models then stay in memory.
         """
         ...
 

@@ -23,7 +23,7 @@ class TrainingCalls(RequestHandlers):
     """Turns training requests into calls of the trainer, in the order of their numbers."""
 
     def forward_backward(self, raw: bytes, owner: str) -> Promise:
-        """Accept a training call. Raises MalformedError for any other body than the SDK's message."""
+        """Accept a training call. Raises MalformedError for any body but the SDK's message."""
         message = wire.parse_training_call(raw)
         session, model = self._sessions.find_model(message.model_id, owner)
         self._sessions.note_use(session, model)
@@ -31,19 +31,19 @@ class TrainingCalls(RequestHandlers):
         async def work() -> Reply:
             try:
                 settings = checked_settings(message.loss_fn, wire.loss_settings(message))
-                # In a thread: a message of many small tensors takes a second, and other clients wait meanwhile.
+                # In a thread: reading many small tensors takes a second, and other clients would wait.
                 batch = await asyncio.to_thread(self._read_batch, message)
                 logprobs, losses = await self._trainer.forward_backward(
                     model.model_id, batch, message.loss_fn, settings, is_forward_only=message.forward_only
                 )
             except BaseException as error:
-                # A cancelled call counts as failed too: the ranks may still add its gradients.
+                # A cancelled call counts as failed: the ranks may still add its gradients.
                 if not message.forward_only:
-                    # As in the ledger, the client does not learn the text of an error of the service.
+                    # As in the ledger, the client does not see the text of a service's error.
                     reason = error if isinstance(error, UserError) else type(error).__name__
                     model.failure = f"forward_backward {message.seq_id} failed: {reason}"
                 raise
-            # The clients' chunks are combined by the names' endings.
+            # The client combines metrics of its chunks by the names' endings, such as `:sum`.
             metrics = {"loss:sum": float(losses.astype(np.float64).sum())}
             return Reply(wire.training_reply(split_values(logprobs, batch), metrics), wire.PROTOBUF)
 
@@ -67,7 +67,7 @@ class TrainingCalls(RequestHandlers):
         address, model = self._sessions.read_address(values, owner)
 
         async def work() -> Reply:
-            # The failure is reset here, because the gradients are dropped with it.
+            # Reset the failure here: the gradients are dropped with it.
             failure, model.failure = model.failure, None
             try:
                 body = read_fields(OptimStep, values)
@@ -86,20 +86,20 @@ class TrainingCalls(RequestHandlers):
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work, is_training=True)
 
     def refuse(self, model_id: str, number: int, error: Exception, owner: str, *, is_training: bool) -> Promise:
-        """Accept a request that cannot be read. Its promise fails, so its number is used. Raises NotFoundError.
+        """Accept an unreadable request: its promise fails, so that its number is used. Raises NotFoundError.
 
         A BusyError is raised again, so that the client repeats the request, until its patience ends. `is_training`: the
         next step fails too, because it lacks this request.
 
-        SDK 0.38 raises an error for a refused request, and goes on with the next number. Later requests would wait for
-        the unused one.
+        SDK 0.38 raises an error for a refused request, and continues with the next number. Later requests would wait
+        for the unused number.
         """
         session, model = self._sessions.find_model(model_id, owner)
         self._sessions.note_use(session, model)
         return self._ledger.refuse(model_id, number, error, is_training=is_training)
 
     def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
-        """Accept an unsupported numbered request. Its promise fails, so its number is used."""
+        """Accept an unsupported numbered request: its promise fails, so that its number is used."""
         address, model = self._sessions.read_address(values, owner)
 
         async def work() -> Reply:

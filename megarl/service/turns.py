@@ -1,7 +1,7 @@
 """Turns of the ranks: which training call runs next, and which sampling requests run together.
 
-Accounts get equal shares of the tokens (`fair_queue`). On ranks of their own, engines sample while the trainer trains.
-On shared ranks both take turns, in one queue.
+Accounts get equal shares of the tokens (`fair_queue`). Separate engines sample while the trainer trains. Engines on the
+trainer's ranks take turns with it, in one queue.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megarl.service.engine_slots import EngineSlot, EngineSlots
 from megarl.service.fair_queue import FairQueue
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default="")
-"""Account of the current task's request. The ledger sets it."""
+"""Account of the current request. The ledger sets it."""
 QUANTUM = 4096
-"""Tokens of an account's turn. Smaller turns share more evenly, but change the model on the trainer more often."""
+"""Tokens of an account's turn. Smaller turns share more evenly, but change the trainer's model more often."""
 
 
 class Engines(Protocol):
-    """Calls of trainer and engines made by turns, one at a time."""
+    """Calls of trainer and engines, made by turns one at a time."""
 
     async def free_device(self) -> None:
-        """Put engines on the trainer's ranks to sleep: the trainer then has the device."""
+        """Put engines on the trainer's ranks to sleep, so that the trainer has the device."""
         ...
 
     async def wake(self) -> None:
@@ -35,7 +35,7 @@ class Engines(Protocol):
         ...
 
     async def load(self, version: str | None, index: int) -> None:
-        """Bring a version's adapter into slot `index` of all engines, between two of their steps, and wake them."""
+        """Load a version's adapter into slot `index` of all engines, between two of their steps, and wake them."""
         ...
 
 
@@ -52,16 +52,16 @@ class _Work:
 
 
 class _Lane:
-    """A queue of work in fair order. Work begins one after the other, and may end later."""
+    """A queue of work in fair order. Work begins one at a time, and may end later."""
 
     def __init__(self) -> None:
         self._queue: FairQueue[_Work] = FairQueue(QUANTUM)
         self._task: asyncio.Task[None] | None = None
 
     async def enter(self, tokens: int, begin: Callable[[], Awaitable[Any]], give_back: Callable[[Any], None]) -> Any:
-        """Wait for the turn of work of the current account, and return what `begin` returns. Raises its error.
+        """Wait for a turn of the current account, and return what `begin` returns. Raises its error.
 
-        If the caller is cancelled, `begin` is not called, or `give_back` takes its result.
+        If the caller is cancelled, either `begin` is not called, or `give_back` gets its result.
         """
         work = _Work(begin, give_back)
         self._queue.put(TENANT.get(), tokens, work)
@@ -70,13 +70,13 @@ class _Lane:
         try:
             return await work.granted
         except asyncio.CancelledError:
-            # The cancellation may arrive after the turn came, but before this task went on.
+            # The cancellation may arrive between the turn's start and this task's next step.
             if work.granted.done() and not work.granted.cancelled() and work.granted.exception() is None:
                 give_back(work.granted.result())
             raise
 
     def refund(self, tokens: int) -> None:
-        """Give unused tokens back to the account whose work is running. They were charged before the work began."""
+        """Refund unused tokens to the current account. They were charged before the work began."""
         self._queue.refund(TENANT.get(), tokens)
 
     async def _run(self) -> None:
@@ -90,7 +90,7 @@ class _Lane:
                 if not work.granted.cancelled():
                     work.granted.set_exception(error)
             else:
-                # A session may end while its work waits here. What it took would never be free again.
+                # The session ended while its work waited: return the resources, or they would never be free again.
                 if work.granted.cancelled():
                     work.give_back(result)
                 else:
@@ -100,15 +100,15 @@ class _Lane:
 class Turns:
     """Turns of training calls, one at a time, and of sampling requests, several versions at a time.
 
-    `is_shared`: engines and trainer have the same ranks. The engines have `num_slots` slots for versions, and sample at
-    most `num_sequences` at once. Further requests wait here, where accounts have equal shares.
+    `is_shared`: engines and trainer share ranks. The engines have `num_slots` slots for versions, and sample at most
+    `num_sequences` at once. Further requests wait here, where accounts have equal shares.
     """
 
     def __init__(self, engines: Engines, *, is_shared: bool, num_slots: int, num_sequences: int) -> None:
         self._engines, self._is_shared, self._max_sequences = engines, is_shared, num_sequences
         self._training = _Lane()
         self._sampling = self._training if is_shared else _Lane()
-        # The lock is held to the end of a call: its collectives must not mix with other calls.
+        # Held to the end of a call: its collectives must not mix with other calls'.
         self._trainer = asyncio.Lock()
         self._slots = EngineSlots(num_slots)
         self._is_sampling = False
@@ -119,10 +119,7 @@ class Turns:
 
     @asynccontextmanager
     async def training(self, tokens: int, check: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
-        """Context of a training call: it has the trainer alone. `check` is called when its turn comes, and may raise.
-
-        `tokens` is the size of the call.
-        """
+        """Hold the trainer for one call of `tokens`. `check` is called when the turn comes, and may raise."""
         await self._training.enter(tokens, partial(self._begin_training, check), self._end_training)
         try:
             yield
@@ -133,10 +130,9 @@ class Turns:
     async def sampling(
         self, version: str | None, *, tokens: int, num_sequences: int, check: Callable[[], object] = lambda: None
     ) -> AsyncIterator[Callable[[int], None]]:
-        """Context of a sampling request: the engines have this version, which stays to the end of the request.
+        """Hold a version in the engines for one sampling request. `check` is called when the turn comes, and may raise.
 
-        `tokens` counts the prompts and the longest samples. The context's value is a function
-        taking the number of unused ones. `check` is called when the turn comes, and may raise.
+        `tokens` counts the prompts and the longest samples. Yields a function that refunds a number of unused tokens.
         """
         begin = partial(self._begin_sampling, version, num_sequences, check)
         end = partial(self._end_request, num_sequences=num_sequences)
@@ -168,10 +164,10 @@ class Turns:
             raise
 
     async def _begin_sampling(self, version: str | None, num_sequences: int, check: Callable[[], object]) -> EngineSlot:
-        # A request above the limit runs alone; the pool then queues its samples.
+        # A request above the limit runs alone. The pool then queues its samples.
         while self._num_running and self._num_running + num_sequences > self._max_sequences:
             await self._wait_for_change()
-        # For a version in a slot too: otherwise all waiting requests of a lost client would be sampled for nobody.
+        # Check also for a loaded version: all waiting requests of a lost client would be sampled for nobody.
         check()
         slot = self._slots.find(version)
         if slot is None:
@@ -185,21 +181,22 @@ class Turns:
         return slot
 
     async def _start_loading(self, version: str | None, check: Callable[[], object]) -> EngineSlot:
-        """Begin to bring a version into a slot, and return the slot. On shared ranks, the version is there then."""
-        # No later request overtakes this one meanwhile, so the slots run out of users.
+        """Begin to load a version into a slot, and return the slot. On shared ranks, wait for the load."""
+        # Later requests wait behind this one, so the users of the slots must end.
         while (slot := self._slots.find_unused()) is None:
             await self._wait_for_change()
         check()
         if self._is_shared:
             async with self._trainer:
-                # The trainer sends the version, and has the device only while no engine samples.
+                # The trainer sends the version. It has the device only while no engine samples.
                 await self._end_sampling()
                 self._slots.clear(slot)
                 await self._engines.load(version, slot.index)
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             ready.set_result(None)
         else:
-            # Requests for other versions start meanwhile: the trainer may have a long call to finish first.
+            # Load in the background: the trainer may first finish a long call, and requests for other versions can
+            # start.
             ready = asyncio.ensure_future(self._load(slot, version, check))
         self._slots.assign(slot, version, ready)
         return slot
@@ -207,7 +204,7 @@ class Turns:
     async def _load(self, slot: EngineSlot, version: str | None, check: Callable[[], object]) -> None:
         async with self._trainer:
             try:
-                # Once more: the version's session may have ended while the trainer was busy.
+                # Check again: the version's session may have ended while the trainer was busy.
                 check()
                 await self._engines.load(version, slot.index)
             except BaseException:
@@ -215,7 +212,7 @@ class Turns:
                 raise
 
     async def _end_sampling(self) -> None:
-        # Requests finish before engines sleep: a completion is sampled with one set of keys and values.
+        # Requests must finish before engines sleep, so that a completion is sampled with one KV cache.
         while self._num_running:
             await self._wait_for_change()
         if self._is_sampling:

@@ -1,7 +1,7 @@
 """The SDK's protobuf messages of training and sampling, as numpy arrays.
 
-They are defined by the SDK's own generated module. It is loaded by its file: importing the SDK takes seconds and
-loads torch.
+The SDK's generated module defines them. It is loaded by its file, because importing the SDK takes seconds and loads
+torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SDK_VERSION = "0.38"
 """Minor version of the SDK with these messages."""
 PROTOBUF = "application/x-protobuf"
 """Content type of protobuf bodies."""
-# SDK 0.38 takes a cell with this log-prob and id 0 as one without a token.
+# SDK 0.38 reads a cell with this log-prob and id 0 as empty.
 _EMPTY_LOGPROB = -99999.0
 _LITTLE_ENDIAN = {"float32": "<f4", "int64": "<i8", "int32": "<i4"}
 
@@ -34,7 +34,7 @@ _LITTLE_ENDIAN = {"float32": "<f4", "int64": "<i8", "int32": "<i4"}
 @cache
 def messages() -> ModuleType:
     """Return the SDK's generated module. Raises ConfigError if the SDK is missing or has another version."""
-    # The package's folder is found without importing it.
+    # Find the package's folder without importing the package.
     spec = importlib.util.find_spec("tinker")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -53,8 +53,8 @@ def messages() -> ModuleType:
     return module
 
 
-# A message in memory has about 50 bytes for each part, and reading it takes about 30 microseconds. SDK 0.38 sends at
-# most 1,024 datums in a request, of about 20 parts each.
+# Each part of a message takes about 50 bytes and 30 microseconds to read. SDK 0.38 sends at most 1,024 datums in a
+# request, of about 20 parts each.
 _MOST_PARTS = 1 << 17
 """Maximum datums, chunks, tensors and settings of one request."""
 _FIXED_BYTES = {1: 8, 5: 4}
@@ -83,14 +83,15 @@ class Sample(NamedTuple):
 def parse_training_call(raw: bytes) -> Any:
     """Return the message of a forward_backward request.
 
-    Raises MalformedError if it is none, or has more than `_MOST_PARTS`: 8 MiB of empty datums would take minutes.
+    Raises MalformedError for another message, and for more than `_MOST_PARTS` parts: 8 MiB of empty datums would take
+    minutes.
     """
     from google.protobuf.message import DecodeError
 
     data_number = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
     num_parts = 0
     for number, start, end in _fields(raw, 0, len(raw)):
-        # The fields of a datum are its chunks and tensors.
+        # A datum's fields are its chunks and tensors.
         for _ in itertools.chain([number], _fields(raw, start, end) if number == data_number else ()):
             num_parts += 1
             if num_parts > _MOST_PARTS:
@@ -106,10 +107,10 @@ def parse_training_call(raw: bytes) -> Any:
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return model and number of a forward_backward request from its first bytes; None if they are not there."""
+    """Return model and number of a forward_backward request from its first bytes; None: they are not there."""
     numbers = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
     model_id, seq_id = None, None
-    # The bytes end within a field. SDK 0.38 writes model and number before the datums.
+    # The bytes end inside a field. SDK 0.38 writes model and number before the datums.
     with contextlib.suppress(MalformedError):
         for number, start, end in _fields(head, 0, len(head)):
             if number == numbers["model_id"].number:
@@ -122,7 +123,7 @@ def find_address(head: bytes) -> tuple[str, int] | None:
 def _fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield number, first byte and end of each field of the protobuf message in `raw[start:end]`.
 
-    Raises MalformedError for a message that is cut, or has groups, which the SDK does not send.
+    Raises MalformedError for a cut message, and for groups, which the SDK does not send.
     """
     place = start
     while place < end:
@@ -144,9 +145,9 @@ def _fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _read_varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """Return the number at a place of `raw`, and the place after it. Raises MalformedError if it is cut or too long."""
+    """Return the number at `place` of `raw`, and the place after it. Raises MalformedError if it is cut or too long."""
     value = 0
-    # A number has at most 64 bits, 7 in a byte.
+    # A number has at most 64 bits, 7 in each byte.
     for shift in range(0, 70, 7):
         if place >= end:
             break
@@ -159,7 +160,7 @@ def _read_varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
 
 
 def loss_settings(message: Any) -> dict[str, float | str]:
-    """Return the settings of a call's loss. The newer map, of numbers and texts, goes before the older one."""
+    """Return a call's settings. The newer map, of numbers and texts, takes precedence over the older one."""
     if message.loss_fn_config_v2:
         return {
             name: value.number if value.WhichOneof("value") == "number" else value.text
@@ -169,7 +170,7 @@ def loss_settings(message: Any) -> dict[str, float | str]:
 
 
 def read_datums(message: Any) -> list[Datum]:
-    """Return the datums of a call. Raises UserError with the datum's number for images and faulty tensors."""
+    """Return a call's datums. Raises UserError with the datum's number for images and faulty tensors."""
     datums = []
     for number, datum in enumerate(message.data):
         place = f"data[{number}]"
@@ -185,13 +186,13 @@ def read_datums(message: Any) -> list[Datum]:
 
 
 def count_tokens(message: Any) -> int:
-    """Return how many input tokens a forward_backward request has. Its tensors are not checked here."""
+    """Return the number of input tokens of a forward_backward request, without checking its tensors."""
     chunks = (chunk for datum in message.data for chunk in datum.model_input)
     return sum(len(chunk.encoded_text.tokens) for chunk in chunks) // np.dtype(_LITTLE_ENDIAN["int32"]).itemsize
 
 
 def _chunk_tokens(chunks: Sequence[Any], place: str) -> NDArray[np.int64]:
-    """Return the tokens of all text chunks, joined: one chat prompt has about ten of them."""
+    """Return the joined tokens of all text chunks: one chat prompt has about ten."""
     parts = []
     for number, chunk in enumerate(chunks):
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
@@ -202,13 +203,13 @@ def _chunk_tokens(chunks: Sequence[Any], place: str) -> NDArray[np.int64]:
 
 
 def _read_tensor(tensor: Any, place: str) -> NDArray[Any]:
-    """Return a tensor [tokens]. Raises UserError for a sparse one, several columns, or another type."""
+    """Return a tensor [tokens]. Raises UserError for a sparse tensor, several columns, or another type."""
     module = messages()
     kinds = {module.DTYPE_FLOAT32: "float32", module.DTYPE_INT64: "int64"}
     if tensor.dtype not in kinds:
         raise UserError(f"{place}: has element type {tensor.dtype}; send float32 or int64")
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
-        # Only the first sizes: a client may send millions of them.
+        # Quote only the first sizes: a client may send millions.
         raise UserError(
             f"{place}: has shape {list(tensor.shape[:4])}; several targets for one position are not supported: send "
             "one value per token"
@@ -223,15 +224,15 @@ def _from_bytes(raw: bytes, kind: str, place: str) -> NDArray[Any]:
     dtype = np.dtype(_LITTLE_ENDIAN[kind])
     if len(raw) % dtype.itemsize:
         raise UserError(f"{place}: its {len(raw)} bytes are not whole values of type {kind}")
-    # A view of bytes is read-only, and torch warns about arrays that it cannot write.
+    # Copy: a view of bytes is read-only, and torch warns about such arrays.
     return np.frombuffer(raw, dtype).copy()
 
 
 def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
-    """Return the reply to a forward_backward request, from the log-probs [tokens] of each datum."""
+    """Return the reply to a forward_backward request, from each datum's log-probs [tokens]."""
     module = messages()
     reply = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    # The SDK reads offsets in bytes as int64, one more than there are datums.
+    # The SDK reads int64 offsets in bytes, one more than there are datums.
     ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
     record = reply.loss_fn_outputs.add()
     record.type_tag, record.num_datums = "ArrayRecord", len(logprobs)
@@ -246,7 +247,7 @@ def sampling_reply(
 ) -> bytes:
     """Return the reply to an asample request.
 
-    `prompt_logprobs` [prompt] are NaN where there is none. `prompt_top` has the most likely tokens at each position.
+    `prompt_logprobs` [prompt] are NaN where missing. `prompt_top` has the most likely tokens at each position.
     """
     module = messages()
     reply = module.SampleResponse()
