@@ -1,12 +1,12 @@
 """Training on one rank: packed rows of sequences in, summed gradients and an optimizer step out.
 
 `training_engine` holds the model and runs Megatron's schedules. `objective` defines the loss, `rows` packs sequences
-into microbatches. A step's loss is a sum of weight x token loss over the global batch. The weights are part of the
+into micro-batches. A step's loss is a sum of weight x token loss over the global batch. The weights are part of the
 data, so a gradient does not depend on the split of the batch.
 """
 
 from megarl.platform import libraries, transformer_engine
 
-# Both must precede any import of Megatron-Core: it imports Transformer Engine itself, and it needs patches on a CPU.
+# Both before any import of Megatron-Core, which imports Transformer Engine and needs patches on a CPU.
 transformer_engine.require_sound()
 libraries.prepare_megatron()

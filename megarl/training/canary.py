@@ -18,8 +18,9 @@ _MAX_TOKENS = 256
 
 
 def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
-    """Return the fixed batch of the canary: as few rows as the parallel sizes allow, each one sequence of random
-    tokens. The tokens depend on the recipe's seed only.
+    """Return the canary's fixed batch: as few rows as the parallel sizes allow, each one sequence of random tokens.
+
+    The tokens depend on the recipe's seed only.
     """
     recipe = model.recipe
     length = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)
@@ -31,8 +32,9 @@ def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
 
 
 def compute_canary(model: TrainingEngine) -> CanaryReport:
-    """Compute the canary batch twice in evaluation mode; return checksums of all module outputs and the seconds. A
-    collective over the trainer's ranks.
+    """Compute the canary batch twice in evaluation mode; return checksums of all module outputs and the seconds.
+
+    A collective over the trainer's ranks.
     """
     start = time.monotonic()
     rows = canary_rows(model)

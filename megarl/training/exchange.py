@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 def exchange_rows(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
     """Send rows to all ranks, and return the received rows in rank order: [sum of num_received, ...].
 
-    `values` [sum of num_sent, ...] are the rows to send, in rank order. `num_sent` and `num_received` are [ranks]. A
-    collective over the world, from host to host.
+    `values` [sum of num_sent, ...] are in rank order. `num_sent` and `num_received` are [ranks]. A collective over the
+    world, from host to host.
     """
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
@@ -37,7 +37,7 @@ def fetch_values(
 ) -> NDArray[Any]:
     """Fetch values of runs of tokens from the ranks that store them: [tokens, ...], in the order of `runs`.
 
-    `runs` [runs, 3] lists sequence number, first token and end; `holders` [runs] the rank storing each.
+    `runs` [runs, 3] lists sequence number, first token and end; `holders` [runs] the rank storing each run.
     `read_values(rank, number, first, end)` returns what this rank stores, for the requesting rank. `empty` [0, ...] has
     the dtype and trailing shape of the result. A collective over the world.
     """
@@ -47,7 +47,7 @@ def fetch_values(
     requested_runs = runs[by_holder]
     num_requested = np.bincount(holders, minlength=world_size)
     ones = np.ones_like(num_requested)
-    # First all ranks learn the number of requests, then the requests, then their values.
+    # All ranks exchange the numbers of requests, then the requests, then the values.
     num_requests_from = exchange_rows(num_requested[:, None], ones, ones)[:, 0]
     requests_from = np.split(
         exchange_rows(requested_runs, num_requested, num_requests_from), np.cumsum(num_requests_from)[:-1]
@@ -69,8 +69,8 @@ def fetch_values(
 def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the runs of consecutive tokens: [runs, names + 2], the sequence's names, first token and end.
 
-    `names` [sequences, names] identify a sequence. `sequence` and `token` [tokens] are each token's sequence and its
-    place in the sequence.
+    `names` [sequences, names] identify a sequence. `sequence` and `token` [tokens]: a token's sequence, and its place
+    there.
     """
     is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
     firsts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(token)])

@@ -1,6 +1,6 @@
 """Page-locked host memory of one rank for tensors that leave the device: one arena, locked in the background.
 
-torch's allocator page-locks each tensor alone when it first leaves the device, and rounds its size up to a power of
+torch's allocator would page-lock each tensor alone when it first leaves the device, and round its size up to a power of
 two.
 """
 
@@ -22,9 +22,11 @@ from megarl.platform.memory.host_memory import available_bytes
 from megarl.types import ConfigError
 
 CHUNK_BYTES = 256 << 20
-"""Bytes page-locked by one call: about 0.16 s on an H200's host. A rank waits for another's turn at most this long."""
+"""Bytes page-locked by one call: about 0.16 s on an H200's host. A rank waits at most this long for another rank's
+call.
+"""
 ALIGNMENT = 64
-"""Alignment of copies in bytes, a cache line: any dtype can view them."""
+"""Alignment of copies in bytes: a cache line, at which any dtype can begin."""
 
 
 @dataclass(slots=True)
@@ -59,20 +61,20 @@ class HostCopy:
 class HostArena:
     """Page-locked host memory of one rank. On a CPU it is ordinary memory that counts the same calls and bytes.
 
-    A thread locks it chunk by chunk. The machine's ranks take turns. A copy waits for its own chunks only.
+    A thread locks it chunk by chunk; the machine's ranks take turns. A copy waits for its own chunks only.
     """
 
     def __init__(self, num_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Reserve `num_bytes` of memory and start to lock it.
+        """Reserve `num_bytes` of memory, the sum of `aligned_bytes` over all copies, and start to lock it.
 
-        Sum `aligned_bytes` over all copies to get `num_bytes`. Raises ConfigError if the machine has less memory.
+        Raises ConfigError if the machine has less memory.
         """
         self._chunk_bytes = chunk_bytes
         self._mappings: list[_Mapping] = []
         self._locking = Lock()
         self._is_closed = False
         self.num_calls = 0
-        """Number of calls that page-locked memory."""
+        """Calls that page-locked memory."""
         self.num_locked_bytes = 0
         self._background: Future[None] | None = None
         if num_bytes:
@@ -80,8 +82,8 @@ class HostArena:
             self._background = background.begin(lambda: self._lock_all(chunks))
 
     def take(self, sizes: Sequence[int]) -> list[HostCopy]:
-        """Return memory for copies of these sizes in bytes. If the arena is too small, it grows once. `close` releases
-        it.
+        """Return memory for copies of these sizes in bytes; `close` releases it. If the arena is too small, it grows
+        once.
         """
         copies: list[HostCopy] = []
         for index, size in enumerate(sizes):
@@ -96,9 +98,9 @@ class HostArena:
             self._lock_chunk(chunk)
 
     def close(self) -> None:
-        """Unlock all memory. The locking thread stops after its current chunk.
+        """Unlock all memory, once all copies from and to the GPU are complete.
 
-        All copies from and to the GPU must be complete.
+        The locking thread stops after its current chunk.
         """
         self._is_closed = True
         if self._background is not None:
@@ -124,7 +126,7 @@ class HostArena:
         # Large pages make locking faster. Some kernels have none.
         with suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        # Otherwise a fork would copy all locked pages, because the GPU may write to them.
+        # Without this advice, a fork would copy all locked pages, because the GPU may write to them.
         mapped.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self._mappings.append(_Mapping(memory, [_Chunk(part) for part in memory.split(self._chunk_bytes)]))
@@ -142,7 +144,7 @@ class HostArena:
             self._lock_chunk(chunk)
 
     def _lock_chunk(self, chunk: _Chunk) -> None:
-        # Both the background thread and a waiting main thread may try: the first locks the chunk.
+        # The background thread and a waiting main thread may both try: the first locks the chunk.
         with self._locking:
             if chunk.is_locked or self._is_closed:
                 return
@@ -154,5 +156,5 @@ class HostArena:
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """Return the bytes that a copy of `num_bytes` takes of an arena."""
+    """Return the bytes of an arena for a copy of `num_bytes`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Adam for a fraction of the parameters with its state and its step on the CPU, to save device memory.
+"""Adam with state and step on the CPU for a fraction of the parameters, to save device memory.
 
 Megatron's `HybridDeviceOptimizer` copies their gradients to the host. torch's fused Adam steps there on float32 copies
 of the weights; the new weights are copied back. Its internals are those of Megatron-Core 0.16.1,
@@ -25,7 +25,7 @@ _SETTINGS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""Settings of `HybridDeviceOptimizer` in its parameter groups, beyond Adam's."""
+"""Settings of `HybridDeviceOptimizer` in its parameter groups, in addition to Adam's."""
 
 
 def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
@@ -38,8 +38,8 @@ def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
     settings.overlap_cpu_optimizer_d2h_h2d = True
     # Page-locked memory makes copies to and from the GPU asynchronous; without a GPU it cannot be allocated.
     settings.pin_cpu_grads = torch.cuda.is_available()
-    # Otherwise the float32 main weights would stay on the device, in addition to their copies on the host. Passed to
-    # the constructor, this setting would require Transformer Engine's version, even without Transformer Engine.
+    # Otherwise the float32 main weights would be on the device, in addition to their copies on the host. As an argument
+    # of the constructor, this setting would require Transformer Engine's version even without Transformer Engine.
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False
@@ -63,9 +63,7 @@ def allocate_moments(optimizer: Any) -> None:
 
 
 def set_step(optimizer: Any, step: int) -> None:
-    """Set Adam's step count in all parts of the optimizer. torch counts in each parameter's state, others in the
-    groups.
-    """
+    """Set Adam's step count in all parts of the optimizer: in each parameter's state for torch, else in the groups."""
     for sub_optimizer in optimizer.optimizer.sub_optimizers:
         if _is_torch(sub_optimizer):
             for parameter in _parameters(sub_optimizer):
@@ -79,7 +77,7 @@ def set_step(optimizer: Any, step: int) -> None:
 def without_settings(state: dict[str, Any]) -> dict[str, Any]:
     """Return a distributed optimizer's state without the settings of `HybridDeviceOptimizer`."""
     inner = state["optimizer"]
-    # A checkpoint must not depend on the fraction in host memory: a later run may use another one.
+    # A checkpoint must not depend on the fraction in host memory: a later run may use another.
     groups = [
         {name: value for name, value in group.items() if name not in _SETTINGS} for group in inner["param_groups"]
     ]

@@ -47,7 +47,7 @@ class ModelShard:
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
     over the trainer's ranks. `load_weights` fills the parameters. With a `replica`, only its first rank passes rows to
-    the methods, and the others None.
+    the methods; other ranks pass None.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ModelShard:
                     _mark_expert_bias(parameter)
         load_weights(self.tensors)
         self.feeds = list(build_feeds(self.chunks, self.token_parts))
-        """Feeds (see `RowFeed`) of all forward passes: data that a pass needs beyond tokens."""
+        """Feeds (`RowFeed`) of all forward passes: data that a pass needs beyond tokens."""
         self.update_feeds: list[RowFeed] = []
-        """Further feeds, for forward passes with gradients only."""
+        """Further feeds, of forward passes with gradients only."""
 
     def _build(self, index: int) -> PackedModel:
         return self.parts.build_chunk(
@@ -105,7 +105,7 @@ class ModelShard:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The modules that Megatron's schedule runs: the model chunks, or wrappers around them."""
+        """The modules that Megatron's schedule runs: model chunks, or wrappers of chunks."""
         return self.chunks
 
     @property
@@ -128,8 +128,8 @@ class ModelShard:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank returns results of its replica: True on the last stage's first tensor-parallel rank, for
-        each context-parallel part.
+        """Whether this rank returns results of its replica: on the last stage, the first tensor-parallel rank of each
+        context-parallel part.
         """
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -142,19 +142,21 @@ class ModelShard:
         return None if outputs is None else [values for [values] in outputs]
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
-        """Return the first `count` output values of each token, float32 [count, tokens] per row; as in `forward`."""
+        """Return the first `count` output values of each token, float32 [count, tokens] per row; else as in
+        `forward`.
+        """
         return self.unpack_outputs(self.run_forward(self.share_rows(rows), partial(_select_outputs, count=count)))
 
     def unpack_outputs(self, outputs: Sequence[tuple[Tensor, Microbatch]]) -> list[NDArray[np.float32]] | None:
         """Return output values in the order of the batch's tokens, float32 [count, tokens] per row; None on ranks that
         do not report.
 
-        `outputs` has the values [count, places] of each padded row, and its microbatch.
+        `outputs`: the values [count, places] of each padded row, and its microbatch.
         """
         if not self.reports:
             return None
         rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]
-        # One copy for all rows: the host waits for the device once.
+        # One copy for all rows, so that the host waits for the device once.
         on_host = torch.cat(rows_values).float().cpu().numpy()
         ends = np.cumsum([len(values) for values in rows_values])
         return [
@@ -181,7 +183,7 @@ class ModelShard:
 
     @property
     def token_parts(self) -> int:
-        """Number of tensor-parallel ranks sharing a row's tokens (sequence parallelism)."""
+        """Tensor-parallel ranks that share a row's tokens (sequence parallelism)."""
         return self.parallel.tp if self.sequence_parallel else 1
 
     def _stage_arguments(self, batches: Sequence[Microbatch], *, forward_only: bool) -> dict[str, Any]:
@@ -260,7 +262,7 @@ class ModelShard:
 class FrozenModel(ModelShard):
     """A model that is never trained, such as a reference or a reward model. Between passes it is in host memory.
 
-    `has_moved` is True once the policy's weights were mixed into its own: it then differs from its folder.
+    `has_moved`: the policy's weights were mixed into the model, so it differs from its folder.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -275,7 +277,7 @@ class FrozenModel(ModelShard):
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def _move_to_host(self) -> None:
-        """Move the parameters into the page-locked arena, which makes copying them back fast."""
+        """Move the parameters into the page-locked arena: copying them back is fast."""
         parameters = self._chunk_parameters()
         copies = self.arena.take([parameter.nbytes for parameter in parameters])
         for parameter, copy in zip(parameters, copies, strict=True):
@@ -285,10 +287,10 @@ class FrozenModel(ModelShard):
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
-        """Context in which the model is on the device. `is_changed` copies the parameters back to the host at the
-        end.
+        """Context in which the model is on the device. `is_changed`: copy the parameters back to the host at
+        the end.
         """
-        # The host copies stay in place; only the device copies are dropped. This saves a copy back per pass.
+        # The host copies stay valid, so only the device copies are dropped. This saves a copy back per pass.
         host_values = [(parameter, parameter.data) for parameter in self._chunk_parameters()]
         for parameter, values in host_values:
             parameter.data = values.to(self.device, non_blocking=True)
@@ -310,8 +312,8 @@ class FrozenModel(ModelShard):
     def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
         """Mix other weights into the model, in float32: each tensor becomes share * other + (1 - share) * itself.
 
-        `tensors` [*shape] are the other weights by name, of a model with the same shape and parallel sizes. Source:
-        TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: soft update, and hard update at share 1).
+        `tensors` [*shape]: the other weights by name, of a model with the same shape and parallel sizes. Source: TR-DPO
+        (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: soft update, and hard update at share 1).
         """
         with torch.no_grad():
             for name, values in self.tensors.items():
@@ -345,7 +347,7 @@ def _join_ranks(seed: int, parallel: ParallelConfig, shape: ModelShape) -> None:
         )
     require_gpu_backends(device.current())
     model_parallel_cuda_manual_seed(seed)
-    # Only libraries draw from these two generators; seeding makes their draws reproducible.
+    # Only libraries draw from these two generators; the seed makes their draws reproducible.
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

@@ -27,8 +27,7 @@ class ModelParts:
     replays_routes: bool = False
     """Whether the MoE routers can replay the experts that the engine chose."""
     exact_blocks: int = 0
-    """Above 0, the model rounds as the engine does. It is the number of blocks of each product, split over all ranks.
-    """
+    """Above 0, the model rounds as the engine does. The number is that of a product's blocks, split over all ranks."""
     learns_distributions: bool = False
     """Whether the policy learns from its teachers' distributions."""
     drafts_learn_distribution: bool = False
@@ -61,7 +60,7 @@ class ModelParts:
     def build_chunk(
         self, recipe: Recipe, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None, **settings: Any
     ) -> PackedModel:
-        """Build one chunk of a policy or critic, as the recipe needs it. `settings` are arguments of `PolicyModel`."""
+        """Build one chunk of a policy or critic. `settings` are arguments of `PolicyModel`."""
         if shape.has_value_head:
             return ValueModel(config, shape, vp_stage=vp_stage)
         if self.learns_distributions:

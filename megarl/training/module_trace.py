@@ -60,7 +60,7 @@ class ModuleTrace:
 
     def _make_output_hook(self, name: str, is_chunk: bool) -> Callable[..., None]:
         def observe(_module: object, _inputs: object, output: object) -> None:
-            # Recomputed activations call the hooks again, in the backward pass. They are not outputs of the chunk.
+            # In the backward pass, recomputed activations call the hooks again. They are not outputs of the chunk.
             if self._running_chunk is None:
                 return
             for tensor in _floats(output):
@@ -77,7 +77,7 @@ class ModuleTrace:
 
 def chunk_numbers(num_chunks: int) -> list[int]:
     """Return the positions of this stage's chunks among all chunks of the model, from 0 in layer order."""
-    # Imported here: the driver reads `CanaryReport` without Megatron.
+    # Imported late: the driver reads `CanaryReport` without Megatron.
     from megatron.core import parallel_state
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -86,7 +86,7 @@ def chunk_numbers(num_chunks: int) -> list[int]:
 
 
 def model_names(chunk: nn.Module) -> Callable[[str], str]:
-    """Return a function from module names in a chunk to names in the whole model. A stage numbers its layers from 0."""
+    """Return a function from a chunk's module names to the model's. A stage numbers its layers from 0."""
     modules: Mapping[str, nn.Module] = dict(chunk.named_modules())
 
     def rename(name: str) -> str:

@@ -21,9 +21,9 @@ from megarl.training.objective import RowLoss
 from megarl.training.rows.metrics import losses_of, read
 
 _KINDS = ("weight", "output", "loss", "gradient")
-"""Kinds of tensors, a cause before its effect."""
+"""Kinds of tensors, causes before effects."""
 _NAME_BYTES = 160
-"""Maximum bytes of a name that ranks exchange. Megatron's names are shorter than 100."""
+"""Maximum bytes of an exchanged name. Megatron's names are shorter than 100."""
 _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
 """Arrays of a batch in which NaN means a missing value."""
 
@@ -43,7 +43,7 @@ def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Ca
         model.release_feeds()
         numbers = [losses_of(row) for row in losses]
         first = next(_candidates(model, rows, trace, numbers), None)
-    # Routers count the tokens per expert in buffers. Tokens of the second pass must not count.
+    # Routers count tokens per expert in buffers. The second pass must not count.
     for buffer, values in buffers.items():
         buffer.copy_(values)
     return _first_of_all(first, model.device)
@@ -100,7 +100,7 @@ def _candidates(
 def _faulty(
     kind: str, chunk: int, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
 ) -> Iterator[tuple[str, Place, str]]:
-    """Yield the tensors [*shape] of a chunk that are not finite: kind, place and name in the model."""
+    """Yield a chunk's tensors [*shape] that are not finite: kind, place and name in the model."""
     if not tensors:
         return
     flags = torch.stack([_flag_not_finite(values) for values in tensors.values()]).tolist()
@@ -117,7 +117,7 @@ def _faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> lis
 
 def _first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
     """Return the first of all ranks' findings, and the ranks with the same finding. A collective."""
-    # One row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
+    # A row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
     table = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)
     if finding is not None:
         kind, place, name = finding

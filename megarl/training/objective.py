@@ -79,16 +79,16 @@ class StepNumbers:
 
 
 RowLoss = tuple[Tensor, Tensor, dict[str | Signal, RowMetric]]
-"""A microbatch's part of the global loss [], a token count [] that Megatron requires, and the metrics.
+"""A microbatch's part of the global loss [], a token count [] that Megatron requires, and metrics.
 
-Metrics that decide about an update have a `Signal` as key, the others their name.
+A metric that decides about an update has a `Signal` as key, any other metric its name.
 """
 
 
 class Objective(Protocol):
     """Function from a model's output to a microbatch's part of the global loss.
 
-    The output of a policy is log-probs and entropies [2, tokens], that of a critic or reward model values [1, tokens].
+    Output of a policy: log-probs and entropies [2, tokens]. Output of a critic or reward model: values [1, tokens].
     """
 
     def __call__(self, output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss: ...
@@ -103,9 +103,9 @@ def supervised_loss(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> 
 def policy_objective(config: AlgorithmConfig) -> Objective:
     """Return the recipe's policy loss, with its importance weights, KL to the reference and entropy bonus.
 
-    Metrics over the policy's tokens: those of the policy loss and `entropy`, as `train/`; `logprob_gap/`;
-    `kl/reference` if the KL is part of the loss; `kl/capped` with algorithm.k3_max; `train/ptx_loss` if conversations
-    are trained too; `importance/` if this function computes the importance weights.
+    Metrics over the policy's tokens: the policy loss's and `entropy`, as `train/`; `logprob_gap/`; `kl/reference` if
+    the KL is part of the loss; `kl/capped` with algorithm.k3_max; `train/ptx_loss` if conversations are trained too;
+    `importance/` if this function computes the importance weights.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -125,7 +125,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _with_gradient_on(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        # Copies: a loss of the user's own may write into them, and the terms below read the originals.
+        # Copies, because a user's loss may write into them, and the terms below read the originals.
         arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
         try:
             if takes_whole_row:
@@ -162,7 +162,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             loss = torch.where(is_supervised > 0, -output[0], loss)
             logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
         if (rollout_logprobs := per_token.get("rollout_logprobs")) is not None:
-            # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
+            # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs, so take this pass's.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
             logged |= mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
         total, count, means = weighted_loss(loss, token_metrics, batch, is_of_policy)
@@ -174,7 +174,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     """Return the log-probs [tokens] in the ratio's denominator, without gradient; `policy_logprobs` is [tokens].
 
-    These are the batch's `old_logprobs`. Where they are NaN or missing, they are this forward pass's log-probs.
+    They are the batch's `old_logprobs`, or this pass's where these are NaN or missing.
     """
     current = policy_logprobs.detach()
     old = batch.per_token.get("old_logprobs")
@@ -200,7 +200,7 @@ def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Mi
 def preference_objective(config: PreferenceConfig) -> Objective:
     """Return the recipe's preference loss. A row holds whole pairs, the chosen answer before the rejected one.
 
-    Metrics: `preference/accuracy`, `preference/margin`, `preference/chosen` and `preference/rejected`.
+    Metrics: `preference/accuracy`, `preference/margin`, `preference/chosen`, `preference/rejected`.
     """
     return _answers_objective(PREFERENCE_LOSSES[config.loss], config)
 
@@ -239,8 +239,8 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
             for values in (per_token, reference, torch.ones_like(per_token))
         )
-        # An answer's tokens may be on several context-parallel ranks. The loss is differentiated by the sums first;
-        # each rank then applies these slopes to its own tokens.
+        # An answer's tokens may be on several context-parallel ranks. First the loss is differentiated by the answers'
+        # sums. Then each rank applies these slopes to its own tokens.
         sums.requires_grad_()
         if preference_loss is kto:
             assert numbers.kto_kl is not None
@@ -251,7 +251,7 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
         else:
             pairs = (values.view(-1, 2) for values in (sums, reference_sums, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
-            # Token weights divide by the number of sequences, two per pair, hence the factor 2.
+            # Token weights divide by the number of sequences, two per pair: factor 2.
             losses = 2 * losses
             token_loss = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2)
             answer_metrics = _pair_metrics(rewards)
@@ -270,11 +270,11 @@ def weighted_loss(
     loss: Tensor, metrics: Mapping[str, Tensor] | Mapping[str | Signal, Tensor], batch: Microbatch, is_counted: Tensor
 ) -> RowLoss:
     """Return the sum of weight * loss, and the means of metrics over the counted tokens. All tensors are [tokens]."""
-    # Selecting instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
+    # Select instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
     total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
     logged: dict[str | Signal, RowMetric] = {LOSS: sum_of(total), TOKENS: sum_of(batch.mask)}
     logged |= means_of(metrics, is_counted)
-    # Megatron's schedules require a token count. It is not used: the token weights are already normalised.
+    # Megatron's schedules require a token count. It has no effect: the token weights are already normalised.
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
 
 
@@ -291,7 +291,7 @@ def mismatch_metrics(
 ) -> dict[str | Signal, RowMetric]:
     """Return `logprob_gap/`: the mismatch of trainer and engine over the counted tokens. All tensors are [tokens].
 
-    Tokens with a `rollout_logprobs` of NaN were not sampled by these weights and are left out.
+    Left out: tokens with a `rollout_logprobs` of NaN, which these weights did not sample.
     """
     is_sampled = rollout_logprobs.isnan().logical_not()
     is_measured = is_counted & is_sampled
@@ -338,7 +338,7 @@ def apply_to_whole_row(
     row, local = batch.row, batch.row.local
     assert local is not None
     policy_logprobs, *other_arguments = (whole_row(tensor.detach(), row) for tensor in arguments)
-    # Only this rank's tokens carry gradient; a token's loss never has a gradient for another token's log-prob.
+    # Only this rank's tokens carry gradient: a token's loss has no gradient for another token's log-prob.
     policy_logprobs = policy_logprobs.index_copy(0, local, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
     result = policy_loss(policy_logprobs, *other_arguments, _sample_borders(batch), mask, **settings)

@@ -17,8 +17,8 @@ from megarl.training.host_arena import HostArena, HostCopy, aligned_bytes
 class Offloadable:
     """A set of tensors whose device memory can be released and allocated again. Tensors and views stay valid.
 
-    `tensors` lists them at each release, because an optimizer has no state before its first step. `arena` holds their
-    values in the meantime; without one, they come back as zeros.
+    `tensors` lists them at each release: an optimizer has no state before its first step. `arena` holds their values in
+    the meantime; without one, they come back as zeros.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena | None = None) -> None:
@@ -29,7 +29,7 @@ class Offloadable:
     def offload(self) -> None:
         if self._released:
             return
-        # Several tensors may share one storage: each storage is moved once.
+        # Tensors may share a storage: move each storage once.
         storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
         self._released = [(storage, storage.nbytes()) for storage in storages.values()]
         if self._arena is not None:
@@ -37,7 +37,7 @@ class Offloadable:
             for (storage, _), copy in zip(self._released, self._copies, strict=False):
                 self._arena.wait_for(copy)
                 copy.memory.copy_(_bytes(storage), non_blocking=True)
-        # The copies are asynchronous: their source must not be freed before they end.
+        # The copies are asynchronous: their source must exist until they end.
         torch.cuda.synchronize()
         for storage, _ in self._released:
             storage.resize_(0)
@@ -52,10 +52,10 @@ class Offloadable:
         self._released = []
 
     def _copies_for(self, sizes: Sequence[int], arena: HostArena) -> list[HostCopy]:
-        """Return memory for copies of these sizes in bytes, then unused memory. Memory of earlier releases is used
-        again.
+        """Return memory for copies of these sizes in bytes, then unused memory.
 
-        Page-locking is slow. A loaded checkpoint replaces tensors by others of the same sizes.
+        Memory of earlier releases is used again, because page-locking is slow. A loaded checkpoint replaces tensors by
+        others of the same sizes.
         """
         free: dict[int, list[HostCopy]] = {}
         for copy in reversed(self._copies):
@@ -92,7 +92,7 @@ class MergedWeights:
 
     @property
     def rounding(self) -> MergeRounding | None:
-        """The rounding error of the newest merge on this rank; None without adapters to count.
+        """The rounding error of the newest merge on this rank; None: no adapters to count.
 
         Data-parallel copies of an adapter count once.
         """
@@ -102,7 +102,7 @@ class MergedWeights:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Context in which `weights` holds the model's weights with the adapters merged into them.
+        """Context in which `weights` has the model's weights with the adapters merged in.
 
         The trainer's own weights are on the device meanwhile, and are offloaded at the end.
         """
@@ -121,8 +121,8 @@ class MergedWeights:
 class ScaledAdapters:
     """The LoRA matrices as vLLM uses them: A [rank, in], and B [*out, rank] times the scale.
 
-    `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B have memory
-    only there.
+    `weights` maps Megatron's names to tensors, valid within the context `valid`. Scaled copies of B have memory only
+    there.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -142,15 +142,15 @@ class ScaledAdapters:
         self._offloadable.onload()
         with torch.no_grad():
             for adapter, scaled in self._adapters:
-                # In float32, then rounded once. The usual scale is a power of two and rounds nothing.
+                # Multiply in float32, then round once. The usual scale is a power of two and rounds nothing.
                 scaled.copy_(adapter.b.float() * adapter.scale)
         yield
         self._offloadable.offload()
 
 
 BLOCK_BYTES = 1 << 30
-"""Bytes of a block of page-locked host memory. torch rounds up to powers of two, and reuses blocks for the next
-save.
+"""Bytes of a block of page-locked host memory. torch rounds up to powers of two, and reuses blocks for the
+next save.
 """
 
 

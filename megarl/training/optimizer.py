@@ -26,7 +26,7 @@ from megarl.training.host_optimizer import set_host_fraction
 
 
 class UpdateRule(Protocol):
-    """A rule that updates some parameters in Adam's place, or with another learning rate."""
+    """A rule that updates some parameters instead of Adam, or with another learning rate."""
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
         """Return Megatron's overrides that put these parameters into groups of their own."""
@@ -46,13 +46,13 @@ def build_optimizer(
     host_fraction: float = 0.0,
     rule: UpdateRule | None = None,
 ) -> ChainedOptimizer:
-    """Return AdamW or plain SGD over float32 master weights. `rule` may treat some parameters in another way.
+    """Return AdamW or plain SGD over float32 master weights. `rule` may update some parameters differently.
 
     With `distributed`, data-parallel ranks shard the state. Adam comes from Transformer Engine or apex if installed,
     else from torch. `host_fraction` of the parameters use torch's Adam in host memory.
     """
     settings = MegatronOptimizerConfig(
-        # Muon takes the place of Adam for some parameters.
+        # Muon replaces Adam for some parameters.
         optimizer="adam" if config.name == "muon" else config.name,
         sgd_momentum=0.0,
         lr=config.learning_rate,
@@ -70,8 +70,8 @@ def build_optimizer(
     overrides: Any = rule.param_group_overrides(settings) if rule else None
     optimizer = get_megatron_optimizer(settings, list(models), overrides, use_gloo_process_groups=False)
     if host_fraction:
-        # Megatron-Core 0.16.1 first builds an optimizer of whole parameters. It occupies gigabytes in both memories and
-        # is part of reference cycles.
+        # Megatron-Core 0.16.1 first builds an optimizer of whole parameters: gigabytes of both memories, in reference
+        # cycles.
         gc.collect()
         torch.cuda.empty_cache()
     chained = optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
@@ -91,8 +91,8 @@ def step_if_finite(
 ) -> tuple[float, bool]:
     """Apply the reduced gradients if `is_allowed`, unless their norm is not finite or above `max_norm`.
 
-    Returns the global gradient norm before clipping, and whether parameters changed. `is_allowed` must be equal on all
-    ranks; then both results are.
+    Returns the global gradient norm before clipping, and whether parameters changed: equal on all ranks, like
+    `is_allowed`.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -100,8 +100,8 @@ def step_if_finite(
     if is_spike or not (is_allowed and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         return grad_norm, False
-    # The `step` of Megatron-Core 0.16.1 does not check the norm in bfloat16 or float32 before it updates. So its parts
-    # are called here.
+    # The `step` of Megatron-Core 0.16.1 does not check the norm in bfloat16 or float32 before it updates. So call its
+    # parts.
     for part in optimizer.chained_optimizers:
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
             is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -116,7 +116,7 @@ def _update_parameters(parts: Sequence[MegatronOptimizer]) -> None:
     for part in parts:
         if isinstance(part, DistributedOptimizer) and part is not distributed[-1]:
             # A mixture of experts has one part for dense parameters and one for experts. In Megatron-Core 0.16.1 the
-            # step of each part gathers the parameters of both, so all were gathered twice.
+            # step of each part gathers the parameters of both parts: twice.
             super(DistributedOptimizer, part).step_with_ready_grads()
         else:
             part.step_with_ready_grads()
@@ -128,7 +128,7 @@ def build_schedule(
     """Return the learning-rate schedule: linear warm-up, then decay until the last update. Step it before each
     update.
     """
-    # One more than the number of updates: otherwise the last update would have the minimum learning rate, often zero.
+    # One more than the number of updates. Otherwise the last update would have the minimum learning rate, often zero.
     last = max(num_updates, 0) + 1
     is_wsd = config.schedule == "wsd"
     return OptimizerParamScheduler(

@@ -1,4 +1,4 @@
-"""The ranks of a data-parallel replica: the first one passes the driver's rows on to the others."""
+"""The ranks of a data-parallel replica: the first rank passes the driver's rows on to the others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megarl.groups import signed
 from megarl.groups.backends import HOST_ONLY
 
 _BLOCK_BYTES = 1 << 20
-"""Bytes of the first broadcast of a batch. The rest of a longer batch needs a second one."""
+"""Bytes of a batch's first broadcast. The rest of a longer batch needs a second one."""
 
 
 class Replica:
     """The data-parallel replica of this rank. Building it is a collective over the world.
 
-    It has its own gloo group. With one of Megatron's groups, a stage waiting for rows would delay other replicas too.
+    It has its own gloo group: in one of Megatron's groups, a stage waiting for rows would delay other replicas too.
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
@@ -28,7 +28,7 @@ class Replica:
             ranks = parallel.replica_ranks(replica)
             if len(ranks) == 1:
                 continue
-            # torch requires every rank to take part in the creation of every group.
+            # torch requires all ranks for the creation of any group.
             group = dist.new_group(sorted(ranks), backend=HOST_ONLY, group_desc="rows of a replica")
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
@@ -37,7 +37,7 @@ class Replica:
         self._first = self._ranks[0]
 
     def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Broadcast the rows of the replica's first rank; the others pass None. A collective of the replica."""
+        """Broadcast the rows of the replica's first rank; other ranks pass None. A collective of the replica."""
         if self._group is None:
             assert rows is not None
             return rows

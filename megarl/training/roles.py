@@ -18,15 +18,15 @@ from megarl.training.objective import (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Purpose of a trained model: its loss and optimizer. `num_updates` is the number of updates in the whole run."""
+    """Purpose of a trained model: its loss and optimizer. `num_updates`: updates of the whole run."""
 
     objective: Objective
     optimizer: OptimizerConfig
     num_updates: int
     skip_ratio: float | None = None
-    """Maximum mean probability ratio of an update's tokens. Above it the update is skipped."""
+    """Maximum mean probability ratio of an update's tokens; above it the update is skipped."""
     max_logprob_gap: float | None = None
-    """Maximum mean difference, in nats, of trainer and engine log-probs. Above it the update is skipped."""
+    """Maximum mean difference, in nats, of trainer and engine log-probs; above it the update is skipped."""
     field: str = "optimizer"
     """Recipe section with the optimizer's settings, for messages."""
 

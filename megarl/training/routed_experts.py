@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megarl.training.model import ModelShard
 
 _MOST_RANKS = 1 << 20
-"""Limit of ranks: the number of a completion modulo this value is the rank that issued the number."""
+"""Limit of ranks: a completion's number modulo this value is the rank that issued the number."""
 
 
 class StoredExperts:
@@ -102,9 +102,9 @@ def _file(folder: Path, sampler: int) -> Path:
 
 
 class ExpertExchange:
-    """Sends routed experts from the ranks storing them to the ranks training their tokens.
+    """Sends routed experts from the ranks that store them to the ranks that train their tokens.
 
-    Building it is a collective. `layers` are the numbers of this rank's layers, from 0; only their experts are fetched.
+    Building it is a collective. `layers`: numbers of this rank's layers, from 0; only their experts are fetched.
     """
 
     def __init__(self, stored: StoredExperts, layers: Sequence[int], top_k: int) -> None:
@@ -125,12 +125,12 @@ class ExpertExchange:
 
 
 class RankTokens:
-    """The tokens of a packed row that this rank's MoE layers see, and their places in the row."""
+    """The tokens of a packed row in this rank's MoE layers, and their places in the row."""
 
     def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Find the tokens of this rank.
 
-        `padded` [sequences] holds padded lengths. `places` [own tokens] are places in the padded row; -1 is padding.
+        `padded` [sequences]: padded lengths. `places` [own tokens]: places in the padded row; -1 is padding.
         """
         assert batch.experts is not None
         starts = np.cumsum(padded) - padded
@@ -211,9 +211,9 @@ def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
     """Raise DataError if the route of a token, in `routes` [tokens, layers, top_k], names an expert twice.
 
     Megatron would send the token once, and `count_by_expert` would count two, so buffers would have wrong sizes.
-    `layers` are the numbers of the layers, from 0.
+    `layers`: numbers of the layers, from 0.
     """
-    # Compared pair by pair: for 8 experts a token this takes 0.4 of the time of sorting.
+    # Compared pair by pair: for 8 experts per token, this takes 0.4 of the time of sorting.
     places = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
     for first, second in combinations(places, 2):
         if (equal := first == second).any():
@@ -227,7 +227,7 @@ def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
 def count_by_expert(
     routes: Sequence[torch.Tensor], num_experts: int, ep: int, group: dist.ProcessGroup
 ) -> list[list[ExpertCounts]]:
-    """Count the tokens for each expert. The result is indexed by row, then by this rank's layer.
+    """Count the tokens of each expert. The result is indexed by row, then by this rank's layer.
 
     `routes` has one int16 tensor [own tokens, own layers, top_k] per row. A collective of `group`, the ep * etp ranks
     sharing the experts, from host to host.
@@ -238,13 +238,13 @@ def count_by_expert(
     for row, counts in zip(routes, sent, strict=True):
         flat_experts = (row + first_of_layer).ravel()
         counts.copy_(torch.bincount(flat_experts, minlength=num_layers * num_experts).view_as(counts))
-    # Megatron orders these ranks by ep, then etp. Ranks that split experts among them own the same experts.
+    # Megatron orders these ranks by ep, then etp. Ranks that split experts own the same experts.
     size = group.size()
     by_owner = sent.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(-1, -1, -1, size // ep, -1)
     outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous()
     received = torch.empty_like(outgoing)
-    # These are host tensors, so gloo sends them. NCCL would connect every pair of these ranks, at up to 0.4 GiB of GPU
-    # memory each. A pipeline stage may have no layer with experts.
+    # gloo sends these host tensors. NCCL would connect every pair of these ranks, at up to 0.4 GiB of GPU memory each.
+    # A pipeline stage may have no layer with experts.
     if num_layers:
         dist.all_to_all_single(received, outgoing, group=group)
     by_row = received.view(size, num_rows, num_layers, num_experts // ep)

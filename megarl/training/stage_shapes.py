@@ -36,9 +36,9 @@ class StageCommunicator(P2PCommunicator):
         table = get_schedule_table(len(shapes), len(carriers), config.microbatch_group_size_per_vp_stage)
         num_received = [carrier.num_received if carrier else 0 for carrier in carriers]
         num_sent = [carrier.num_sent if carrier else 0 for carrier in carriers]
-        # Stages receive microbatches in the order in which they process them, forward and backward. The first stage
-        # receives nothing for its first chunk; backward, the last stage receives nothing for its last chunk. The table
-        # counts chunks in the order of the forward pass. In the backward pass the last chunk comes first.
+        # Stages receive microbatches in the order in which they process them, forward and backward. Nothing is received
+        # forward by the first stage for its first chunk, and backward by the last stage for its last chunk. The table
+        # counts chunks in the order of the forward pass; in the backward pass the last chunk comes first.
         self._from_previous = deque(
             _message_shape(shapes[microbatch], num_received[chunk])
             for microbatch, chunk in table
@@ -53,7 +53,7 @@ class StageCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
-        """Return the shapes of the next tensors from the previous and the next stage; None if none is received.
+        """Return the shapes of the next tensors from the previous and the next stage; None: none is received.
 
         Megatron calls this before each exchange if `variable_seq_lengths` is on.
         """
@@ -62,7 +62,7 @@ class StageCommunicator(P2PCommunicator):
 
 
 def _message_shape(shape: Shape, num_carried: int) -> tuple[int, ...]:
-    """Return the shape of hidden states with this number of further states stacked on them."""
+    """Return the shape of hidden states with `num_carried` further states stacked on them."""
     return (1 + num_carried, *shape) if num_carried else shape
 
 

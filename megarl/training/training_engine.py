@@ -83,7 +83,7 @@ class TrainingEngine(ModelShard):
         parts = select_model_parts(recipe, is_policy=is_policy)
         super().__init__(recipe, parallel, shape, load_weights, replica=replica, arena=arena, parts=parts)
         self._memory_owner = memory_owner
-        # Parts must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
+        # Parts come before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
         self.engine_parts = list(build_engine_parts(self, is_policy=is_policy))
         self._role_of = role_of_policy if is_policy else role_of_critic
         self.role = self._make_role(recipe)
@@ -101,11 +101,11 @@ class TrainingEngine(ModelShard):
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.pending_reduction: Callable[[], None] | None = None
-        """Reduction over the ranks of the gradients of all passes since the last step. None without such passes."""
+        """Reduces, over the ranks, the gradients of all passes since the last step. None: no such passes."""
         self.config.finalize_model_grads_func = self._defer_reduction
         if self.overlaps_reduction:
-            # Megatron's schedules reduce nothing within this context: gradients of all microbatches except the last are
-            # only summed.
+            # Within this context Megatron's schedules reduce nothing: all microbatches except the last only sum their
+            # gradients.
             contexts: Any = [model.no_sync for model in self.models]
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.skipped_in_a_row = 0
@@ -169,7 +169,7 @@ class TrainingEngine(ModelShard):
             torch.cuda.empty_cache()
 
     def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
-        """Move offloaded contents back to the device. All other methods need them there."""
+        """Move offloaded contents back to the device, where all other methods need them."""
         for name in names:
             self._offloadable[name].onload()
 
@@ -200,12 +200,12 @@ class TrainingEngine(ModelShard):
         return self._merged.weights
 
     def merging(self) -> AbstractContextManager[None]:
-        """Context in which `weights` are valid: what a model part trains apart from them is merged in."""
+        """Context in which `weights` are valid: what a model part trains separately is merged in."""
         return self._merged.merging()
 
     @property
     def rounding(self) -> MergeRounding | None:
-        """The rounding error of the newest `merging` on this rank; None if nothing was merged."""
+        """The rounding error of the newest `merging` on this rank; None: nothing was merged."""
         return self._merged.rounding
 
     @contextmanager
@@ -225,7 +225,7 @@ class TrainingEngine(ModelShard):
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs and entropies of each row, in nats: float32 [2, tokens of the row]; else as in
+        """Compute log-probs and entropies in nats, float32 [2, tokens of the row] for each row; else as in
         `forward`.
         """
         with self.in_memory():
@@ -261,8 +261,7 @@ class TrainingEngine(ModelShard):
         """Run one optimizer step on this replica's share of the global batch. Ranks that report return metrics too.
 
         `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is KTO's reference
-        point, a KL in nats per answer. `limits` are the gradient norm and the loss of a spike (train.on_spike); None:
-        no limits.
+        point, a KL in nats per answer. `limits`: gradient norm and loss of a spike (train.on_spike); None: no limits.
 
         No parameter changes (`UpdateOutcome.applied` is False) if no token is trained, loss or gradient is not finite,
         the mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is
@@ -286,8 +285,8 @@ class TrainingEngine(ModelShard):
             return update
 
     def last_not_finite(self) -> NotFinite | None:
-        """Return the first tensor that was not finite in the newest faulty update; None without one. Equal on all
-        ranks.
+        """Return the first tensor that was not finite in the newest faulty update, equal on all ranks; None: no such
+        update.
         """
         return self._not_finite
 
@@ -320,7 +319,7 @@ class TrainingEngine(ModelShard):
     def apply(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
         """Reduce the gradients of all passes since the last step, and run the optimizer's step on them.
 
-        `rows` are the metrics of the passes' rows. They and `limits` decide whether parameters change, as in `update`.
+        `rows` are the metrics of the passes' rows. With `limits` they decide whether parameters change, as in `update`.
         """
         self.reduce_gradients()
         with span("optimizer"):
@@ -378,7 +377,7 @@ class TrainingEngine(ModelShard):
             max_norm=limits.grad_norm,
         )
         is_finite = not has_tokens or (finite and math.isfinite(grad_norm))
-        # The norm is the same on all ranks, and so is this decision.
+        # The norm is equal on all ranks, and so is this decision.
         is_spike |= limits.grad_norm is not None and grad_norm > limits.grad_norm
         is_spike &= is_finite and has_tokens
         # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
@@ -417,7 +416,7 @@ class TrainingEngine(ModelShard):
     ) -> tuple[bool, bool]:
         """Return whether `holds_here` and all `device_flags` (bool [] on the device) are True on all ranks.
 
-        The second result is whether `occurs_here` is True on any rank. A collective over the world.
+        The second result: whether `occurs_here` is True on any rank. A collective over the world.
         """
         # One collective for all flags, because the host waits for it. Reading each device flag would be another wait.
         flags = torch.tensor([float(holds_here), -float(occurs_here)], device=self.device)
@@ -478,7 +477,7 @@ class Snapshot:
 
     @property
     def rounding(self) -> MergeRounding | None:
-        """The rounding error of the weights copied by `take`; None if nothing was merged."""
+        """The rounding error of the copied weights; None: nothing was merged."""
         return self._policy.rounding
 
     @torch.no_grad()

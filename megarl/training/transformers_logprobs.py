@@ -26,10 +26,10 @@ _SHARE = 0.5
 def transformers_logprobs(
     folder: str, override: Mapping[str, Any], sequences: Sequence[NDArray[np.int64]], dtype: torch.dtype
 ) -> list[NDArray[np.float32]] | str:
-    """Return the log-prob of each token in nats, float32 [tokens] per sequence, the first of each 0. If transformers
-    cannot compute them, return the reason.
+    """Return the log-prob of each token in nats, float32 [tokens] per sequence, the first of each 0.
 
-    `sequences` are token ids [tokens]. `override` changes fields of config.json (`config.override`).
+    Returns a reason instead if transformers cannot compute them. `sequences` are token ids [tokens]. `override` changes
+    fields of config.json (`config.override`).
     """
     if (problem := _size_problem(folder, override, dtype)) is not None:
         return problem

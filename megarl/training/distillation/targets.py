@@ -26,9 +26,7 @@ from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_
 
 
 class StoredTargets:
-    """Targets that this rank stores for the next update. Each sequence has a number, and uint8 [trained tokens,
-    bytes].
-    """
+    """Targets on this rank for the next update: per sequence a number, and uint8 [trained tokens, bytes]."""
 
     def __init__(self) -> None:
         self._rows: dict[int, NDArray[np.uint8]] = {}
@@ -38,7 +36,7 @@ class StoredTargets:
         return list(self._rows)
 
     def store(self, number: int, rows: NDArray[np.uint8]) -> None:
-        """Store the targets of a sequence: `rows` [trained tokens, bytes], in order."""
+        """Store a sequence's targets: `rows` [trained tokens, bytes], in order."""
         self._rows[number] = rows
 
     def read_span(self, number: int, first: int, end: int) -> NDArray[np.uint8]:
@@ -51,17 +49,17 @@ class StoredTargets:
 
 @dataclass(frozen=True, slots=True)
 class TargetPositions:
-    """Positions of a padded row whose next token is trained, in row order. All arrays are [positions]."""
+    """Positions of a padded row whose next token is trained, in row order. Arrays are [positions]."""
 
     place: NDArray[np.int64]
     sequence: NDArray[np.int64]
-    """Index of the position's sequence in the row."""
+    """Index of the sequence in the row."""
     ordinal: NDArray[np.int64]
-    """Number of earlier trained tokens in the same sequence."""
+    """Number of earlier trained tokens in the sequence."""
 
     @classmethod
     def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TargetPositions:
-        """Return the positions of a whole row. `padded` [sequences] holds the padded lengths of its sequences."""
+        """Return the positions of a whole row. `padded` [sequences]: padded lengths."""
         is_trained = row.loss_mask & is_predicted(row.cu_seqlens)
         # Position t predicts token t + 1, hence the - 1 below.
         sequence = np.repeat(np.arange(row.num_sequences), row.lengths)[is_trained]
@@ -87,9 +85,9 @@ class TargetPositions:
 class TargetFetcher(RowFeed):
     """Feed that gives the policy's forward passes their distillation targets, and the teachers' output layers (heads).
 
-    A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
-    bytes of a target. `num_local_tokens` counts the tokens known to the teacher in this rank's part of the policy's
-    head. `heads` return the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
+    A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths`: bytes of a
+    target. `num_local_tokens`: tokens known to the teacher in this rank's part of the policy's head. `heads` return the
+    teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class TargetFetcher(RowFeed):
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[TeacherTargets]]:
         """Fetch the targets of each row from each teacher into host memory. A collective over the world.
 
-        Only the last pipeline stage gets targets. Only its first tensor-parallel rank gets their contents; `complete`
+        Only the last pipeline stage gets targets, and their contents only its first tensor-parallel rank; `complete`
         broadcasts them. Then all ranks remove their stored targets.
         """
         if rows[0].target_keys is None:
@@ -150,8 +148,9 @@ class TargetFetcher(RowFeed):
             chunk.set_targets(self.complete(values))
 
     def complete(self, all_targets: Sequence[TeacherTargets]) -> list[TeacherTargets]:
-        """Broadcast a row's targets to every tensor-parallel rank's device, and add the heads. A collective of these
-        ranks.
+        """Broadcast a row's targets to the devices of all tensor-parallel ranks, and add the heads.
+
+        A collective of these ranks.
         """
         group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []

@@ -1,4 +1,4 @@
-"""Teacher models of distillation on one rank. A teacher is frozen and computes distillation targets."""
+"""Teacher models of distillation on one rank: frozen, they compute distillation targets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TaughtTokensFeed(RowFeed):
 class Teacher(FrozenModel):
     """Frozen model whose whole distributions the policy learns, not only its log-probs of sampled tokens.
 
-    `num_common_tokens` counts the tokens that its vocabulary shares with the policy's. `stored` receives the targets.
+    `num_common_tokens`: tokens that its vocabulary shares with the policy's. `stored` receives the targets.
     """
 
     def __init__(self, *args: Any, num_common_tokens: int, stored: StoredTargets, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class Teacher(FrozenModel):
         )
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Store the targets of the trained tokens of this replica's rows. With a `replica`, only its first rank passes
+        """Store the targets of the trained tokens of this replica's rows. With a `replica`, its first rank passes the
         rows.
         """
         with self.in_memory():
@@ -75,7 +75,7 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
     numbered_rows = enumerate(replica_rows)
 
     def store_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-        """Store the targets of the next row: `output` [local tokens, bytes]."""
+        """Store the next row's targets: `output` [local tokens, bytes]."""
         # Stored at once: Megatron would collect the outputs of all rows on the device.
         index, row = next(numbered_rows)
         targets = whole_row(output, batch.row)
@@ -91,7 +91,7 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
 
 
 def _store_by_sequence(row: TokenBatch, batch: Microbatch, targets: Tensor, stored: StoredTargets) -> None:
-    """Store a row's targets by sequence. `targets` is uint8 [tokens of the padded row, bytes]."""
+    """Store a row's targets by sequence. `targets`: uint8 [tokens of the padded row, bytes]."""
     assert row.target_keys is not None
     positions = TargetPositions.of_row(row, batch.padded)
     values = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
@@ -103,9 +103,7 @@ def _store_by_sequence(row: TokenBatch, batch: Microbatch, targets: Tensor, stor
 
 
 class ModelInOwnGroups:
-    """Frozen model whose parallel sizes differ from the policy's. It runs in the process groups that it was built
-    with.
-    """
+    """Frozen model with other parallel sizes than the policy's. It runs in its own process groups."""
 
     def __init__(self, model: FrozenModel, groups: RankGroups) -> None:
         self._model, self._groups = model, groups

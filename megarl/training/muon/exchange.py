@@ -1,8 +1,8 @@
-"""Gathering of a sharded model's matrices: each is whole on one rank, its owner, for Muon's update.
+"""Gathering of a sharded model's matrices for Muon's update: each is whole on one rank, its owner.
 
 Tensor-parallel ranks store parts of a matrix, and data-parallel ranks flat ranges of these parts. One plan copies the
-parts to the owner, another copies the results back. This happens in rounds, so that no rank has more than about one
-matrix at a time.
+parts to the owner, another copies the results back. Matrices are updated in rounds, so that no rank has more than about
+one matrix at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megarl.training.muon.owners import assign_owners, plan_rounds
 BUCKET_BYTES = 1 << 28
 """Maximum bytes that a rank sends and receives at once."""
 _WHOLE = "whole matrices"
-"""Name of an owner's memory for the matrices of a round."""
+"""Name of an owner's memory for a round's matrices."""
 _DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One round on this rank: its plans, and its matrices as pairs of first element and shape."""
+    """One round on this rank: its plans, and its matrices as pairs (first element, shape)."""
 
     gather: RankPlan
     scatter: RankPlan
@@ -45,8 +45,8 @@ class _Round:
 class MatrixExchange:
     """Replaces the values of whole matrices, sharded over the ranks of `group`, by a function of them.
 
-    `layouts` has the pieces of matrices on each rank of the group, equal on all ranks. `shapes` and `costs` (relative
-    work) are by matrix name. `storages` are this rank's float32 tensors [*any] by name.
+    `layouts` has the pieces of matrices on each rank, equal on all ranks. `shapes` and `costs` (relative work) are by
+    matrix name. `storages` are this rank's float32 tensors [*any] by name.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MatrixExchange:
             for piece in layout:
                 holders[piece.box.name].add(rank)
         self.owners = assign_owners({name: costs[name] for name in holders}, holders, len(layouts))
-        """The rank of the group that owns each matrix."""
+        """The owner of each matrix: a rank of the group."""
         self._rounds = list(_make_rounds(layouts, shapes, self.owners, dist.get_rank(group)))
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class MatrixExchange:
         """Replace each matrix [rows, columns] by `compute(matrix)`, on its owner. A collective over the group."""
         for round_ in self._rounds:
             whole = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
-            # Ranks that own no matrix in this round still send their parts of the others' matrices.
+            # Ranks without a matrix in this round still send their parts of other ranks' matrices.
             self._copy(round_.gather, self._storages, whole)
             for first, shape in round_.matrices:
                 matrix = whole[_WHOLE][first : first + prod(shape)].view(shape)
@@ -106,7 +106,7 @@ def _make_rounds(
             )
             if owner == rank:
                 matrices = tuple((first, shapes[name]) for name, first in zip(owned_names, firsts, strict=True))
-        # All ranks make equal plans from equal layouts, so no plan is sent.
+        # Equal layouts give equal plans on all ranks, so no plan is sent.
         gather, scatter = (
             make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=BUCKET_BYTES).for_rank(rank)
             for sources, destinations in ((parts, whole), (whole, parts))

@@ -50,12 +50,12 @@ class MuonWithAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, adam: torch.optim.Optimizer, config: OptimizerConfig, run_exchange: Callable[[], None]) -> None:
-        # torch's constructor refuses Megatron's flat shards of parameters, which are views.
+        # torch's constructor refuses views, and Megatron's flat shards of parameters are views.
         super().__init__([{"params": []}], adam.defaults)
         self.param_groups = adam.param_groups
         self.adam, self._config, self._run_exchange = adam, config.muon, run_exchange
         self._counts_in_groups = not isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
-        """Whether Adam counts its steps in parameter groups, as Transformer Engine's and apex's do."""
+        """Whether Adam counts its steps in parameter groups, like Transformer Engine's and apex's."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -69,7 +69,7 @@ class MuonWithAdam(torch.optim.Optimizer):
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter)
             add_gradient(state[MOMENTUM], gradient, self._config.momentum, nesterov=self._config.nesterov)
-        # Orthogonal updates need whole matrices, so all momentum must be in the gradients by now.
+        # Orthogonal updates need whole matrices, so the gradients must contain all momentum by now.
         self._run_exchange()
         for group, parameter, gradient in self._matrices():
             apply_update(parameter, gradient, group["lr"], group["weight_decay"])
@@ -91,7 +91,7 @@ class MuonWithAdam(torch.optim.Optimizer):
                 yield from ((group, parameter, parameter.grad) for parameter in group["params"])
 
     def _count_step(self) -> None:
-        """Count a step for the matrices as Adam counts its own. Megatron requires equal counts in a checkpoint."""
+        """Count a step for the matrices like Adam: Megatron requires equal counts in a checkpoint."""
         if self._counts_in_groups:
             for group in self.param_groups:
                 if group.get(_IS_MATRIX):
@@ -145,7 +145,7 @@ class MuonRule:
                 continue
             assert isinstance(leaf.optimizer, Adam)
             leaf.optimizer = MuonWithAdam(leaf.optimizer, self._config, self._make_exchange(leaf))
-            # Megatron-Core 0.16.1 would give every parameter Adam's two moments here, matrices too.
+            # Megatron-Core 0.16.1 would allocate Adam's two moments for every parameter here, matrices too.
             leaf.init_state_fn = lambda inner, config=None: inner.allocate_state()
 
     def _make_exchange(self, leaf: Any) -> Callable[[], None]:
@@ -188,7 +188,7 @@ class MuonRule:
         return partial(exchange.run, update)
 
     def _pieces(self, rank: int) -> Layout:
-        """Return the pieces of matrices that a rank's parameters store."""
+        """Return the pieces of matrices in a rank's parameters."""
         return tuple(
             holding.piece(tensor)
             for tensor in self._layouts.tensors
@@ -205,7 +205,7 @@ class MuonRule:
 
 
 def _gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the gradients of whole parameters by name. Megatron's optimizers step on views of them."""
+    """Return whole parameters' gradients by name. Megatron's optimizers step on views of them."""
     return {name: parameter.main_grad for name, parameter in parameters.items()}
 
 
@@ -221,7 +221,7 @@ def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
         for bucket in buckets
         for parameter, range_map in bucket["param_map"].items()
     }
-    # A rank's shard may have no element of a parameter, which is then missing in its map.
+    # A parameter without an element in this rank's shard is missing in the rank's map.
     return {
         name: (ranges[parameter].start, ranges[parameter].end)
         for name, parameter in parameters.items()

@@ -7,7 +7,7 @@ from math import prod
 
 
 def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int]], num_ranks: int) -> dict[str, int]:
-    """Return the rank that updates each matrix, such that ranks get about equal sums of `costs`.
+    """Return the rank that updates each matrix, its owner. All ranks get about equal sums of `costs`.
 
     `holders` are the ranks that store parts of the matrix. One of them is the owner, unless another rank's sum is
     smaller by more than the matrix costs. Matrices are assigned by falling cost, then by name.
@@ -23,8 +23,8 @@ def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int
 
 
 def plan_rounds(owners: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> list[dict[int, list[str]]]:
-    """Return the matrices of each owner by round. In a round, no rank has more elements than the largest matrix."""
-    # The largest matrix needs this memory in any case, so smaller ones may share a round.
+    """Return each owner's matrices by round. In a round, no rank has more elements than the largest matrix."""
+    # The largest matrix needs this memory anyway, so smaller ones may share a round.
     limit = max((prod(shapes[name]) for name in owners), default=0)
     rounds_of_owner: dict[int, list[list[str]]] = {}
     for name in sorted(owners, key=lambda name: (-prod(shapes[name]), name)):

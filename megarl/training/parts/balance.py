@@ -16,13 +16,13 @@ from megarl.training.parts.engine_part import EnginePart
 
 
 class BalancePart(EnginePart):
-    """Part that prepares the routers for an update, and returns the metrics of their losses."""
+    """Prepares the routers for an update, and returns the metrics of their losses."""
 
     def __init__(self, shard: ModelShard, balance: ExpertBalance) -> None:
         self._shard, self._balance = shard, balance
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        """Count the update's tokens. Losses over the whole batch need a forward pass first, to count tokens per
+        """Count the update's tokens. Losses over the whole batch first need a forward pass to count tokens per
         expert.
         """
         num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self._shard.device)

@@ -30,7 +30,7 @@ def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
 
 
 def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[EnginePart]:
-    """Build the parts of a trained model, in the order in which they change it."""
+    """Build the parts of a trained model, in the order of their changes to it."""
     if is_policy and shard.recipe.lora.rank > 0:
         yield LoraPart(shard)
     if shard.shape.num_draft_layers:
@@ -46,9 +46,9 @@ def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[Engine
 def select_update_rule(
     shard: ModelShard, config: OptimizerConfig, engine_parts: Sequence[EnginePart]
 ) -> UpdateRule | None:
-    """Return the rule for parameters with another optimizer or learning rate; None if all are updated alike.
+    """Return the rule for parameters with another optimizer or learning rate; None: all are updated alike.
 
-    It is the same on all ranks of a model, also on those without such parameters. `engine_parts` are the model's parts.
+    The result is equal on all ranks of a model, also on those without such parameters.
     """
     if config.name == "muon":
         return MuonRule(shard, config)

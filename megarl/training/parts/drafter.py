@@ -53,12 +53,12 @@ class DrafterFeed(RowFeed):
     """
 
     def __init__(self, head: DrafterHead | None, num_steps: int, step_decay: float, device: torch.device) -> None:
-        """Make the feed of a rank. `head` is the drafter's; None on ranks of other stages than the last."""
+        """Make the feed of a rank. `head`: the drafter's, on the last stage; else None."""
         self._head, self._num_steps, self._step_decay, self._device = head, num_steps, step_decay, device
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow | None]:
         if self._head is None:
-            # The other stages only collect states.
+            # Stages before the last only collect states.
             return [None] * len(rows)
         return [self._add_weights(row, batch) for row, batch in zip(rows, batches, strict=True)]
 
@@ -137,14 +137,15 @@ class DrafterRate:
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
         rate = shard.recipe.trainer.drafter_learning_rate
         assert rate is not None
-        # The names of a stage with several chunks begin with the chunk's. Other stages have no such parameters.
+        # The names of a stage with several chunks begin with the chunk's. Stages before the last have no such
+        # parameters.
         self._parameters = {id(value) for name, value in shard.parameters.items() if PARAMETERS in name}
         # The schedule decays the drafter's rate by the same factor as the policy's.
         self._rates = {"max_lr": rate, "min_lr": rate * config.min_learning_rate / config.learning_rate}
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
         is_of_drafter = ParamPredicate("drafter", lambda parameter: id(parameter) in self._parameters)
-        # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys; the first of these is one of them.
+        # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys; `is_decoupled_lr` is one.
         overrides: Any = {"is_decoupled_lr": True, **self._rates}
         return {**get_standard_config_overrides(settings), ParamKey(predicate=is_of_drafter): overrides}
 

@@ -12,13 +12,13 @@ from megarl.training.objective import Objective
 
 
 class EnginePart:
-    """An optional part of a `TrainingEngine`. Methods that a subclass does not override do nothing.
+    """An optional part of a `TrainingEngine`. By default its methods do nothing.
 
     A part is built after the model's chunks, before they are wrapped with gradient buffers.
     """
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
-        """Return the objective with this part's loss added, which has a `Signal` with `is_loss`."""
+        """Return the objective plus this part's loss, a `Signal` with `is_loss`."""
         return objective
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:

@@ -13,7 +13,7 @@ from megarl.training.parts.engine_part import EnginePart
 
 
 class LoraPart(EnginePart):
-    """Part that adds new adapters to a model and freezes its other weights. Dropout is on in updates only."""
+    """Adds adapters to a model and freezes its other weights. Dropout is on in updates only."""
 
     def __init__(self, shard: ModelShard) -> None:
         self._chunks = shard.chunks
@@ -37,5 +37,5 @@ class LoraPart(EnginePart):
 
     @cached_property
     def scaled_adapters(self) -> ScaledAdapters:
-        """The matrices A and scaled B for the engine. Runs that send merged weights never make them."""
+        """The matrices A and scaled B for the engine, made only if merged weights are not sent."""
         return ScaledAdapters(self._chunks)

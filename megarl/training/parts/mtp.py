@@ -74,8 +74,8 @@ class MtpPart(EnginePart):
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
         """Return the objective plus `trainer.mtp_loss_coefficient` times the loss of the MTP layers.
 
-        The loss is the negative log-prob of the trained tokens, by the policy's token weights. The last row of the
-        model's output has these log-probs. Metric: `mtp/loss`.
+        The loss is the negative log-prob of the trained tokens, by the policy's token weights: the last row of the
+        model's output. Metric: `mtp/loss`.
         """
         coefficient = recipe.trainer.mtp_loss_coefficient
         assert coefficient is not None

@@ -15,10 +15,10 @@ def make_microbatch(
 ) -> Microbatch:
     """Return a batch's sequences as one row, or a context-parallel rank's part of the row.
 
-    Each rank's number of tokens is a multiple of `multiple`. `qkv_format` is the attention format of packed rows.
+    Each rank's number of tokens is a multiple of `multiple`. `qkv_format`: attention format of packed rows.
     """
-    # Sequences of one token each have no prediction to store.
-    # A tree computes one prediction for equal tokens, but their labels may differ.
+    # No tree for sequences of one token: they have no prediction. No tree with labels: it computes one prediction for
+    # equal tokens, but their labels may differ.
     if batch.shares_prefixes and batch.labels is None and batch.lengths.max() > 1:
         return pack_tree(batch, multiple=multiple, device=device, cp=cp, cp_rank=cp_rank)
     return pack_row(batch, multiple=multiple, qkv_format=qkv_format, device=device, cp=cp, cp_rank=cp_rank)

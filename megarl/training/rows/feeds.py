@@ -1,4 +1,4 @@
-"""Feeds: they give forward passes data beyond a row's tokens."""
+"""Feeds give forward passes data beyond a row's tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RowFeed:
 
 
 class SamplingFeed(RowFeed):
-    """Feed with the temperature of the engine's sampling, and the sets of tokens that it sampled from."""
+    """Feed with the engine's sampling temperature, and the sets of tokens that it sampled from."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowSettings]:
         return [RowSettings(batch.temperature, batch.support) for batch in batches]
@@ -46,7 +46,7 @@ class SamplingFeed(RowFeed):
 class RouterTokensFeed(RowFeed):
     """Feed that gives routers the sequence of each token, for balancing losses and noise.
 
-    `num_parts` tensor-parallel ranks share a row's tokens.
+    `num_parts`: tensor-parallel ranks that share a row's tokens.
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -62,7 +62,7 @@ class RouterTokensFeed(RowFeed):
 
 
 def build_feeds(chunks: Sequence[torch.nn.Module], num_parts: int) -> Iterator[RowFeed]:
-    """Yield the feeds that these chunks need. `num_parts` tensor-parallel ranks share a row's tokens."""
+    """Yield the feeds that these chunks need. `num_parts`: tensor-parallel ranks that share a row's tokens."""
     if routers_of(*chunks):
         yield RouterTokensFeed(num_parts)
     if isinstance(chunks[0], PolicyModel):

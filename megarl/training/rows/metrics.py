@@ -1,4 +1,4 @@
-"""Metrics of rows as device tensors. They are read once, at the end of an update."""
+"""Metrics of rows as device tensors, read once at the end of an update."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Key = TypeVar("Key", str, Signal, str | Signal)
 class RowMetric:
     """A metric of one row, not yet read from the device. `number` and `count` are device tensors [].
 
-    `count` is the number of values in a mean or maximum. If it is 0, a metric with `needs_tokens` is left out.
+    `count`: values in a mean or maximum. If it is 0, a metric with `needs_tokens` is left out.
     """
 
     kind: type[Mean | Sum | Max]
@@ -70,7 +70,7 @@ class RowMetric:
 def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -> RowMetric:
     """Return the mean of the counted values; both tensors are [values]. Without counted values it is 0, with weight 0.
 
-    Values are selected, not multiplied by 0, because uncounted ones may be NaN.
+    Values are selected, not multiplied by 0: uncounted ones may be NaN.
     """
     return _mean(values, is_counted, is_counted.sum(), needs_tokens)
 
@@ -98,9 +98,7 @@ def sum_of(values: Tensor) -> RowMetric:
 
 
 def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
-    """Return the largest counted value, at least 0; both tensors are [values]. It is left out without counted
-    values.
-    """
+    """Return the largest counted value, at least 0; both tensors are [values]. Left out without counted values."""
     # A context-parallel rank may have no token of a row, and torch refuses the maximum of nothing.
     largest = F.pad(torch.where(is_counted, values.detach(), 0.0), (0, 1)).max()
     return RowMetric(Max, largest, is_counted.sum(), needs_tokens=True)
@@ -125,7 +123,7 @@ def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
 
 
 def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
-    """Return the losses of a row, including those of optional parts."""
+    """Return the losses of a row, those of optional parts included."""
     return [metric.number for key, metric in row.items() if isinstance(key, Signal) and key.is_loss]
 
 

@@ -36,13 +36,13 @@ class Microbatch:
     """Values of each token by name: `token_weights`, `advantages`, `old_logprobs` and others."""
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
-    """[sequences]: length of each sequence of the whole row with padding; `lengths` is without padding."""
+    """[sequences]: padded length of each sequence of the whole row; `lengths` is without padding."""
     samples: NDArray[np.int64]
     """[sequences]: number of each sequence's sample, ascending. A sample may have several sequences (segments)."""
     support: Support | None = None
-    """The tokens that could be sampled, over which each log-prob is normalised. None: the whole vocabulary."""
+    """The tokens that sampling could choose, over which each log-prob is normalised. None: the whole vocabulary."""
     temperature: float | Tensor = 1.0
-    """Sampling temperature of the log-probs: one for all tokens, or [tokens]."""
+    """Sampling temperature of the log-probs: one number for all tokens, or [tokens]."""
 
     def layer_tokens(self, parts: int = 1, part: int = 0) -> RowTokens:
         """Return the sequence of each token, for part `part` of `parts` of this rank's tokens (sequence
@@ -61,7 +61,7 @@ class Microbatch:
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return the index in the padded row of each token that this rank's layers see: [places], with padding."""
+        """Return the index in the padded row of each token in this rank's layers, padding included: [places]."""
         assert self.row.host_local is not None
         return self.row.host_local
 
@@ -81,8 +81,8 @@ def select_local(
 ) -> Tensor:
     """Put values into a row that is zero elsewhere, and return this rank's part of the row.
 
-    `values` [values, ...] go to the positions `places` [values]. `padded` [sequences] are padded lengths. `local`
-    [tokens] are the positions on this rank.
+    `values` [values, ...] go to the positions `places` [values]. `padded` [sequences]: padded lengths. `local`
+    [tokens]: positions on this rank.
     """
     row = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
     row[places] = values
@@ -92,9 +92,9 @@ def select_local(
 def tokens_ahead(
     values: np.ndarray, lengths: NDArray[np.int64], padded: NDArray[np.int64], *, distance: int
 ) -> np.ndarray:
-    """Return a padded row [places] that has, at each token, the value of the token `distance` later in its sequence.
+    """Return a padded row [places] with, at each token, the value of the token `distance` later in its sequence.
 
-    `values` [tokens] are those of the sequences' tokens. A place is zero (False) if its sequence has no such token.
+    `values` [tokens] are those of the sequences' tokens. Zero (False): the sequence has no such token.
     """
     row = np.zeros(padded.sum(), values.dtype)
     # No token of another sequence is ahead: the first `distance` tokens of a sequence are ahead of none.
@@ -104,7 +104,7 @@ def tokens_ahead(
 
 
 def support_on(device: torch.device, retained: RetainedSets) -> Support:
-    """Return the sets of tokens that sampling could choose from, as tensors on a device."""
+    """Return the sets of tokens that sampling could choose, as tensors on a device."""
     return Support(torch.from_numpy(retained.token_ids).to(device), torch.from_numpy(retained.counts).to(device))
 
 
@@ -118,7 +118,7 @@ def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
 def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
     """Return the padded lengths [sequences] of a row's sequences.
 
-    With cp > 1, each is a multiple of 2 * cp. Padding of the last one makes the row a multiple of cp * `multiple`.
+    With cp > 1, each is a multiple of 2 * cp. The last one's padding makes the row a multiple of cp * `multiple`.
     """
     # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
     sequence_multiple = 2 * cp if cp > 1 else 1

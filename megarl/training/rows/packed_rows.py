@@ -69,7 +69,7 @@ def _temperature(
     """Return the temperature of all sequences if it is the same, else float32 [local positions]."""
     if temperatures is None:
         return 1.0
-    # A number needs no tensor, and dividing by it is cheaper than by one value per token.
+    # Dividing by a number is cheaper than by one value per token.
     if (temperatures == temperatures[0]).all():
         return float(temperatures[0])
     return torch.from_numpy(np.repeat(temperatures, padded)[local].astype(np.float32)).to(device)

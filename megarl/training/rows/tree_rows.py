@@ -47,7 +47,7 @@ class TreeMicrobatch(Microbatch):
     def represented_tokens(self) -> NDArray[np.int64]:
         """Return, for each stored place, the index of a token in the row of separate sequences: [places].
 
-        If several sequences share the place, it is the last one's token. Padding places have -1.
+        If several sequences share the place, it is the last sequence's token. Padding places have -1.
         """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tokens = np.full(len(self.row.tree.own_tokens), -1)
@@ -64,7 +64,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     split = _split_tree(tree, cp, multiple)
     holders = split.ranks[tree.stored_of]
     local = np.flatnonzero(holders == cp_rank)
-    # A token's prediction is computed where the token before it is stored.
+    # A token's prediction is computed at the stored token before it.
     tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
     tokens = tokens[holders[tokens - 1] == cp_rank]
     if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
@@ -106,8 +106,8 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
 def _edges(
     batch: TokenBatch, tree: PrefixTree, tokens: NDArray[np.int64], sequences: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the edges of the predicted tokens `tokens` [predicted]: the first token of each edge [edges], and each
-    token's edge [predicted].
+    """Return the edges of the predicted tokens `tokens` [predicted]: each edge's first token [edges], and each token's
+    edge [predicted].
 
     Equal predictions of one stored token are one edge. They differ if the temperatures of their `sequences` [tokens] or
     their sets of sampled tokens differ.
@@ -147,7 +147,7 @@ def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
     ranks = np.repeat(np.tile(owners, len(sizes)), sizes.ravel())
     num_tokens = np.bincount(ranks, minlength=cp)
     padding = -(-num_tokens.max() // multiple) * multiple - num_tokens
-    # The padding of each rank follows all stored tokens, as a segment with a single chunk.
+    # Each rank's padding follows all stored tokens, as a segment with one chunk.
     padding_ends = len(ranks) + padding.cumsum()
     padding_starts = padding_ends - padding
     chunks = np.stack([np.repeat(tree.starts, len(owners)), (ends - sizes).ravel(), ends.ravel()], 1)
@@ -171,8 +171,8 @@ def _token_tree(
 ) -> TokenTree:
     """Return the tree for the model's layers on a context-parallel rank, with the padding as last segments.
 
-    `local` [own tokens] are the tokens of the sequences stored on this rank. `edges` [tokens] is the edge after each
-    token, `sources` [edges] the stored token before each edge.
+    `local` [own tokens]: tokens of the sequences stored on this rank. `edges` [tokens]: the edge after each token.
+    `sources` [edges]: the stored token before each edge.
     """
     stored, padding = len(tree.parent), split.padding
     last_ends = stored + padding.cumsum()

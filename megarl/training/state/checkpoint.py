@@ -1,5 +1,5 @@
-"""Checkpoints of the trainer's state in Megatron's `torch_dist` format. They are written in the background and can be
-read with any parallel sizes.
+"""Checkpoints of the trainer's state in Megatron's `torch_dist` format, written in the background and read with any
+parallel sizes.
 
 Planning and finishing a save are collectives. Between the two, each rank writes its own file in a thread. Megatron
 forks a process instead. A fork would copy sockets, locks and the CUDA context, outlive a killed rank, and write into
@@ -48,7 +48,7 @@ from megarl.training.training_engine import TrainingEngine
 Model = TrainingEngine | FrozenModel
 
 _FORMAT = {
-    # Megatron would gather the state on all ranks for this format; `optimizer_state` writes it without gathering.
+    # For this format, Megatron would gather the state on all ranks; `optimizer_state` writes it without gathering.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
@@ -58,7 +58,7 @@ _OVERHEAD_BYTES = 4096
 
 
 class Save:
-    """One save of a checkpoint, from this rank's memory to a folder. `num_bytes` is the size of all ranks' files."""
+    """One save of a checkpoint, from this rank's memory to a folder. `num_bytes`: size of all ranks' files."""
 
     def __init__(self, folder: Path, request: AsyncRequest) -> None:
         self._folder, self._request = folder, request
@@ -77,7 +77,7 @@ class Save:
 
     def write(self, *, asynchronous: bool) -> None:
         """Write this rank's share; with `asynchronous` in the background, from copies. Raises DiskFullError."""
-        # Check the space before the large files are written: a partial checkpoint is useless.
+        # Check the space first, because a partial checkpoint is useless.
         check_space(self._folder, self.num_bytes)
         self._buckets = [
             (name, [*objects, *zip((item for item, _ in tensors), self._on_host(tensors, asynchronous), strict=True)])
@@ -139,7 +139,7 @@ class Save:
             self._manifest.release(durable=True)
         except Exception as error:
             self._error = error
-        # Release the copies now: they are as large as the state itself.
+        # Release the copies, which are as large as the state itself.
         self._buckets = []
         if self._results is not None:
             self._results.put(written)
@@ -150,7 +150,7 @@ def _num_bytes(value: torch.Tensor | io.BytesIO) -> int:
 
 
 def _without_shared_memory(data: Any) -> Any:
-    """Return a tensor with memory for its elements only: torch saves the whole memory that a view belongs to."""
+    """Return a tensor with memory for its elements only: torch would save the whole memory behind a view."""
     if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
         return data
     return data.clone()
@@ -172,14 +172,14 @@ def plan_save(folder: Path, models: Mapping[str, Model], layout: str, **driver: 
     """Plan a save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Tensor names begin with the name in `models`; an empty name keeps Megatron's names. Frozen models are saved only if
-    their weights changed, within `changed_models_loaded`. `layout` describes in words how ranks divide the state.
-    Raises DiskFullError.
+    their weights changed, within `changed_models_loaded`. `layout` says in words how ranks divide the state. Raises
+    DiskFullError.
     """
     faults.reach("save_plan")
     moved = changed_models(models)
     state = sharded_states(models_to_save(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
-    # The queue of Megatron-Core 0.16.1 is a `multiprocessing.Manager`, a process of its own. A thread needs only a
+    # Megatron-Core 0.16.1 uses the queue of a `multiprocessing.Manager`, a process of its own. A thread needs only a
     # simple queue.
     filesystem_async._results_queue = queue.SimpleQueue()
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -208,7 +208,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     """
     faults.reach("load")
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    # Older checkpoints have no such list: references could not change then.
+    # Older checkpoints have no such list, and their references could not change.
     saved_models = models_to_save(models, common.get("moved", ()))
     with ExitStack() as stack:
         for model in saved_models.values():
@@ -229,7 +229,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
 def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
     """Return all values of a checkpoint except tensors: step counts, and this rank's random numbers.
 
-    `layout` describes in words how ranks divide the state.
+    `layout` says in words how ranks divide the state.
     """
     moved = changed_models(models)
     trained = {name: model for name, model in models.items() if isinstance(model, TrainingEngine)}
@@ -282,7 +282,7 @@ def optimizer_step(optimizer: Any) -> int | None:
         return int(optimizer.state_dict()["optimizer"]["param_groups"][0]["step"])
     inner = optimizer.optimizer
     counters = list(inner.state.values()) if _is_torch(optimizer) else inner.param_groups
-    # A rank may hold no parameter of this part; then its state has no step to restore either.
+    # A rank may hold no parameter of this part. Then its state has no step to restore either.
     return next((int(counter["step"]) for counter in counters if "step" in counter), None)
 
 
@@ -363,7 +363,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_chunks(model: Model) -> dict[str, Any]:
-    # With adapters, only the adapters are trained; the other weights are in the model's folder.
+    # With adapters, nothing else is trained; the other weights are in the model's folder.
     is_adapted = isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
     return {
         name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=_metadata())
@@ -409,7 +409,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         copy_to_optimizer(optimizer, saved["param_state"], chunks)
         set_optimizer_step(optimizer, int(step))
         return
-    # `load_state_dict` replaces the groups' settings by the saved ones, so the recipe's are put back.
+    # `load_state_dict` replaces the groups' settings by the saved ones, so restore the recipe's.
     current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
     if _is_torch(optimizer):
         inner_state = saved.get("optimizer", saved)["state"]

@@ -1,5 +1,5 @@
-"""Copies of the training state in host memory, so that a lost node costs the steps since the last copy, not those
-since the last checkpoint.
+"""Copies of the training state in host memory: a lost node costs the steps since the last copy, not those since the
+last checkpoint.
 
 Each rank has a copy of its own part, and of the part of a partner rank on another node. The copies are memory files
 that the node's agent process holds open, so they outlive the ranks. A restore is a plan of copies between ranks. The
@@ -40,11 +40,11 @@ _BUCKET_BYTES = 1 << 28
 """Maximum bytes that a rank sends and receives at once in a restore."""
 
 DESCRIPTION = "description"
-"""Name of the part that describes a copy. The other parts are named by their dtypes."""
+"""Name of the part that describes a copy. Other parts are named by their dtypes."""
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 Layouts = Mapping[str, Layout]
-"""Layout of a copy: its pieces by the name of their dtype, such as `float32`."""
+"""Layout of a copy: pieces by the name of their dtype, such as `float32`."""
 
 
 FileFields = Mapping[str, Any]
@@ -104,22 +104,22 @@ class StateCopier:
     def __init__(self, topology: RankTopology) -> None:
         self._rank, self._partners = dist.get_rank(), partners(topology)
         has_partners = self._partners != list(range(len(topology)))
-        # A group of its own: its messages run in a thread, at any time between those of the training step.
+        # A group of its own, because its messages run in a thread, at any time between those of the training step.
         group = dist.new_group(backend=HOST_ONLY, group_desc="state copies") if has_partners else None
         assert not isinstance(group, int)
         self._group = group
         self._layouts: dict[int, Layouts] = {}
         self._newest: dict[int, StateCopy] = {}
-        """Copies in this rank's memory of the newest complete step, by origin."""
+        """Copies of the newest complete step in this rank's memory, by origin."""
         self._spare: dict[int, Mapping[str, MemoryFile]] = {}
         """Files of the step before, by origin. The next copies overwrite them."""
         self._exchange: Future[dict[str, FileFields]] | None = None
         self._running: list[StateCopy] = []
-        """Copies whose exchange runs."""
+        """Copies in exchange."""
         self._fields: dict[str, FileFields] | None = None
         """Files of the newest complete copies; None while an exchange runs."""
         self._descriptions: list[MemoryFile] = []
-        """Files with descriptions of the newest copies. They must exist until the agent has opened them."""
+        """Files with descriptions of the newest copies, needed until the agent has opened them."""
 
     def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
         """Copy the state after a step to host memory, and start sending it to this rank's partner. A collective.
@@ -289,7 +289,7 @@ def _copy_parts(
 
 
 def _files_for(layouts: Layouts, spare: Mapping[str, MemoryFile] | None = None) -> dict[str, MemoryFile]:
-    """Return a file for each dtype of a copy with these layouts: from `spare` if its size fits, else a new one."""
+    """Return a file per dtype of a copy with these layouts: from `spare` if its size fits, else a new one."""
     files = {}
     for dtype, pieces in layouts.items():
         num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize

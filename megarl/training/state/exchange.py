@@ -20,9 +20,9 @@ from megarl.training.training_engine import TrainingEngine
 class TrainedState:
     """Copies in host memory of a model's trained state on this rank.
 
-    `tensors` are trained weights, gradients and main weights. `moments` has the optimizer's values of each parameter,
-    `steps` the step counts of its parameter groups. `reduction` sums the gradients over the ranks, if that is still to
-    be done.
+    `tensors`: trained weights, gradients and main weights. `moments`: the optimizer's values of each parameter.
+    `steps`: step counts of its parameter groups. `reduction` sums the gradients over the ranks, if that is still to be
+    done.
     """
 
     tensors: list[Tensor]
@@ -50,7 +50,7 @@ def copy_state(engine: TrainingEngine) -> TrainedState:
 
 
 def state_bytes(engine: TrainingEngine) -> int:
-    """Return the bytes of a copied state, from the first step of its optimizer on."""
+    """Return the bytes of a copied state after the optimizer's first step."""
     # Adam has two moments in float32.
     num_main = sum(parameter.numel() for inner in _inner_optimizers(engine) for parameter in _parameters(inner))
     return sum(tensor.nbytes for tensor in _live_tensors(engine)) + 8 * num_main
@@ -124,7 +124,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _to_live(value: Any, parameter: Tensor) -> Any:
-    """Return a live copy of a stored value. Scalars stay in host memory; tensors go to the parameter's device."""
+    """Return a live copy of a stored value: scalars in host memory, tensors on the parameter's device."""
     if not isinstance(value, Tensor):
         return value
     return value.to(parameter.device if value.numel() > 1 else value.device, copy=True)

@@ -33,7 +33,7 @@ def sharded_optimizer_state(
 ) -> dict[Any, Any]:
     """Return a sharded state in the structure of Megatron's `ChainedOptimizer.sharded_state_dict`.
 
-    `chunks` are the sharded states of the model's chunks. The tensors of a distributed optimizer are the live ones.
+    `chunks`: sharded states of the model's chunks. The tensors of a distributed optimizer are the live ones.
     """
     leaves: list[Any] = optimizer.chained_optimizers
     if len(leaves) > 1:
@@ -89,7 +89,7 @@ def _boxes_of_range(
 ) -> Iterator[ShardedTensor]:
     """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape].
 
-    `values` [stop - start] are the optimizer's tensor `name` of these elements, `description` Megatron's description.
+    `values` [stop - start]: these elements of the optimizer's tensor `name`. `description`: Megatron's.
     """
     # A factory splits a fused parameter (gate and up) into parts stored under separate keys.
     parts = description.build() if isinstance(description, ShardedTensorFactory) else description
@@ -112,7 +112,7 @@ def _boxes_of_range(
                 global_shape=part.global_shape,
                 global_offset=tuple(a + b for a, b in zip(part.global_offset, inner, strict=True)),
                 axis_fragmentations=None,
-                # Data-parallel ranks hold different ranges, so none is a replica of another.
+                # Data-parallel ranks hold different ranges, so no box is a replica.
                 replica_id=(*part.replica_id[:2], 0),
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )

@@ -44,7 +44,7 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
             start = part.global_offset
             values = part.data.detach().view((1,) * part.prepend_axis_num + part.local_shape)
             if part.allow_shape_mismatch:
-                # Rows that only pad the vocabulary have random values, which differ between layouts and are never used.
+                # Rows that only pad the vocabulary are never used. Their random values differ between layouts.
                 values = values[: max(model.shape.vocab_size - start[0], 0)]
             if values.numel():
                 yield StatePart(part.key, _name(part), start, values, is_main_replica(part.replica_id))
