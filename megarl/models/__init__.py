@@ -7,6 +7,6 @@ split across ranks. Layers are Transformer Engine's if installed, else Megatron'
 
 from megarl.platform import libraries, transformer_engine
 
-# Both must precede any import of Megatron-Core: it imports Transformer Engine itself, and it needs patches on a CPU.
+# Both before any import of Megatron-Core, which imports Transformer Engine and needs patches on a CPU.
 transformer_engine.require_sound()
 libraries.prepare_megatron()

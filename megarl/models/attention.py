@@ -30,11 +30,11 @@ _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of this rank and their keys, sequence by sequence. The last query and the last key of a sequence are one
+    """Queries of this rank and their keys, sequence by sequence. A sequence's last query and last key are the same
     token.
 
     `queries` [num_queries] indexes this rank's tokens; `keys` [num_keys] indexes all context-parallel ranks' tokens,
-    rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the host.
+    rank after rank. None: all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the host.
     `cu_queries` and `cu_keys` [sequences + 1] are their cumulative sums, on the device.
     """
 
@@ -81,7 +81,7 @@ class Part:
         num_earlier = (self.num_keys - self.num_queries)[:, None, None, None]
         places = np.arange(self.longest_query)[:, None] + num_earlier
         keys = np.arange(self.longest_key)
-        # Every query, even padding, attends to the key at its own place: the softmax of no key would be NaN.
+        # Every query, even padding, attends to the key at its own place: a softmax over no keys would be NaN.
         attended = (keys <= places) & (keys > places - window) if self._limits(window) else keys <= places
         return torch.tensor(attended, device=self.cu_queries.device)
 
@@ -116,7 +116,7 @@ class PackedRow(PackedSeqParams):
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
         """Make a row of sequences with these lengths in tokens. If cp > 1, lengths are multiples of 2 * cp."""
-        # Index arithmetic runs on the host: on a GPU, Python would wait for each length that it reads.
+        # Indices are computed on the host: on a GPU, Python would wait for each length that it reads.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
         cu_seqlens = _cumulative_sums(sizes, device)
@@ -138,8 +138,8 @@ class PackedRow(PackedSeqParams):
             place = torch.tensor(places, device=device)
         sequence = np.repeat(np.arange(len(lengths)), sizes)
         # Padded and unpadded lengths are equal here. Given both, Transformer Engine 2.11 compares them on the GPU and
-        # waits for the answer, in every layer. Its context parallelism requires the padded ones. Version 2.20 sees that
-        # both are one tensor, so `pad_between_seqs` of Megatron-Core 0.19 is not needed.
+        # waits for the answer in every layer. Its context parallelism requires the padded lengths. Version 2.20 sees
+        # that both are one tensor, so `pad_between_seqs` of Megatron-Core 0.19 is not needed.
         padded = cu_seqlens if cp > 1 else None
         return cls(
             qkv_format=qkv_format,
@@ -159,9 +159,7 @@ class PackedRow(PackedSeqParams):
         )
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
-        """Return the states [predictions, hidden_size] that the head predicts from. `hidden` is [tokens,
-        hidden_size].
-        """
+        """Return the states [predictions, hidden_size] that the head reads, from `hidden` [tokens, hidden_size]."""
         return hidden
 
     def spread_predictions(self, outputs: Tensor) -> Tensor:
@@ -180,7 +178,7 @@ class PackedRow(PackedSeqParams):
 def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """Return the row's indices of one rank's tokens in zigzag order: [tokens].
 
-    `starts` and `chunk` [sequences] are the start of each sequence and the length of its chunks.
+    `starts` and `chunk` [sequences]: start of each sequence, and length of its chunks.
     """
     firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
     return ranges(firsts.flatten(), chunk.repeat(2))
@@ -225,11 +223,11 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = attended_keys(config, layer_number)
-        """A query attends to so many keys, up to its own token; 0: to all of them."""
+        """Number of keys that a query attends to, up to its own token; 0: all of them."""
         self.scale = score_factor(config, softmax_scale)
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
-        # The name is that of Megatron's and Transformer Engine's own attention.
+        # Named like the sinks of Megatron's and Transformer Engine's own attention.
         self.softmax_offset = self._new_sinks(config) if config.softmax_type == "learnable" else None
         """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value vector."""
 
@@ -239,7 +237,7 @@ class PackedAttention(nn.Module):
         if config.perform_initialization:
             assert config.init_method is not None
             config.init_method(offset)
-        # Otherwise Megatron's gradient norm would count the first tensor-parallel rank's sinks only.
+        # Otherwise Megatron's gradient norm would count only the first tensor-parallel rank's sinks.
         set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
         return offset
 
@@ -350,7 +348,8 @@ class PackedAttention(nn.Module):
 
 def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
     """Gather keys and values over the context-parallel ranks: [tokens of all ranks, groups, ...], rank after rank."""
-    # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a reduce-scatter.
+    # The backward pass of Megatron's sequence-parallel gather is a reduce-scatter, as needed for the context-parallel
+    # group.
     both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=cp_group)
     k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
     return k, v
@@ -376,7 +375,7 @@ def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:
 
 @cache
 def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
-    """Return whether a kernel supports grouped-query attention. torch 2.11's varlen_attn does not."""
+    """Return whether a kernel supports grouped-query attention; torch 2.11's varlen_attn does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -392,7 +391,7 @@ def _from_padded(out: Tensor, part: Part) -> Tensor:
 
 
 def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:
-    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros; `index` is
+    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros, by `index`
     [tokens].
     """
     block = x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, index, x)

@@ -1,7 +1,7 @@
 """Inputs of some policy layers, collected on the last pipeline stage for an EAGLE-3 drafter (arXiv 2503.01840).
 
-Each model chunk captures the inputs of its own layers, and adds them to the states from the chunks before. It sends all
-of them on with its hidden states. They are detached: no gradient flows back.
+Each model chunk captures the inputs of its own layers, adds them to the states from the chunks before, and sends all on
+with its hidden states. They are detached: no gradient flows back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AuxStates:
         self._states: list[Tensor] = []
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Recomputed layers run once more in the backward pass, when nothing is collected.
+        # In the backward pass, recomputed layers run once more; then nothing is collected.
         if self.is_collecting:
             states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             self._states.append(states.detach())
@@ -49,11 +49,11 @@ class AuxStates:
 
     def pack(self, hidden_states: Tensor) -> Tensor:
         states = self.take()
-        # A stack is no view: Megatron frees what it has sent.
+        # A stack is a copy: Megatron frees what it has sent.
         return torch.stack([hidden_states, *states]) if states else hidden_states
 
     def take(self) -> list[Tensor]:
-        """Return the states [own tokens, 1, hidden_size] by layer, and end the collection. Empty if the pass collected
+        """Return the states [own tokens, 1, hidden_size] by layer, and end the collection. Empty: the pass collected
         none.
         """
         states, self._states, self.is_collecting = self._states, [], False

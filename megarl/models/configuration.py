@@ -110,7 +110,7 @@ def transformer_config(
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
     """Context that turns Megatron-Core's errors into a ConfigError naming `trainer.megatron`.
 
-    Without `overrides`, errors pass unchanged, because the recipe is not their cause.
+    Without `overrides`, errors pass unchanged: the recipe is not their cause.
     """
     try:
         yield
@@ -132,7 +132,7 @@ def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapp
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the overrides without `gradient_accumulation_fusion` if apex is not installed.
+    """Return the overrides, without `gradient_accumulation_fusion` if apex is not installed.
 
     `accumulates_in_transformer_engine` then sets the flag for Transformer Engine's layers. Raises ConfigError if
     neither apex nor Transformer Engine is installed.
@@ -151,7 +151,7 @@ def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 def _fused_kernels() -> dict[str, bool]:
     """Return Megatron's settings for fused kernels with unchanged results."""
     return {
-        # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, in each layer, twice.
+        # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, twice in each layer.
         "apply_rope_fusion": uses_transformer_engine(),
         "bias_activation_fusion": torch.cuda.is_available(),
         # Only Megatron's own local attention has this kernel, and packed rows never use it.
@@ -184,7 +184,7 @@ def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
-    # Linear attention leaves out the field `experimental_attention_variant`, which makes Megatron-Core 0.16.1 refuse
+    # Linear attention does not set the field `experimental_attention_variant`: with it Megatron-Core 0.16.1 refuses
     # context parallelism.
     return (
         _score_scale(shape)
@@ -222,7 +222,7 @@ def _family_settings(shape: ModelShape) -> dict[str, Any]:
 
 def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     return {
-        # Without scaling its factor is 1: YaRN then equals plain embeddings. Megatron-Core 0.16.1 refuses its fused
+        # Without scaling its factor is 1, so YaRN equals plain embeddings. Megatron-Core 0.16.1 refuses its fused
         # kernel for the type `rope`.
         "rope_type": "yarn",
         "rotary_base": shape.rotary.theta,
@@ -230,9 +230,9 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Return Megatron's description of the layers of each chunk, if chunks differ in their number of layers; else None.
+    """Return Megatron's description of the layers of each chunk if chunks differ in their number of layers; else None.
 
-    Equal chunks use Megatron's default: then checkpoint keys are the same as in other programs.
+    Equal chunks use Megatron's default, so checkpoint keys are those of other programs.
     """
     sizes = parallel.layers_by_chunk(shape.num_layers)
     if len(set(sizes)) == 1:
@@ -264,7 +264,7 @@ def _split_settings(parallel: ParallelConfig, dtype: torch.dtype, sequence_paral
         "moe_token_dispatcher_type": "alltoall",
         # gloo still reads an output after its send returns. Freeing it is safe only in CUDA's stream order.
         "deallocate_pipeline_outputs": torch.cuda.is_available() and parallel.pp > 1,
-        # Makes Megatron's schedules sum the losses of microbatches instead of averaging: the token weights are
+        # Makes Megatron's schedules sum the losses of micro-batches instead of averaging: the token weights are
         # normalised.
         "calculate_per_token_loss": True,
     }

@@ -1,6 +1,6 @@
 """An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), on the policy's last stage.
 
-The drafter reads the inputs of three layers (`AuxStates`) and the policy's embedding, both detached. So its loss does
+The drafter reads the inputs of three layers (`AuxStates`) and the policy's embedding, both detached, so its loss does
 not change the policy's gradient. At position t it predicts the policy's prediction at t + 1. Further steps of a
 training pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time test,
 section 3.2 of the paper). Step k predicts the policy's prediction at t + 1 + k.
@@ -38,7 +38,7 @@ _CHUNK_QUERIES = 128
 class DrafterRow(NamedTuple):
     """A whole packed row, padding included, on all context-parallel ranks.
 
-    `tokens` [tokens] is on the device. `starts` [tokens], in host memory, is the row's index of the first token of each
+    `tokens` [tokens] is on the device. `starts` [tokens], in host memory: the row's index of the first token of each
     token's sequence.
     """
 
@@ -60,7 +60,7 @@ class Norm(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The layer, the norms and the head of an EAGLE-3 drafter. Parameters have the names of published files."""
+    """The layer, the norms and the head of an EAGLE-3 drafter. Parameters are named as in published files."""
 
     target_ids: Tensor
     angles: Tensor
@@ -79,7 +79,7 @@ class Drafter(nn.Module):
                     parent.add_module(part, nn.Module())
                 parent = getattr(parent, part)
             is_norm = len(size) == 1
-            # No initial values: those of the drafter's files follow.
+            # No initial values: the drafter's files have them.
             module = (
                 Norm(size[0], shape.norm_epsilon, dtype)
                 if is_norm
@@ -90,7 +90,7 @@ class Drafter(nn.Module):
         self.register_buffer("angles", frequencies(shape.rotary, shape.head_dim), persistent=False)
 
     def attention_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's inputs [tokens, 2 * hidden_size]: normed embeddings and normed states, both [tokens,
+        """Return the layer's inputs [tokens, 2 * hidden_size]: normed embeddings and states, both [tokens,
         hidden_size].
         """
         layer: Any = self.midlayer
@@ -109,7 +109,7 @@ class Drafter(nn.Module):
         return keys, values.view(keys.shape)
 
     def next_states(self, attended: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's output before the last norm, [tokens, hidden_size]: the states of the next step.
+        """Return the states of the next step [tokens, hidden_size]: the layer's output before the last norm.
 
         `attended` [tokens, heads * head_dim] is the attention's output, `states` [tokens, hidden_size] the layer's
         input.
@@ -178,7 +178,7 @@ class DrafterHead:
             inputs = torch.cat([self._whole_row(states, packed) for states in self._aux_states.take()], dim=-1)
             targets = self._whole_row(hidden_states.detach(), packed)
             embeddings = self._embed(row.tokens, self._model.embedding_table())
-            # The policy's head rows of the drafted tokens, in the order of the drafter's.
+            # The policy's head rows of the drafted tokens, in the drafter's order.
             target_weight = self._embed(self._drafter.target_ids, weight)
         group: Any = self._model.pg_collection.tp
         num_parts = group.size() if self._model.config.sequence_parallel else 1
@@ -187,7 +187,7 @@ class DrafterHead:
         losses = self._losses(places, row, inputs, embeddings, targets, target_weight)
         if num_parts == 1:
             return losses
-        # Each rank has the gradient of its own positions, and the values of all.
+        # A rank has the gradient of its own positions, and the values of all.
         parts = [torch.empty_like(losses) for _ in range(num_parts)]
         torch.distributed.all_gather(parts, losses.detach().contiguous(), group=group)
         parts[part] = losses
@@ -254,7 +254,7 @@ class DrafterHead:
     ) -> Tensor:
         """Call `attend` for ascending places [queries] of a row, in chunks.
 
-        `key` and `value` [row tokens, ...] are the first step's. Scores are computed again in the backward pass.
+        `key` and `value` [row tokens, ...] are the first step's. The backward pass computes scores again.
         """
         outs = []
         for first in range(0, len(places), _CHUNK_QUERIES):
@@ -269,7 +269,7 @@ class DrafterHead:
         return torch.cat(outs)
 
     def _whole_row(self, states: Tensor, row: PackedRow) -> Tensor:
-        """Gather the states [row tokens, hidden_size] from all ranks. `states` is this rank's part [own tokens, 1,
+        """Gather the states [row tokens, hidden_size] from all ranks. `states`: this rank's part [own tokens, 1,
         hidden_size].
         """
         states = self._model.gather_states(states)
@@ -282,8 +282,8 @@ class DrafterHead:
         return parts.index_select(0, row.place)
 
     def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the embeddings [tokens, hidden_size] of `tokens`, without gradient. The table is split over the
-        tensor-parallel ranks.
+        """Return the embeddings [tokens, hidden_size] of `tokens`, without gradient. Tensor-parallel ranks split the
+        table.
         """
         return embed_tokens(tokens, None, table, self._model.first_token_id, self._model.pg_collection.tp)[:, 0]
 
@@ -293,15 +293,15 @@ def attach_drafter(
 ) -> DrafterHead:
     """Add a drafter with unset weights to the last chunk of a policy. The chunk must have `aux_states`.
 
-    `target_ids` [drafted tokens] are the policy's ids of the drafted tokens.
+    `target_ids` [drafted tokens]: the policy's ids of the drafted tokens.
     """
     drafter = Drafter(shape, target_ids, model.config.params_dtype).to(target_ids.device)
-    # The name is `families.eagle3.PARAMETERS`.
+    # Named as in `families.eagle3.PARAMETERS`.
     model.drafter = drafter
     for parameter in drafter.parameters():
         mark: Any = parameter
-        # Megatron leaves parameters with the first mark out of the gradient's norm. It adds up the gradients of those
-        # with the second over the tensor-parallel ranks, which have other positions each.
+        # Megatron leaves parameters marked `shared` out of the gradient's norm. It adds up gradients marked
+        # `sequence_parallel` over the tensor-parallel ranks, each with other positions.
         mark.shared, mark.sequence_parallel = True, model.config.sequence_parallel
     head = DrafterHead(model, drafter, aux_states, num_steps)
     model.extra_heads.append(head)

@@ -33,15 +33,15 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
 def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> None:
     """Copy the embedding of the first pipeline stage to the last stage. A collective of both stages.
 
-    `chunks` are this rank's model chunks. On the last stage, the last chunk's `embedding_copy` [local vocabulary,
-    hidden_size] is written. With a single stage, nothing is copied.
+    On the last stage, writes `embedding_copy` [local vocabulary, hidden_size] of the last of this rank's `chunks`. With
+    a single stage, copies nothing.
     """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return
     if not parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
         return
     is_first = parallel_state.is_pipeline_first_stage()
-    # Megatron's groups of first and last stages list the first one first.
+    # Megatron's groups of first and last stages list the first stage first.
     group: Any = parallel_state.get_embedding_group()
     table = chunks[0].embedding.word_embeddings.weight if is_first else torch.empty_like(chunks[-1].output_layer.weight)
     torch.distributed.broadcast(table.data, group=group, group_src=0)

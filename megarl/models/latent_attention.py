@@ -21,8 +21,8 @@ from megarl.platform import transformer_engine
 # Without Transformer Engine, Megatron-Core 0.16.1 still counts it as present here, and its attention fails in
 # `isinstance` with a stand-in for TELinear.
 multi_latent_attention.HAVE_TE = transformer_engine.is_installed()
-# Megatron-Core 0.19 imports this name with Transformer Engine only. Its attention refuses down projections of a class
-# that it does not know.
+# Megatron-Core 0.19 imports this name with Transformer Engine only. Its attention refuses down projections of an
+# unknown class.
 multi_latent_attention.Linear = Linear
 
 
@@ -42,13 +42,13 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 class RowRotary(nn.Module):
     """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`. Layers may share it.
 
-    `frequencies` is float32 [channels / 2], in radians per position. `scale` is the factor of cosines and sines (YaRN's
+    `frequencies` is float32 [channels / 2], in radians per position. `scale`: factor of cosines and sines (YaRN's
     attention factor).
     """
 
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         super().__init__()
-        # A plain attribute: a buffer would be converted to the model's dtype, and angles need float32.
+        # A plain attribute, because a buffer would be converted to the model's dtype. Angles need float32.
         self.frequencies = frequencies
         self.scale = scale
         self._row: PackedRow | None = None
@@ -59,7 +59,7 @@ class RowRotary(nn.Module):
     ) -> int:
         """Store the `row` of the forward pass. Return the length of its longest sequence in tokens.
 
-        All further arguments have no effect.
+        All other arguments have no effect.
         """
         self._row = row
         assert row.max_seqlen_q is not None
@@ -68,8 +68,8 @@ class RowRotary(nn.Module):
     def forward(self, length: int, packed_seq: bool = False) -> tuple[Tensor, float]:
         """Return the angles in radians, and the factor of their cosines and sines.
 
-        Angles are float32 [tokens, 1, channels], one entry for each token of the row. Rows in Transformer Engine's
-        format have one entry for each position of a sequence: [length, 1, 1, channels].
+        Angles are float32 [tokens, 1, channels], one entry per token of the row. Rows in Transformer Engine's format
+        have one entry per position of a sequence: [length, 1, 1, channels].
         """
         if packed_seq:
             return self._table(length), self.scale
@@ -117,7 +117,7 @@ def use_transformer_engine_modules(layer: Any) -> None:
 
 def share_rotary(layers: Iterable[Any], rotary: RowRotary) -> None:
     for layer in layers:
-        # A submodule of the same name can be replaced by a module only.
+        # Only a module can replace a submodule of the same name.
         layer.self_attention.rotary_pos_emb = rotary
 
 

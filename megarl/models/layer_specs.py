@@ -110,7 +110,7 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
 def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int) -> None:
     """Set the rotary table of built exact layers, and the blocks of their row-parallel products.
 
-    `num_blocks` counts the blocks of a product over all ranks.
+    `num_blocks`: blocks of a product over all ranks.
     """
     own_blocks = num_blocks // config.tensor_model_parallel_size
     expert_blocks = num_blocks // (config.expert_tensor_parallel_size or 1)

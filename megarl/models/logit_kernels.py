@@ -1,6 +1,6 @@
 """Triton kernels for a block of logits on a GPU: one pass for softmax statistics, one for gradients.
 
-torch would need ten passes over float32 copies of the logits. With 151,936 tokens in the vocabulary, they take as much
+torch would need ten passes over float32 copies of the logits. With a vocabulary of 151,936 tokens, these take as much
 time as the matrix products. Import this module only with a GPU: torch's CPU build has no Triton.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 _COLUMNS = 4096
 _WARPS = 8
 _NO_LOGIT = tl.constexpr(-1.0e30)
-"""Stands for a logit past the end of a row. It is finite: the difference of two infinities would be NaN."""
+"""Logit past the end of a row. It is finite: the difference of two infinities would be NaN."""
 
 
 def block_statistics(logits: Tensor, log_totals: Tensor, entropies: Tensor) -> None:
@@ -65,7 +65,7 @@ def to_logit_gradients(
 def _statistics(logits, log_totals, entropies, num_columns, row_stride, BLOCK: tl.constexpr):  # noqa: N803
     row = tl.program_id(0).to(tl.int64)  # A block can hold more than 2**31 logits.
     lanes = tl.arange(0, BLOCK)
-    # For each lane: its largest logit, and the sums of e and of (x - largest) * e, with e = exp(x - largest).
+    # Per lane: its largest logit, and the sums of e and of (x - largest) * e, with e = exp(x - largest).
     largest = tl.full([BLOCK], _NO_LOGIT, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 class Support(NamedTuple):
     """For each token, the set of token ids with probability. It contains the target.
 
-    `token_ids` is int [sum of counts], `counts` int [tokens]. A count of 0 means the whole vocabulary.
+    `token_ids` is int [sum of counts], `counts` int [tokens]. Count 0: the whole vocabulary.
     """
 
     token_ids: Tensor
@@ -81,7 +81,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         blocks = vocabulary_blocks(len(targets), weight.size(0), len(targets) if is_whole else chunk)
         truncation = None if support is None else Truncation(support, first_token_id, blocks)
         wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
+        # Per block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide_dtype, device=hidden.device)
         target_logit = torch.zeros_like(local, dtype=wide_dtype)
         logit_memory = _allocate_logits(hidden, blocks, is_shared=not keeps_logits)
@@ -116,7 +116,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
         ctx.settings = (temperature, blocks, truncation, _logits)
-        # Not a saved tensor: the backward pass overwrites it.
+        # Not a saved tensor, because the backward pass overwrites it.
         ctx.saved_logits = logit_memory if keeps_logits else None
         return target_logit - log_total, entropy
 
@@ -129,7 +129,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
         constant = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
-        # A second backward pass computes the logits again: the first one overwrites them.
+        # The backward pass overwrites the logits, so a second one computes them again.
         saved_logits, ctx.saved_logits = ctx.saved_logits, None
         logit_memory = saved_logits or _allocate_logits(hidden, blocks, is_shared=True)
         kernels = _kernels(hidden, cut)
@@ -162,7 +162,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
-    """Return the module of GPU kernels. None (use torch's operations) on a CPU, in float64, and for truncated sets."""
+    """Return the module of GPU kernels. None (use torch's operations): on a CPU, in float64, and for truncated sets."""
     if cut is not None or not _has_kernels(hidden):
         return None
     # Only importable with a GPU build of torch.
@@ -176,7 +176,7 @@ def _has_kernels(hidden: Tensor) -> bool:
 
 
 def _allocate_logits(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[Tensor]:
-    """Return memory for the logits of each block, [tokens * block]. With `is_shared` all blocks use the same memory."""
+    """Return memory for the logits of each block, [tokens * block]. `is_shared`: all blocks use the same memory."""
     if is_shared:
         return [hidden.new_empty(len(hidden) * max(map(len, blocks), default=0))] * len(blocks)
     return list(hidden.new_empty(len(hidden) * sum(map(len, blocks))).split([len(hidden) * len(b) for b in blocks]))
@@ -185,19 +185,17 @@ def _allocate_logits(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool
 class HeadGradients:
     """Gradients of the hidden states [tokens, hidden_size] and of the head's weight [local_vocabulary, hidden_size].
 
-    `needs` says for each of the two, in this order, whether it is computed.
+    `needs`: whether to compute each of the two, in this order.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
         self._hidden, self._weight, self._needs_hidden = hidden, weight, needs[0]
-        # Zero if there are no blocks: a rank may have no rows of the vocabulary.
+        # Zero without blocks: a rank may have no rows of the vocabulary.
         self._hidden_gradient: Tensor | None = None
         self._weight_gradient = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Add a block's contribution from the gradient of its logits, [tokens, block] in the weight's dtype. Once per
-        block.
-        """
+        """Add a block's contribution, once, from the gradient of its logits [tokens, block] in the weight's dtype."""
         rows = slice(block.start, block.stop)
         if self._needs_hidden:
             self._hidden_gradient = self._with_product(grad_logits, rows)
@@ -215,14 +213,14 @@ class HeadGradients:
         if grad_logits.dtype == total.dtype:
             return total.addmm_(grad_logits, weight)
         if grad_logits.is_cuda:
-            # The product's float32 sums are added to the total without a rounding to the weight's dtype.
+            # The product's float32 sums are added to the total without rounding to the weight's dtype.
             return torch.addmm(total, grad_logits, weight, out_dtype=total.dtype, out=total)
         # torch 2.13 has no such product on CPUs.
         return total.add_(grad_logits @ weight)
 
     def collect(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients [*shape], each in its tensor's dtype; None if not needed. Call it after the last
-        block.
+        """Return both gradients [*shape], each in its tensor's dtype; None: not needed. Call it after the
+        last block.
         """
         if not self._needs_hidden:
             return None, self._weight_gradient
@@ -239,12 +237,12 @@ class Truncation:
         self._is_cut = support.counts > 0
         self._columns = support.token_ids.long() - first_token_id
         tokens = torch.arange(len(support.counts), device=support.counts.device)
-        # With the known size of the result, the host does not wait for the counts.
+        # As the size of the result is known, the host does not wait for the counts.
         self._tokens = tokens.repeat_interleave(support.counts.long(), output_size=len(self._columns))
 
     def outside(self, index: int) -> Tensor:
-        """Return bool [tokens, tokens of the block]: True outside a token's set. A token without a set has only
-        False.
+        """Return bool [tokens, tokens of the block]: True outside a token's set. A token without a set has
+        only False.
         """
         block = self._blocks[index]
         columns = self._columns - block.start
@@ -292,7 +290,7 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 def columns_of(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
     """Return the column of each target in a block's logits, and whether the block contains it, both [tokens, ...].
 
-    `local` int64 [tokens, ...] are indices into this rank's vocabulary. Targets in other blocks get any valid column.
+    `local` int64 [tokens, ...]: indices into this rank's vocabulary. Targets in other blocks get any valid column.
     """
     columns = local - block.start
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))

@@ -102,7 +102,7 @@ class Adapter(nn.Module):
         if self.norm is not None:
             weight, epsilon, is_zero_centered = self.norm
             if is_zero_centered:
-                # In float32, as in the fused kernel: adding 1 to the stored weight would lose bits.
+                # Add 1 in float32, as in the fused kernel: the stored weight would lose bits.
                 x = F.rms_norm(x.float(), x.shape[-1:], 1.0 + weight.float(), epsilon).to(x.dtype)
             else:
                 x = F.rms_norm(x, x.shape[-1:], weight, epsilon)
@@ -160,7 +160,7 @@ class Adapter(nn.Module):
         `unrounded` and `merged` are those of `merge_into`. `unrounded` is overwritten.
         """
         error = torch.linalg.vector_norm(unrounded.sub_(merged)).square()
-        # The norm of B A from two small products [rank, rank], without the update itself.
+        # Two small products [rank, rank] give the norm of B A without the update itself.
         a, b = self.a.detach().float(), self.b.detach().flatten(0, -2).float()
         update = ((b.T @ b) * (a @ a.T)).sum() * self.scale**2
         return torch.stack([error, update])
@@ -218,7 +218,7 @@ def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter
 
 @contextmanager
 def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
-    """Context in which LoRA adapters are on, with dropout if `drops`. With `on` False they are off (the frozen model).
+    """Context in which LoRA adapters are on, with dropout if `drops`. `on` False: they are off (the frozen model).
 
     At its end the adapters are on, without dropout.
     """

@@ -56,7 +56,7 @@ class MtpLayer(MultiTokenPredictionLayer):
     def _checkpointed_forward(
         self, forward_func: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor, **arguments: Any
     ) -> Tensor:
-        # Megatron-Core 0.16.1 would save all arguments as tensors, and a packed row is none.
+        # Megatron-Core 0.16.1 would save all arguments as tensors, but a packed row is not a tensor.
         return checkpoint(partial(forward_func, **arguments), False, hidden_states, decoder_input)
 
 
@@ -64,7 +64,7 @@ class MtpHead:
     """The MTP layers of a policy's last stage. They return log-probs of the tokens after the next ones.
 
     `sees_first`: the layers also read the embedding at a sequence's first position. `learns_distribution`: the output
-    is the negative KL between the policy's and the head's distributions, in place of a log-prob.
+    is the negative KL between the policy's and the head's distributions instead of a log-prob.
     """
 
     def __init__(self, model: PolicyModel, *, sees_first: bool, learns_distribution: bool) -> None:
@@ -158,7 +158,7 @@ def attach_mtp(
 
 
 def mtp_head(chunk: Any) -> MtpHead | None:
-    """Return the MTP head of a model chunk. None if the head is on another stage."""
+    """Return the MTP head of a model chunk; None: it is on another stage."""
     heads = [head for head in chunk.extra_heads if isinstance(head, MtpHead)]
     return heads[0] if heads else None
 

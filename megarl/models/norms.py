@@ -10,10 +10,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32 or wider.
 
-    With the config's `layernorm_zero_centered_gamma` the factor is 1 + weight, in float32: adding 1 to the stored
-    weight would lose bits. Under sequence parallelism each tensor-parallel rank normalises its own tokens, and Megatron
-    sums the weight's gradient (attribute `sequence_parallel`). The norm of Megatron-Core 0.16.1's local layers supports
-    neither.
+    With the config's `layernorm_zero_centered_gamma` the factor is 1 + weight, in float32: the stored weight would lose
+    bits. Under sequence parallelism each tensor-parallel rank normalises its own tokens, and Megatron sums the weight's
+    gradient (attribute `sequence_parallel`). The norm of Megatron-Core 0.16.1's local layers supports neither.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:

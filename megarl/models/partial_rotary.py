@@ -12,7 +12,7 @@ from megarl.families.shape import ModelShape
 
 
 def scales_rotated_channels(shape: ModelShape) -> bool:
-    """Return whether an attention factor applies to some channels of a head only."""
+    """Return whether an attention factor applies to only some channels of a head."""
     is_latent = isinstance(shape.attention, Latent)
     return shape.rotary.attention_factor != 1.0 and not is_latent and shape.rotary_channels < shape.head_dim
 

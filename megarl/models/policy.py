@@ -41,9 +41,9 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context in which these model chunks are in evaluation mode: no dropout, no router noise."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    # Transformer Engine 2.11 selects other attention kernels in evaluation mode. Old log-probs must come from the
+    # Transformer Engine 2.11 selects other attention kernels in evaluation mode, but old log-probs must come from the
     # kernels of the training pass. Attention has no dropout, so its mode can stay. Its backends are modules of their
-    # own (FusedAttention, FlashAttention), so all below it keep their mode too.
+    # own (FusedAttention, FlashAttention), so all modules below it keep their mode too.
     attention = [module for module in modules if "DotProductAttention" in type(module).__name__]
     unchanged = {id(below) for module in attention for below in module.modules()}
     modes = [(module, module.training) for module in modules if id(module) not in unchanged]
@@ -64,9 +64,9 @@ class StateCarrier(Protocol):
     """
 
     num_received: int
-    """Number of further states that the previous chunk sends in a pass with gradients."""
+    """Further states that the previous chunk sends in a pass with gradients."""
     num_sent: int
-    """Number of further states that this chunk sends in a pass with gradients."""
+    """Further states that this chunk sends in a pass with gradients."""
 
     def unpack(self, received: Tensor) -> Tensor:
         """Split the previous chunk's tensor [1 + num_received, own tokens, 1, hidden_size], and store the further
@@ -85,7 +85,7 @@ class StateCarrier(Protocol):
 
 
 class PackedModel(GPTModel):
-    """A pipeline stage of a model over packed rows. With `vp_stage` it is one virtual stage."""
+    """A pipeline stage of a model over packed rows; with `vp_stage`, one virtual stage."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class PackedModel(GPTModel):
 
 
 class RowSettings(NamedTuple):
-    """Sampling settings of a row's tokens in the engine. They define the distribution for the log-probs."""
+    """Sampling settings of a row's tokens in the engine: they define the distribution for the log-probs."""
 
     temperature: float | Tensor = 1.0
     """One temperature for all tokens, or [tokens]."""
     support: Support | None = None
-    """The tokens that the engine could sample; log-probs are normalised over them. None: the whole vocabulary."""
+    """The tokens that the engine could sample: log-probs are normalised over them. None: the whole vocabulary."""
 
 
 class ExtraHead(Protocol):
@@ -189,7 +189,7 @@ class PolicyModel(PackedModel):
         self.row_settings = RowSettings()
         """Sampling settings of the tokens of the next forward pass."""
         self.logprob_function: Any = None
-        """The autograd function that computes log-probs. None: the default of `vocab_parallel_logprobs`."""
+        """Autograd function that computes log-probs. None: the default of `vocab_parallel_logprobs`."""
         self.extra_heads: list[ExtraHead] = []
         self.embedding_copy: Tensor | None = None
         """Copy of the first stage's embedding on the last stage, for extra heads: [local vocabulary, hidden_size]."""
@@ -208,7 +208,7 @@ class PolicyModel(PackedModel):
         The rows of each extra head follow. Shapes: hidden_states [computed tokens, 1, hidden_size], labels [1,
         predictions].
         """
-        # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and extra heads need an override anyway.
+        # Megatron-Core 0.19 has `output_processor` for this, but 0.16.1 does not. Extra heads need an override anyway.
         if not self.post_process:
             return hidden_states if self.carrier is None else self.carrier.pack(hidden_states)
         weight = self.head_weight()
@@ -252,11 +252,11 @@ class PolicyModel(PackedModel):
             temperature=self.row_settings.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
             support=self.row_settings.support,
-            # The backward pass follows at once, so logits of a single chunk take no more memory if they are kept.
+            # The backward pass follows at once, so keeping the logits of a single chunk takes no more memory.
             keeps_logits=self.keeps_logits or self.logprob_chunk_tokens >= len(labels),
             function=self.logprob_function,
         )
-        # Entropies for metrics only are detached: this saves their part of the backward pass.
+        # Entropies used only for metrics are detached: this saves their part of the backward pass.
         outputs = torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])
         return row.spread_predictions(outputs)
 
@@ -286,7 +286,7 @@ class ValueModel(PackedModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every tensor-parallel rank continues with all tokens, so the head's gradient is complete on each of them.
+            # Every tensor-parallel rank continues with all tokens, so the head's gradient is complete on each rank.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -1,9 +1,9 @@
-"""Attention with sinks, computed by kernels without sinks. The kernels return lse, the log of each query's sum of
-exponentials.
+"""Attention with sinks, computed by kernels without sinks.
 
-A sink adds exp(sink) to the sum of a query's exponentials. With lse' = log(exp(lse) + exp(sink)), the output is the
-kernel's, times exp(lse - lse'). The backward pass of flash attention (arXiv:2307.08691, algorithm 2) needs only the
-output and lse. From the output with sinks and lse' it computes the gradients with sinks.
+The kernels return lse, the log of each query's sum of exponentials. A sink adds exp(sink) to this sum. With lse' =
+log(exp(lse) + exp(sink)), the output is the kernel's, times exp(lse - lse'). The backward pass of flash attention
+(arXiv:2307.08691, algorithm 2) needs only the output and lse. From the output with sinks and lse' it computes the
+gradients with sinks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FlashKernel(NamedTuple):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # In place of the random generator's state, which the kernel does not read without dropout.
+        # Replaces the random generator's state, which the kernel does not read without dropout.
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse, *self.lengths, 0.0, self._is_causal, unused, unused, **self._options
@@ -60,7 +60,7 @@ class FlashKernel(NamedTuple):
 
     @property
     def _is_causal(self) -> bool:
-        # A window to the left and none to the right is causal already.
+        # A window to the left and none to the right is already causal.
         return self.window == 0
 
     @property

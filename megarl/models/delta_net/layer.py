@@ -61,7 +61,7 @@ class DeltaNet(GatedDeltaNet):
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **settings: Any) -> None:
         # The constructor refuses to run without FLA's kernels, but this class has a substitute in torch. The flag is
-        # set in the constructor's own module, because 0.19 has it in another module than 0.16.1.
+        # set in the constructor's own module: 0.19 has it in another module than 0.16.1.
         GatedDeltaNet.__init__.__globals__["HAVE_FLA"] = True
         super().__init__(config, submodules, **settings)
         self.cp_group: Any = self.pg_collection.cp
@@ -127,7 +127,7 @@ class DeltaNet(GatedDeltaNet):
     def _own_heads(self, weight: Tensor) -> Tensor:
         """Return the rows of a weight for this context-parallel rank's heads.
 
-        All further rows have no gradient on this rank. Megatron sums the gradient over the ranks.
+        All other rows have no gradient on this rank. Megatron sums the gradient over the ranks.
         """
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 

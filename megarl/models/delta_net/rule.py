@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.data.token_batch import ranges
 
 _CHUNK_TOKENS = 64
-"""Chunk length in tokens, as in the paper. Longer chunks need fewer steps; their work grows with the square."""
+"""Chunk length in tokens, as in the paper. Longer chunks need fewer steps, but work grows with the square."""
 _NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers 5 and FLA."""
 
@@ -22,7 +22,7 @@ _NORM_EPSILON = 1e-6
 class _Chunks(NamedTuple):
     """Chunks of the sequences of a row, sequence by sequence.
 
-    `places` [tokens] are the tokens' indices in the padded chunks, flattened. `steps` lists the chunks of each step
+    `places` [tokens]: index of each token in the padded chunks, flattened. `steps`: the chunks of each step
     [sequences], longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
     """
 
@@ -68,7 +68,7 @@ def gated_delta_rule(
     rate = _in_chunks(widen(beta).unsqueeze(-1), chunks)
 
     ones = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
-    # The mask comes before the exponential: later tokens would overflow, and their gradient would be NaN.
+    # Mask before the exponential: later tokens would overflow, and their gradient would be NaN.
     decay_between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(ones.triu(1), -torch.inf).exp()
     decay_since_start = decay.exp().unsqueeze(-1)
     # The updates of a chunk's tokens depend on each other: a triangular system. Its diagonal of ones is not stored.
@@ -86,7 +86,7 @@ def gated_delta_rule(
     state = v.new_zeros(len(lengths), v.size(1), k.size(-1), v.size(-1))
     outputs = []
     for step in chunks.steps:
-        # Sequences are sorted by length, so those with a further chunk come first.
+        # Sequences are sorted by length: those with a further chunk come first.
         state = state[: len(step)]
         written = new_values[step] - read_keys[step] @ state
         outputs.append(decayed_queries[step] @ state + scores[step] @ written)
@@ -96,7 +96,7 @@ def gated_delta_rule(
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return `x` [*shape] in float32, or in its own dtype if that is wider."""
+    """Return `x` [*shape] in float32, or in its own dtype if wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -108,7 +108,7 @@ def _normalise(x: Tensor) -> Tensor:
 def _in_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
     """Return [tokens, heads, channels] as [chunks, heads, chunk, channels], padded with zeros.
 
-    Zeros leave the state of the delta rule unchanged.
+    Zeros do not change the state of the delta rule.
     """
     padded = x.new_zeros(chunks.num_chunks * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
     return padded.view(chunks.num_chunks, chunks.size, *x.shape[1:]).transpose(1, 2)

@@ -14,9 +14,7 @@ from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabu
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A divergence of `algorithms.divergences` with its keyword arguments set."""
 _BLOCK_SHARE = 3
-"""Memory of a vocabulary block, in multiples of one model's log-probs. It holds both models' log-probs and the
-result.
-"""
+"""Memory of a vocabulary block, in multiples of one model's log-probs: both models' log-probs and the result."""
 
 
 def vocab_parallel_divergence(
@@ -38,7 +36,7 @@ def vocab_parallel_divergence(
     result is equal on all ranks of `group`.
 
     Forward and backward need about the memory of log-probs with these `chunk_tokens`. Gradient flows to hidden and
-    weight. Each rank's gradient of `hidden` is partial; the caller's tensor-parallel mapping all-reduces it.
+    weight. A rank's gradient of `hidden` is partial; the caller's tensor-parallel mapping all-reduces it.
     """
     return _VocabParallelDivergence.apply(
         hidden, weight, teacher_hidden, teacher_weight, divergence, group, temperature, chunk_tokens
@@ -72,7 +70,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
             terms, slopes = divergence(*logprobs)
             sums += torch.stack([terms.sum(-1), slopes.sum(-1)])
         all_reduce(sums, group, dist.ReduceOp.SUM)
-        # Logits are computed again in the backward pass: only [tokens] vectors are stored.
+        # The backward pass computes the logits again: only [tokens] vectors are stored.
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, *log_totals, sums[1])
         ctx.settings = divergence, temperature, blocks
         return sums[0]
@@ -108,7 +106,7 @@ def vocab_parallel_gathered(
     """Return the log-probs of k tokens at each position, and the joint log-prob of the remaining vocabulary.
 
     The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is summed over the remaining
-    tokens. One minus the sum of the k would lose all digits if the k have nearly all probability.
+    tokens: one minus the sum of the k would lose all digits if the k have nearly all probability.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; token_ids int64 [tokens, k], global ids, distinct at each position. Returns float32 [tokens,
@@ -153,8 +151,8 @@ class _VocabParallelGathered(torch.autograd.Function):
         temperature, blocks = ctx.settings
         chosen_gradient, others_gradient = (grad / temperature for grad in grads)
         gradient_sum = -chosen_gradient.sum(-1) - others_gradient
-        # With p the probabilities, a requested token's gradient is chosen_gradient + gradient_sum * p. The others share
-        # the gradient of their joint log-prob by their probabilities.
+        # With p the probabilities, a requested token's gradient is chosen_gradient + gradient_sum * p. The remaining
+        # tokens share the gradient of their joint log-prob by their probabilities.
         chosen_gradient = chosen_gradient + logprobs.exp() * gradient_sum[:, None]
         others_gradient = others_gradient + others_logprob.exp() * gradient_sum
         others_log_total = others_log_total.masked_fill(others_log_total == -torch.inf, 0.0)
@@ -179,8 +177,7 @@ def vocab_parallel_top_k(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k most likely tokens at each position, their log-probs, and the joint log-prob of the remaining
-    vocabulary.
+    """Return the k most likely tokens at each position, their log-probs, and the remaining vocabulary's joint log-prob.
 
     The most likely token comes first. Shapes as in `vocab_parallel_gathered`; returns int64 and float32 [tokens, k] and
     float32 [tokens], without gradient. All ranks choose the same among equally likely tokens.
@@ -208,8 +205,8 @@ def vocab_parallel_top_k(
 
 
 def _select_top_k(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k largest logits [tokens, k] of all parts, their token ids, and the log total [tokens] of all further
-    logits.
+    """Return the k largest logits [tokens, k] of all parts, their token ids, and the log total [tokens] of all
+    others.
     """
     logits, token_ids = (torch.cat(list(part), -1) for part in zip(*parts, strict=True))
     logits, places = logits.sort(dim=-1, descending=True)
@@ -218,7 +215,7 @@ def _select_top_k(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tenso
 
 def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
     """Set the columns [tokens, k] of the local logits to minus infinity, in place. Returns the logits."""
-    # Minus infinity is added, not assigned: tokens of other ranks have clamped columns and must change nothing.
+    # Add minus infinity instead of assigning it: tokens of other ranks have clamped columns and must change nothing.
     return logits.scatter_add_(
         1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)
     )
@@ -238,7 +235,7 @@ def _empty_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
 
 
 def _log_total(parts: Tensor, group: Any) -> Tensor:
-    """Return the log of the sum of exponentials [tokens] over all blocks `parts` [parts, tokens] of all ranks."""
+    """Return the log of the sum of exponentials [tokens] over the blocks `parts` [parts, tokens] of all ranks."""
     rank_total = parts.logsumexp(0)
     largest = rank_total.clone()
     all_reduce(largest, group, dist.ReduceOp.MAX)

@@ -53,15 +53,15 @@ class TargetModel(PolicyModel):
         self._is_wanted: Tensor | None = None
 
     def request_targets(self, is_wanted: Tensor) -> None:
-        """Request targets from the next forward pass. `is_wanted`, bool [tokens], selects the positions."""
+        """Request targets from the next forward pass, at the positions where `is_wanted`, bool [tokens], is True."""
         self._is_wanted = is_wanted
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        """Return the targets of all positions in order, with zeros at positions without a request.
+        """Return the targets of all positions in order, zeros where none is requested.
 
         Without any request, return a policy's outputs.
         """
-        # A request is valid for one pass only: the next pass may be an update of this model.
+        # A request is valid for one pass only: the next may be an update of this model.
         is_wanted, self._is_wanted = self._is_wanted, None
         if is_wanted is None:
             return super()._token_outputs(hidden, weight, labels, row)
@@ -86,11 +86,11 @@ class TargetModel(PolicyModel):
 
 
 class TeacherModel(TargetModel):
-    """A teacher with weights of its own. `num_common_tokens` counts the tokens in both vocabularies."""
+    """A teacher with its own weights. `num_common_tokens`: tokens in both vocabularies."""
 
     def __init__(self, *args: Any, num_common_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Further rows of either vocabulary are padding; no tokenizer produces them.
+        # Further rows of either vocabulary are padding, which no tokenizer produces.
         self.num_local_tokens = max(0, min(self.num_local_tokens, num_common_tokens - self.first_token_id))
 
 
@@ -103,7 +103,7 @@ class TeacherTargets(NamedTuple):
     places: Tensor
     rows: Tensor
     num_local_tokens: int
-    """Number of the teacher's tokens in this rank's part of the policy's vocabulary. They come first in the part."""
+    """The teacher's tokens in this rank's part of the policy's vocabulary. They come first in the part."""
     head: Tensor | None
     """The teacher's head rows of these tokens, [local tokens, teacher's hidden_size]; None with top_k."""
 

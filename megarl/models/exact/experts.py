@@ -35,11 +35,11 @@ class ExactRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and choices, bool, both [tokens, experts], for logits [tokens, 1, experts].
 
-        Experts without a choice have weight 0.
+        Experts not chosen have weight 0.
         """
         logits = logits.flatten(0, -2)
         rounded = logits.detach().to(self.weight.dtype)
-        # The engine makes the same call: among equal logits, this function decides which are chosen and their order.
+        # The engine makes the same call. Among equal logits, this function decides which are chosen, and their order.
         chosen_logits, experts = torch.topk(rounded, k=self.topk, dim=-1, sorted=False)
         if self.config.moe_router_pre_softmax:
             usual = logits.softmax(-1).gather(1, experts)
@@ -70,14 +70,12 @@ class ExactExperts(SequentialMLP):
 
 
 class ExactDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher with one change: a token's own rank weights and adds the outputs of its
-    experts.
-    """
+    """Megatron's all-to-all dispatcher with one change: a token's own rank weights and adds its experts' outputs."""
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' outputs [rows of this rank, hidden_size], in the order of the ranks that sent the rows.
 
-        `hidden_states` [rows, hidden_size] are in the order of the experts. If experts are split over ranks, it has
+        `hidden_states` [rows, hidden_size] are in the order of the experts. If experts are split over ranks, they are
         this rank's products, float32, for the rows of all these ranks.
         """
         if self.num_local_experts > 1:
@@ -110,7 +108,7 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        # The gradient of a rank's product is that of the sum; autograd expects its dtype.
+        # Each product has the gradient of the sum; autograd expects its dtype.
         gathered = gather_from_sequence_parallel_region(grads[0], group=ctx.group, output_split_sizes=ctx.sizes)
         return gathered.float(), None, None, None
 

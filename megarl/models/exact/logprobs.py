@@ -63,13 +63,13 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 
     Shapes: hidden [tokens, hidden_size], weight [local_vocabulary, hidden_size]. `room` has no effect.
     """
-    # Rounded before the division by the temperature, as in `forward`. Else probabilities near 1 would exceed 1.
+    # Round before dividing by the temperature, as in `forward`: otherwise probabilities near 1 would exceed 1.
     logits = row_product(hidden, weight[block.start : block.stop]).float()
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
 def _widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the number of tokens in each rank's vocabulary part. `weight` is [local_vocabulary, hidden_size]."""
+    """Return the tokens in each rank's vocabulary part. `weight` is [local_vocabulary, hidden_size]."""
     if group is None or group.size() == 1:
         return [weight.size(0)]
     width = torch.tensor([weight.size(0)], device=weight.device)

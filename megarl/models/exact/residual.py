@@ -10,8 +10,7 @@ from torch import Tensor
 def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
     """Return the function that adds a layer's output [tokens, 1, hidden_size] to its residual of the same shape.
 
-    It replaces Megatron's `get_bias_dropout_add`. The arguments have no effect: exact models have neither biases nor
-    dropout.
+    It replaces Megatron's `get_bias_dropout_add`. The arguments have no effect: exact models have no biases or dropout.
     """
     return _add
 

@@ -25,7 +25,7 @@ class RotaryTable:
         Only the first channels rotate. Products and sums are float32. Results are rounded once, or truncated where
         vLLM's kernel truncates.
         """
-        # Padding after a sequence of full length has positions beyond the table. Any angle will do there.
+        # Padding after a sequence of full length has positions beyond the table. Any angle is right there.
         positions = positions.clamp(max=len(self._cosines) - 1)
         cosines, sines = (table[positions].float()[:, None] for table in (self._cosines, self._sines))
         width = cosines.size(-1)

@@ -17,7 +17,7 @@ class BlockRowParallelLinear(RowParallelLinear):
     """
 
     num_blocks: int = 1
-    """Number of blocks on this rank. Set it after construction."""
+    """Blocks on this rank. Set it after construction."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         """Return the sum of all ranks' outputs [tokens, 1, out] for this rank's input [tokens, 1, in].
@@ -70,5 +70,5 @@ class _SumOverRanks(torch.autograd.Function):
             parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
             torch.distributed.all_gather(parts, gradient.contiguous(), group=ctx.group)
             gradient = torch.cat(parts)
-        # The gradient of a part is that of the sum; autograd expects its dtype.
+        # Each part has the gradient of the sum; autograd expects its dtype.
         return gradient.float(), None, None, None

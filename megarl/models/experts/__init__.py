@@ -1,3 +1,1 @@
-"""Layers with experts: their balancing losses, the dispatch of tokens to them, and the replay of the engine's
-routes.
-"""
+"""Layers with experts: balancing losses, dispatch of tokens, and replay of the engine's routes."""

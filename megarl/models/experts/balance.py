@@ -49,8 +49,8 @@ _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
 class RowTokens:
     """The tokens of one row on one rank.
 
-    `sequences` int64 [tokens] is each token's sequence in the row. `weights` [tokens] is False or 0 on padding.
-    `lengths` float32 [sequences] excludes padding.
+    `sequences` int64 [tokens]: each token's sequence in the row. `weights` [tokens]: False or 0 on padding. `lengths`
+    float32 [sequences]: without padding.
     """
 
     sequences: Tensor
@@ -82,10 +82,10 @@ class UpdateRouter(TopKRouter):
         self.row: RowTokens | None = None
         """The tokens of the next forward pass."""
         self.num_tokens = 0
-        """Number of tokens of the update, on all ranks."""
+        """Tokens of the update, on all ranks."""
         self.is_counting = False
         self.tokens_per_expert: Tensor | None = None
-        """Number of the update's tokens for each expert: float32 [experts]."""
+        """The update's tokens for each expert: float32 [experts]."""
         self.sums: dict[str, Tensor] = {}
         """This rank's part of each loss, without its coefficient."""
         self._recomputed: deque[RowTokens] = deque()
@@ -128,7 +128,7 @@ class UpdateRouter(TopKRouter):
         return self._with_batch_loss(probs, scores_for_aux_loss, "global_aux_loss")
 
     def _with_batch_loss(self, probs: Tensor, scores: Tensor, name: str) -> Tensor:
-        """Attach the Switch balancing loss, experts / top_k * sum_i f_i P_i. f and P are means over the update's
+        """Attach the Switch balancing loss, experts / top_k * sum_i f_i P_i, with f and P averaged over the update's
         tokens.
 
         Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch like Qiu et
@@ -162,7 +162,7 @@ class UpdateRouter(TopKRouter):
         routes = (routing_map & (tokens.weights > 0)[:, None]).float()
         routes, scores = tokens.spread(routes), tokens.spread(scores_for_aux_loss)
         counts = routes.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, routes)
-        # A sequence's tokens are split over the tensor- and context-parallel ranks.
+        # Tensor- and context-parallel ranks share a sequence's tokens.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
         token_losses = tokens.weigh((scores * shares).sum(1))
@@ -236,7 +236,7 @@ class ExpertBalance:
         finally:
             for router in self._routers:
                 router.is_counting = False
-        # Not after an error, because other ranks might not take part.
+        # Skipped after an error, because other ranks might not take part.
         for router in self._routers:
             assert router.tokens_per_expert is not None
             dist.all_reduce(router.tokens_per_expert, group=router.tp_dp_cp_group)
@@ -245,8 +245,7 @@ class ExpertBalance:
     def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
         """Return the update's losses by metric name, averaged over layers. A collective over all ranks."""
         names = sorted(self._losses)
-        # All ranks of a stage have the same layers, and each has a part of the tokens. Each thus counts a fraction of a
-        # layer.
+        # All ranks of a stage have the same layers and a part of the tokens, so each counts a fraction of a layer.
         ranks_per_stage = dist.get_world_size() // num_stages
         total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         for router in self._routers:

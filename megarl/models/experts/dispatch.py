@@ -13,8 +13,8 @@ from torch import Tensor
 class ExpertCounts(NamedTuple):
     """Token counts of one row and one layer, int64 in host memory. A token counts once for each of its experts.
 
-    `sent` [experts]: the tokens that this rank sends to each expert. `received` [ranks of the expert group, own
-    experts]: the tokens that each rank sends to each expert of this rank. The expert group has ep * etp ranks.
+    `sent` [experts]: tokens that this rank sends to each expert. `received` [ranks of the expert group, own experts]:
+    tokens that each rank sends to each expert of this rank. The expert group has ep * etp ranks.
     """
 
     sent: Tensor
@@ -41,7 +41,7 @@ class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
     counts: ExpertCounts | None = None
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Set the sizes of the exchanges. Return the number of tokens for each expert of this rank: [own experts].
+        """Set the sizes of the exchanges. Return the tokens for each expert of this rank: [own experts].
 
         `routing_map` [tokens, experts] is True where a token goes to an expert.
         """

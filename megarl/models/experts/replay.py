@@ -39,7 +39,7 @@ def replay_routes(
 
 
 def choose_routes(chunk: Any) -> None:
-    """End the replay: a chunk's routers choose the experts of the next forward pass themselves."""
+    """End the replay: in the next forward pass a chunk's routers choose the experts themselves."""
     for layer in routed_layers(chunk):
         layer.mlp.router.router_replay.clear_router_replay_action()
         layer.mlp.token_dispatcher.counts = None

@@ -23,31 +23,30 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megarl.data.token_batch import ranges
 
 _MASK_BLOCK = 128
-"""Tokens of a block of FlexAttention's mask. This is its default; its kernels are tuned for it."""
+"""Tokens of a block of FlexAttention's mask: its default, for which its kernels are tuned."""
 _WASTED_SHARE = 0.25
 """Parts of unequal sizes share a call if padding adds at most this share of scores."""
 _CALL_SCORES = 4096
-"""Number of padding scores that take as much time as one more call: 64 queries and keys of a few heads."""
+"""Padding scores that take as much time as one more call: 64 queries and keys of a few heads."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
     """The stored tokens of a row, and the map from the model's outputs to the row's sequences.
 
-    Shapes: `reach` [stored tokens], with padding. `starts`, `ends` and `reaches` [segments], on the host, are each
-    segment's first token, its end, and the end of its subtree. `positions` [stored tokens], on the host, are positions
-    in sequences.
+    Shapes: `reach` [stored tokens], with padding. `starts`, `ends` and `reaches` [segments], on the host: a segment's
+    first token, its end, and the end of its subtree. `positions` [stored tokens], on the host: positions in sequences.
 
     With context parallelism each segment is split into chunks, and a rank owns some of them. `own_tokens` [own tokens],
-    on the host and ascending, are this rank's stored tokens. `chunks` [own chunks, 3], on the host, are the first token
-    of the chunk's segment, the chunk's first token and its end. `place` [stored tokens] is the index of each stored
-    token in the ranks' tokens, rank after rank; None on a single rank.
+    on the host and ascending: this rank's stored tokens. `chunks` [own chunks, 3], on the host: the first token of the
+    chunk's segment, the chunk's first token and its end. `place` [stored tokens]: index of each stored token in the
+    ranks' tokens, rank after rank; None on a single rank.
 
-    All further fields are this rank's. `num_represented` [own tokens], on the host, counts the tokens of sequences
-    stored at each place: 0 for padding. `stored_of` [tokens] maps each token of the sequences on this rank to its place
-    among the own tokens (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next
-    one. `edge_sources` [edges] are the places of the own tokens before each edge. `edges` [tokens] is the edge to the
-    token after each token; any edge for the last token.
+    All further fields are this rank's. `num_represented` [own tokens], on the host: tokens of sequences stored at each
+    place; 0 for padding. `stored_of` [tokens]: place, among the own tokens, of each token of the sequences on this rank
+    (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next one. `edge_sources`
+    [edges]: places of the own tokens before each edge. `edges` [tokens]: the edge to the token after each token; any
+    edge for the last token.
     """
 
     reach: Tensor
@@ -68,7 +67,7 @@ class TokenTree:
     def parts(self) -> tuple[TreePart, ...]:
         """The calls of the attention kernel for one layer. Queries are this rank's tokens, keys are all stored tokens.
 
-        The order is: chunks of this rank, then earlier tokens of their segments, then ancestors from the root on.
+        Order: chunks of this rank, then earlier tokens of their segments, then ancestors from the root on.
         """
         device = self.reach.device
         segments, starts, ends = self.chunks.T
@@ -129,9 +128,7 @@ class TokenTree:
         return torch.from_numpy(self.positions).to(self.reach.device)
 
     def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of the stored tokens `tokens` [*shape] how many of this rank's own tokens precede it:
-        [*shape].
-        """
+        """Return how many of this rank's own tokens precede each of the stored tokens `tokens`: both [*shape]."""
         return np.searchsorted(self.own_tokens, tokens)
 
     @cached_property
@@ -227,8 +224,8 @@ class TreePart:
         return _unpad(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as scores to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without a
-        mask.
+        """Return the mask as scores to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without
+        a mask.
         """
         if self.mask is None:
             return None
@@ -258,7 +255,7 @@ def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     The sum has a fixed order: equal inputs give equal bits.
     """
     # torch 2.13 adds gradients of repeated entries in any order for an index in brackets on several CPU threads, and
-    # for `index_select` on CUDA. The other one of both has a fixed order.
+    # for `index_select` on CUDA. The other function has a fixed order on each device.
     return x[(slice(None),) * dim + (index,)] if x.is_cuda else x.index_select(dim, index)
 
 
@@ -440,7 +437,7 @@ def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _block_lists(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of listed blocks in each row, [1, 1, rows], and all columns, listed ones first, [1, 1, rows,
+    """Return the number of listed blocks per row, [1, 1, rows], and all columns, listed ones first, [1, 1, rows,
     columns].
 
     `is_listed` is bool [rows, columns].

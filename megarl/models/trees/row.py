@@ -27,9 +27,9 @@ class TreeRow(PackedRow):
 
     @classmethod
     def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> TreeRow:
-        """Return the row of sequences stored as a tree. `longest` is the length of the longest sequence.
+        """Return the row of sequences stored as a tree. `longest`: length of the longest sequence.
 
-        `holders` [tokens] has the context-parallel rank that stores each token of the sequences.
+        `holders` [tokens]: the context-parallel rank that stores each token of the sequences.
         """
         device = tree.reach.device
         lengths = torch.tensor([0, len(tree.own_tokens)], dtype=torch.int32, device=device)
