@@ -62,7 +62,6 @@ class RunRanks:
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The trainers' group, then the replicas'."""
         return [self.trainers, *self.replicas]
 
     @property
@@ -165,7 +164,8 @@ class RunRanks:
     async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await driver work that may call no ranks for long, such as scoring, and return its result.
 
-        Removes a lost replica at once if others remain. Otherwise a lost rank cancels the work: raises PeerLostError.
+        Removes a lost replica at once if others remain. Otherwise a lost rank cancels the work and raises
+        PeerLostError.
         """
         working, watch = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
         try:

@@ -111,7 +111,6 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
 
 
 async def _send(copy: StateCopy, receiver: AgentLink) -> StateCopy:
-    """Send a copy to another node's agent, and return the new copy."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
     await receiver.request("fetch", **offered)

@@ -262,11 +262,9 @@ class Performance:
         return EvaluationMetrics(engines | memory | self._predicted_metrics(memory), whole_step)
 
     def _busy_seconds(self, activities: Sequence[Activity]) -> _BusySeconds:
-        """Return the ranks' mean seconds in calls. The trainers' `activities` come first."""
         return _BusySeconds(mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size]))
 
     def _shares(self, step: _MeasuredStep) -> dict[str, float]:
-        """Return the metrics divided by a step's time."""
         metrics = {"time/ranks_idle": idle_share(step.busy_seconds, step.seconds)}
         if self._ranks.is_separate:
             metrics["time/trainers_idle"] = idle_share(step.trainers_busy_seconds, step.seconds)
@@ -287,7 +285,6 @@ class Performance:
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
     def _throughput(self, work: Work, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-        """Return the `perf/` metrics that are divided by the time of a step's phases."""
         num_ranks, num_trainers = self._ranks.world_size, self._ranks.trainers.world_size
         # Colocated ranks train and sample, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
@@ -324,7 +321,6 @@ class Performance:
 
 
 def mean_busy(activities: Sequence[Activity]) -> float:
-    """Return the mean seconds in calls over ranks."""
     return sum(activity.busy_seconds for activity in activities) / len(activities)
 
 

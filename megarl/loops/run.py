@@ -147,7 +147,6 @@ async def _attempt(
 
 
 async def _export(run: Run, display: Display) -> None:
-    """Export the trained models, unless the run has no training step."""
     if not run.recipe.train.steps:
         return
     with display.phase("exporting the model", is_printed=True):

@@ -84,7 +84,6 @@ class StopRequest:
         return self.by is not None
 
     def ask(self, signal_name: str) -> None:
-        """Request the run to save and stop, once."""
         if self.by is None:
             self.by = signal_name
             self._notice(

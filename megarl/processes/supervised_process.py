@@ -60,8 +60,8 @@ class SupervisedProcess:
     """A program whose parent is a supervisor process. The supervisor kills the program when this process ends.
 
     `stdin` is the program's standard input. Its output goes to `log_file`, at most 1 MiB. Without a log, `Ended` has
-    the last 64 KiB of each output. With `has_connection` the program gets one end of a socket: the descriptor's number
-    is appended to `command`, and `connection` is the other end. Raises OSError if the machine cannot start a process.
+    the last 64 KiB of each output. With `has_connection` the program gets one end of a socket, `connection` is the
+    other end. The descriptor's number is appended to `command`. Raises OSError if the machine cannot start a process.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Supervisor: the parent process of a child process. It limits the child's log and kills it when the driver ends.
 
-As a separate process the supervisor can adopt orphans: all descendants of the child, even outside its process group.
-All of them are killed when the child or the driver ends.
+As a separate process it can adopt orphans: all descendants of the child, even outside its process group. All are killed
+when the child or the driver ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     `connection` is a descriptor for the program, or None. With `log_file` all output goes there.
 
     The report is a JSON object. `exit_code` is 128 + signal if a signal killed the program, null if the driver ended
-    it. `stdout` and `stderr` are the last output unless a log has it. `refused` is the reason why the program cannot be
-    started.
+    it. `stdout` and `stderr` are the last output without a log. `refused` is the reason why the program cannot start.
     """
     # Before the fork, so that no descendant can escape.
     adopt_orphans()

@@ -17,9 +17,9 @@ REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
 class Answers:
     """Verdicts (right or wrong) on the answers to one source's problems.
 
-    With `judging` = `by_value`, reward 1 means right and reward 0 means wrong. Any other reward gives no verdict, and
-    sets `has_ended`. From then on `settle` removes all verdicts of the source. Otherwise accuracy would cover only
-    answers with a reward of exactly 0 or 1.
+    With `judging` = `by_value`, reward 1 means right and 0 wrong. Any other reward gives no verdict, and sets
+    `has_ended`: from then on `settle` removes all verdicts of the source. Otherwise accuracy would cover only answers
+    with a reward of exactly 0 or 1.
     """
 
     judging: Judging = "declared"
@@ -60,7 +60,7 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
     """Return whether an earlier step of the run logged an answer of this source without a verdict.
 
-    `rows` are the logged metrics by name, one mapping per step. `sets` are the source's validation sets.
+    `rows` has each step's metrics by name. `sets` are the source's validation sets.
     """
     # In a mixture, this metric's name contains the source.
     of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"

@@ -70,8 +70,7 @@ class Task:
     """An attempt still to be made at a problem.
 
     `group` is the prompt's number, `number` the attempt's number within the group. Training and evaluation may use
-    equal numbers, so `prefix` makes request ids unique. Random numbers depend only on `seed`, the problem and `number`,
-    not on the engine or on time.
+    equal numbers, so `prefix` makes request ids unique. Random numbers depend only on `seed`, the problem and `number`.
     """
 
     environment: str
@@ -118,7 +117,6 @@ class _Clock:
 
     @property
     def environment_seconds(self) -> float:
-        """Seconds spent in calls of the environment, including a current one."""
         return self.answered_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
 
     @property
@@ -181,8 +179,8 @@ async def attempt(
     of `budget` is reached. Then scores the trajectory. The time limit holds even if the environment ignores its
     cancellation.
 
-    The attempt ends with `error` if the environment raises, hangs or returns invalid data, or if the engine rejects a
-    request. The trajectory then has the tokens so far, no reward, and the reason in `failure`.
+    Errors and hangs of the environment, its invalid data and requests refused by the engine end the attempt with
+    `error`. Then the trajectory has the tokens so far, no reward, and the reason in `failure`.
     """
     now = asyncio.get_running_loop().time
     paused_before = engine.seconds_paused
@@ -383,7 +381,6 @@ def _copy_of(problem: Problem) -> Problem:
 
 
 def empty_call(problem: Problem) -> ModelCall:
-    """Return a model call with an empty completion, for an attempt that sampled nothing."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 
@@ -409,8 +406,8 @@ def make_trajectory(
 ) -> Trajectory:
     """Return the trajectory of an attempt's model calls, without a reward.
 
-    `texts` are the completions. `messages` has the new messages before each completion, then the messages after the
-    last completion. `trained` are the indices of the calls to train; None: all.
+    `texts` are the completions. `messages` has the new messages before each completion, then those after the last one.
+    `trained` are the indices of the calls to train; None: all.
     """
     is_empty = not calls or (trained is not None and not trained)
     return Trajectory(

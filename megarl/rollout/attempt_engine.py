@@ -31,7 +31,7 @@ class AttemptEngine:
 
     `seconds` is the time spent waiting for completions. Concurrent waits count once. Pauses of the engines count only
     in `seconds_by_clock`. `log` is the attempt's journal, if any. It has each completion before the caller does.
-    `is_followed`: another attempt or group starts when this attempt ends, so no completion counts as the last one.
+    `is_followed`: another attempt or group starts when this attempt ends, so no request is the last one.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class AttemptEngine:
     ) -> None:
         """Report the tokens of an aborted call to its caller, and record them in the journal.
 
-        The journal already has the first `num_begun` of the `num_tokens`, from a checkpoint. `attempt_try` names the
-        try that made the call.
+        The journal already has the first `num_begun` tokens, from a checkpoint. `attempt_try` names the try that made
+        the call.
         """
         # First of all, because the session's end waits for this report. A journal error must not delay it.
         if on_abort is not None:
@@ -183,7 +183,6 @@ class AttemptEngine:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """Return the next recorded call with this prompt, or None."""
         # Search the whole list: after a resume, parallel calls of an attempt may come in another order.
         for place, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):

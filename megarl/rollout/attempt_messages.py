@@ -29,9 +29,9 @@ _TOKEN_CHARACTERS = 4
 class AttemptConversation:
     """The messages of one attempt, its model calls, and the prompt of the next call.
 
-    `prompt` holds the token ids [prompt] of the next call. With `history` = `append` they are the last call's tokens
-    plus the observation. With `history` = `render` the chat template renders all messages anew. Sampled tokens are
-    reused as long as the rendered text begins with their text.
+    `prompt` are token ids [prompt]. With `history` = `append` they are the last call's tokens plus the observation.
+    With `history` = `render` the chat template renders all messages anew. Sampled tokens are reused as long as the
+    rendered text begins with their text.
     """
 
     dialogue: Dialogue
@@ -61,7 +61,7 @@ class AttemptConversation:
         """Set the first prompt from `start`, the value returned by the environment's reset.
 
         Raises TypeError if `start` has a wrong type. Raises ValueError if the chat template rejects the messages, or if
-        the record and the environment have different tools.
+        record and environment have different tools.
         """
         start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
@@ -170,8 +170,8 @@ class AttemptConversation:
 def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
     """Return a text unchanged if `fits(text)`. Otherwise replace its middle by a marker.
 
-    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so a very long text
-    is not read as a whole.
+    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, to avoid reading a
+    very long text as a whole.
     """
     size = guess
     # Grow from the guess until a cut does not fit. Tokenising the whole of a very long text would take seconds.

@@ -97,10 +97,10 @@ class GroupBuffer:
     needs. The step takes the first groups to complete. A group's oldest token may be at most `rollout.max_staleness`
     weight versions old. At this limit, the step waits for the group or drops it (`rollout.on_stale`).
 
-    Sampling ahead: groups are sampled during training, and used in the order of drawing. At most `StepDemand.num_live`
-    groups exist at a time, so no group exceeds the limit.
+    Sampling ahead: groups are sampled during training, and used in the order of drawing. With at most
+    `StepDemand.num_live` groups at a time, no group exceeds the limit.
 
-    `sampled` holds the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
+    `sampled` are the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
     last rewards of a synchronous step are computed.
     """
 
@@ -158,8 +158,8 @@ class GroupBuffer:
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """Return the groups for a training step, in the order in which their prompts were drawn.
 
-        `weight_version` is the version of the trainer's weights, and also the number of the step. `engine_version` is
-        the version of the engines' weights; None: the same.
+        `weight_version` is that of the trainer, and also the number of the step. `engine_version` is that of the
+        engines; None: the same.
 
         Raises MegarlError if too few groups pass the filter in `algorithm.max_attempts` batches of prompts. Raises
         AbandonedError if the run must stop, and the error of a failed attempt.
@@ -198,8 +198,7 @@ class GroupBuffer:
         """Return the groups with the trainer's `old_logprobs` where needed. Call this before the step's update.
 
         In synchronous training, groups waiting for a later step get log-probs too, while the trainer still has the
-        weights that sampled them. In other modes a group gets them just before its own update. `forward` computes the
-        log-probs of a batch.
+        weights that sampled them. In other modes a group gets them just before its own update.
         """
         if self.policy.is_synchronous:
             completed, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
@@ -251,8 +250,8 @@ class GroupBuffer:
     def _start_more(self, num_live: int) -> None:
         """Continue the unfinished groups of a checkpoint, then start new groups.
 
-        A synchronous step starts one batch of `num_live` prompts. In other modes, new groups start until `num_live`
-        groups are in flight or waiting.
+        A synchronous step starts one batch of `num_live` prompts. In other modes, groups start until `num_live` are in
+        flight or waiting.
         """
         state = self.state
         for group in state.started.values():

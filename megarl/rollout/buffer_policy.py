@@ -106,8 +106,8 @@ def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bo
     """Return whether to train on a group. Always True without `algorithm.dynamic_sampling` = (low, high).
 
     By accuracy: the share of right answers must lie strictly between `low` and `high`. By reward: the largest reward
-    must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one of the two. Its default
-    is accuracy if all answers have a verdict. A group without a scored attempt is never used.
+    must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one; its default is
+    accuracy if all answers have a verdict. A group without a scored attempt is never used.
     """
     if algorithm.dynamic_sampling is None:
         return True

@@ -103,7 +103,7 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
     """Return a request for the remaining tokens of an interrupted completion. Its prompt includes the tokens so far.
 
     Its seed derives from the old seed and the number of tokens so far. With the old seed, the engine would repeat its
-    first random numbers.
+    random numbers.
     """
     sampled_before = num_sampled(parts)
     if not sampled_before:
@@ -133,6 +133,5 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 31-bit hash of the arguments."""
     # Not `hash`: Python randomises it per process, and a resumed run must draw the same.
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

@@ -152,9 +152,8 @@ def measures_of(
     """Return measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.
 
     `accuracy` is the share of correct attempts (avg@n). Each k of `ks` adds `pass_at_K` and, with `read_answer`,
-    `majority_at_K`. An unscored attempt counts as not correct. If a scored answer has no verdict, all three are absent.
-
-    `reward/mean` and `reward/NAME/mean` are mean scores of the scored attempts.
+    `majority_at_K`. Unscored attempts count as not correct. If a scored answer has no verdict, all three are absent.
+    `reward/mean` and `reward/NAME/mean` are means over scored attempts.
     """
     starts = range(0, len(trajectories), samples_per_prompt)
     problems = [trajectories[start : start + samples_per_prompt] for start in starts]

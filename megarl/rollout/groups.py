@@ -37,8 +37,8 @@ class GroupSampler:
 
     An attempt uses a new environment from `make_environment`, one in a process of `environment_pool`, or an external
     `agent` program. After a restart of the driver, call `expect_programs(keys, orphans)`. Agent programs with these API
-    keys then go on, and the containers `orphans` are ended. `notify_once(kind, text)` shows the user the first failure
-    of each kind.
+    keys then continue, and the containers `orphans` are ended. `notify_once(kind, text)` shows the user the first
+    failure of each kind.
     """
 
     pool: EnginePool
@@ -128,7 +128,6 @@ class GroupSampler:
         return await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
 
     def _report(self, trajectory: Trajectory) -> None:
-        """Show the user a failed attempt's error, once per kind of error."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

@@ -66,11 +66,11 @@ class EnginePool:
     `budget_seconds`. If no further request can come (`is_last`), the engine runs until all have finished. Other tasks
     of the driver, for example scoring, run meanwhile.
 
-    If a pump fails, all current and later requests raise its error. Losing a replica while others live is not a
-    failure: its requests move to the other replicas, with the tokens sampled so far.
+    If a pump fails, all current and later requests raise its error. Losing a replica while others live is no failure:
+    its requests move to the others, with the tokens sampled so far.
 
-    `pause` aborts running requests and retains their tokens. `resume` continues them as new requests. With
-    `pause(aborts=False)` they stay in their engines. Callers of `generate` only wait longer.
+    `pause` aborts running requests and retains their tokens, and `resume` continues them as new requests. After
+    `pause(aborts=False)` they are still in their engines. Callers of `generate` only wait longer.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class EnginePool:
         budget_seconds: float = BUDGET_SECONDS,
         stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the replicas of `parallel`. `stragglers` detects slow replicas; None: no detection."""
         self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
@@ -164,8 +163,8 @@ class EnginePool:
     async def pause(self, *, aborts: bool = True) -> None:
         """Stop stepping all engines, and abort all running requests. New requests wait until `resume`.
 
-        Aborted requests retain their tokens. With `aborts` = False, requests stay in their engines. Raises the error of
-        a failed rank.
+        Aborted requests retain their tokens. With `aborts` = False, requests are not aborted. Raises the error of a
+        failed rank.
         """
         self._meter.begin_pause()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
@@ -192,10 +191,10 @@ class EnginePool:
         return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use only the replicas with these first ranks. Call this while the pool is paused.
+        """Use only the replicas with these first ranks. A replica lost earlier may return. Call this while the pool is
+        paused.
 
-        Replicas lost earlier may be among them. Requests in the engine of an excluded replica move to the other
-        replicas.
+        Requests in the engine of an excluded replica move to the other replicas.
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
@@ -329,8 +328,8 @@ class EnginePool:
     def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
         """Call `on_abort` with the number of tokens sampled for an aborted request, as soon as it is known.
 
-        While an engine runs the request, this is when the engine ends it or is paused. Otherwise it is at once.
-        `num_before` tokens were sampled before the request was last resumed (`PendingRequest.parts`).
+        While an engine runs the request, this is when the engine ends it or is paused, otherwise now. `num_before`
+        tokens were sampled before the request was last resumed (`PendingRequest.parts`).
         """
         is_running = any(request_id in replica.running for replica in self._replicas)
         if is_running and self._failure is None and request_id not in self._tokens_in_engines:

@@ -62,7 +62,6 @@ class PoolMeter:
             self._paused_at = time.monotonic()
 
     def end_pause(self, *, requests_wait: bool) -> None:
-        """End the current pause. `requests_wait`: requests waited during it."""
         self._count_pause(requests_wait=requests_wait)
         self._paused_at = None
 

@@ -28,7 +28,6 @@ class Source:
     """Returns and resets the counts of the source's scoring, for example calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
-        """Return the sampling parameters of a step, with the step's scheduled temperature."""
         config = self.recipe.rollout.sampling
         return sampling_settings(config, config.temperature_at(step, self.recipe.train.steps))
 

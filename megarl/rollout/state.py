@@ -40,8 +40,8 @@ class RLState:
     """State of an RL run from step to step. A run resumed from a saved state continues bit-equal.
 
     `drawn` counts draws of prompts: batches in synchronous training, otherwise single prompts. `positions` are the
-    sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
-    by number. If prompts are drawn one by one, each group counts in exactly one of `used`, `num_dropped`, `started` and
+    sources' positions in their data. `waiting` are complete groups for a later step, `started` the groups in flight by
+    number. If prompts are drawn one by one, each group counts in exactly one of `used`, `num_dropped`, `started` and
     `waiting`. `draws` are the events for the file draws.jsonl.
     """
 

@@ -43,12 +43,10 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Sampled tokens per second of the replica."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     @property
     def request_rate(self) -> float:
-        """Sampled tokens per second, per running request."""
         return self.num_tokens / max(self.request_seconds, 1e-9)
 
 
@@ -56,7 +54,7 @@ class StragglerDetector:
     """Finds slow replicas after each step, by name. Reports each one once, with its speed.
 
     With few requests, even a fast replica has a low total speed. With many requests, it has a low speed per request. So
-    a replica is slow only if both are low.
+    both must be low.
     """
 
     def __init__(self, notify: Callable[[str], object], min_seconds: float = MIN_SECONDS) -> None:

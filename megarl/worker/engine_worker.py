@@ -33,10 +33,9 @@ class EngineWorker:
         return build_engine(recipe)
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
-        """Join a process group with the trainers and receive their weights.
+        """Join a process group with the trainers and receive their weights of this version.
 
-        `meeting` describes the group, `topology` has the nodes and switches of its ranks, `version` is that of the
-        weights.
+        `meeting` describes the group, `topology` the nodes and switches of its ranks.
         """
         return self._cross_world_reshard.join_and_reshard(meeting, topology, version)
 
@@ -66,7 +65,6 @@ class EngineWorker:
         return self._cross_world_reshard.compare_weights()
 
     def close(self) -> None:
-        """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
         # Leave the group with the trainers first. Then they fail at once, and do not wait for this rank.
         self._cross_world_reshard.leave()
         self._engine.close()

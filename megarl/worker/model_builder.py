@@ -67,7 +67,6 @@ class ModelBuilder:
             return kind(self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena)
 
     def build_policy(self) -> TrainingEngine:
-        """Build the trained policy, with all layers and heads that the recipe trains."""
         recipe, is_reward_model = self.recipe, self.recipe.loop == "reward_model"
         return self.build(
             TrainingEngine,

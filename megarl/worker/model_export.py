@@ -21,7 +21,7 @@ def export_model(
 ) -> None:
     """Export a trained model to a Hugging Face folder, and its LoRA adapters or drafter to a folder next to it.
 
-    `source` is the model's original folder. `texts_by_file` has the texts of further files. Rank 0 writes them. Raises
+    `source` is the model's original folder. Rank 0 writes `texts_by_file`, the texts of further files. Raises
     DiskFullError.
     """
     recipe = builder.recipe

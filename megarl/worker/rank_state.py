@@ -17,8 +17,8 @@ from megarl.worker.trainer_part import TrainerPart
 class RankState:
     """Models, other contents of a checkpoint, and weight version of one rank.
 
-    The worker sets `policy`, `critic` and `parts` while it is built. `parallel` are the trainer's parallel sizes.
-    `topology` has the nodes and switches of its ranks.
+    The worker sets `policy`, `critic` and `parts` while it is built. `parallel` and `topology` (nodes and switches) are
+    the trainer's.
     """
 
     policy: TrainingEngine

@@ -124,10 +124,9 @@ class TrainerWorker:
         return self.state.weight_version
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
-        """Join a process group with separate engines and send them the weights.
+        """Join a process group with separate engines and send them the weights of this version.
 
-        `meeting` describes the group, `topology` has the nodes and switches of its ranks, `version` is that of the
-        weights.
+        `meeting` describes the group, `topology` the nodes and switches of its ranks.
         """
         return self._note_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
 

@@ -303,7 +303,6 @@ def _size(log: Path) -> int:
 
 
 def _text_since(log: Path, start: int) -> str:
-    """Return a log's text from byte `start` on; empty if it cannot be read."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")

@@ -162,7 +162,6 @@ def notice_silence(connected: socket.socket) -> None:
 
 
 def pack_json(message: dict[str, Any]) -> bytes:
-    """Encode a JSON message: its length, then its text."""
     data = json.dumps(message).encode()
     return _LENGTH.pack(len(data)) + data
 

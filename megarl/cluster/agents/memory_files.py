@@ -1,7 +1,7 @@
 """Files in an agent's memory: copies of the training state that outlive a node's ranks.
 
 A rank creates a file without a name (memfd_create) and fills it. The agent opens it too. The kernel frees the file when
-both have ended, even after a kill. When nodes leave a run, agents send each other files.
+both have ended, even after a kill. Agents send each other files when nodes leave a run.
 """
 
 from __future__ import annotations

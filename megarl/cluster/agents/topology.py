@@ -82,7 +82,7 @@ def find_addresses(connections: Sequence[tuple[str, str]]) -> list[str]:
     """Return, for each rank, an address at which ranks of other nodes reach it.
 
     `connections` has the addresses of each rank's agent and of the driver. On the driver's own machine both may be the
-    loopback address. Then the result is the driver's address on another connection, if there is one.
+    loopback address. Then the result is the driver's address on another connection, if any.
     """
     outside = next((driver for agent, driver in connections if agent != driver), None)
     return [(outside or driver) if agent == driver else agent for agent, driver in connections]

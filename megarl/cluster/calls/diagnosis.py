@@ -96,8 +96,7 @@ class Diagnosis:
         """Report the ranks that delay a call, once. End the group if one of them is stopped.
 
         First calls have long deadlines, so stopped processes are searched for at intervals of the shortest deadline.
-        `budget_seconds` is planned working time. `extra_seconds` is all time added to the call's deadline,
-        `budget_seconds` included.
+        `budget_seconds` is planned working time. `extra_seconds`, which includes it, is all time added to the deadline.
         """
         pause, deadline = deadlines.shortest.seconds, call.began + call.limit.seconds
         late_at = call.began + deadlines.late_after(call.method) + extra_seconds
@@ -268,8 +267,8 @@ def _remedy(limit: Limit) -> str:
 class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into the log folder of a start.
 
-    A file has Python stacks and kernel states of every rank of the run. It also has native stacks (py-spy or gdb) of up
-    to `most_native` ranks of the ending group, silent ones first. `groups()` returns the diagnoses of all groups.
+    A file has Python stacks and kernel states of every rank of the run, and native stacks (py-spy or gdb) of up to
+    `most_native` ranks of the ending group, silent ones first. `groups()` returns the diagnoses of all groups.
     """
 
     def __init__(

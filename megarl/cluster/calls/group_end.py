@@ -52,8 +52,6 @@ class GroupEnd:
         await self.run_once(leave)
 
     async def interrupt(self, method: str, error: BaseException) -> None:
-        """End the group because `error` interrupted a call of `method`."""
-
         async def end() -> Exception:
             await self.kill()
             return PeerLostError(f"the call of `{method}` on the ranks was interrupted: {error!r}")

@@ -109,8 +109,8 @@ class GroupRanks:
     ) -> dict[RankHandle, Any]:
         """Let the agents execute request `do` for these ranks, and return the answers by rank.
 
-        An answer is None if the agent is lost, or silent for `patience_seconds`. Ranks without an answer of their agent
-        are left out.
+        An answer is None if the agent is lost, or silent for `patience_seconds`. Ranks missing in an agent's answer are
+        left out.
         """
         of_agent = self._by_agent(handles)
         answers = await asyncio.gather(

@@ -181,7 +181,7 @@ class WorkerGroup:
     def report_hangs(self, report: HangReport, on_slow: Callable[[str], object] = lambda report: None) -> None:
         """Write the places of all ranks to a file when one falls silent. The groups of a run share `report`.
 
-        `on_slow` gets a text about ranks that fall silent, or delay a call much longer than earlier calls took.
+        `on_slow` gets a text about ranks that are silent or far slower than in earlier calls.
         """
         self.diagnosis.report, self.diagnosis.on_slow = report, on_slow
 

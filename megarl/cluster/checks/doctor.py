@@ -110,8 +110,7 @@ async def examine_nodes(
 ) -> tuple[dict[str, list[Finding]], list[str]]:
     """Examine the nodes of the recipe's launcher, with the checks of a run's start.
 
-    Returns findings by node, and notices such as bandwidths. `planned_memory` is each rank's host memory in bytes;
-    None: it is not checked.
+    Returns findings by node, and notices such as bandwidths. `planned_memory` None: host memory is not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # The run folder's storage is checked, so create the folder where all nodes would write.

@@ -29,8 +29,7 @@ async def inspect(
 ) -> tuple[list[Finding], list[str]]:
     """Check the nodes of all ranks, and the bandwidths within each group. Return faults and notices.
 
-    `planned_memory` is each rank's host memory in bytes; None: it is not checked. The ranks' worker must be a
-    `NodeReport`.
+    `planned_memory` None: host memory is not checked. The ranks' worker must be a `NodeReport`.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
@@ -98,7 +97,7 @@ def all_faults(
 ) -> list[Finding]:
     """Return the faults in the nodes' reports. `nodes` is each rank's node.
 
-    `planned_memory` is each rank's host memory in bytes; None: it is not checked.
+    `planned_memory` None: host memory is not checked.
     """
     faults_by_node = [
         fault

@@ -38,9 +38,9 @@ class NodeReport:
     ) -> dict[str, Any] | None:
         """Inspect this rank's node, and return the report as plain data, or None from other ranks.
 
-        The rank with LOCAL_RANK 0 inspects its node. After a resize a node may have none; a rank of `inspecting_ranks`
-        (numbers in the run) then inspects it. `first_rank` is the number in the run of this group's first rank. The
-        report's `port` is a TCP port, open until `close`, for connection tests by other nodes.
+        The rank with LOCAL_RANK 0 inspects its node. After a resize a node may have none. Then a rank of
+        `inspecting_ranks` (numbers in the run) does it. `first_rank` is the number of this group's first rank in the
+        run. The report's `port` is a TCP port, open until `close`, for connection tests by other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None
@@ -76,7 +76,6 @@ class NodeReport:
             return {node: why for node, why in zip(addresses, problems, strict=True) if why}
 
     def close(self) -> None:
-        """Close the port for connection tests, once or repeatedly."""
         if self._server is not None:
             self._server.close()
             self._server = None

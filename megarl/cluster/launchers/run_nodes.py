@@ -212,7 +212,6 @@ class RunNodes:
         return [agent for nodes in self.all_nodes for agent in nodes.agents]
 
     def on_signal(self, callback: Callable[[str], object]) -> None:
-        """Set the callback (signal name) for a stop signal to an agent."""
         for nodes in self.all_nodes:
             nodes.on_signal = callback
 

@@ -32,8 +32,8 @@ A person who can write a run folder must not be able to write a line of a script
 def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
     """Return the batch script for a recipe and its launcher.
 
-    `arguments` are those of `megarl train`. `options` are further options of sbatch for the trainers' nodes, such as
-    `--partition=gpu`. They override the recipe's.
+    `arguments` are those of `megarl train`. `options` of sbatch for the trainers' nodes, such as `--partition=gpu`,
+    override the recipe's.
 
     Jobs of one name wait for each other, so two never write to one run folder. Faulty nodes in the run's status.json
     are excluded. Raises ConfigError for Ray with `cluster.groups.engines`, and DataError for a status.json with other

@@ -3,7 +3,7 @@
 A rank executes commands in order and handles notices at once. A rank in a collective reads no command, so a thread
 reads all messages and queues the commands for the main thread.
 
-The driver sends batches to agents. A batch is one call on one node. Each of its parts is a message with its receiving
+The driver sends an agent batches. A batch is one call on one node; each of its parts is a message with its receiving
 processes. The agent returns all answers together, or those present a short time after the first. So a hanging rank does
 not delay its neighbours' answers. Control messages to and from the agent itself are JSON.
 """

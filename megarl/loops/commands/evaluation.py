@@ -79,10 +79,8 @@ def prepare(
     """Check the inputs, then create the output folder. Starts no process.
 
     `model` is a model folder, a run folder, or a cached model's name on the Hub. A run folder stands for its exported
-    model, or with `is_best` for the model of its best evaluation.
-
-    `recipe` is a YAML file or a run folder. `options` sets fields of `evaluation` for all sources, by dotted name.
-    `sets` names validation sets; empty means all.
+    model, or with `is_best` for the model of its best evaluation. `recipe` is a YAML file or a run folder. `options`
+    sets fields of `evaluation` for all sources, by dotted name. `sets` names validation sets; empty: all.
 
     `out` must not exist. By default a new folder is made in `evaluations/` of the run, or of the current folder.
     `model.override_config` applies to the recipe's own model only, unless it is in `overrides`.

@@ -123,7 +123,6 @@ class SampleEffect:
     """Trained token whose log-prob changed most, counted from the sample's first token."""
 
     def row(self) -> dict[str, int | tuple[float, float]]:
-        """Return the values by column of the table."""
         values = (self.prompt, self.attempt, self.reward, self.advantage, self.logprob, self.largest_token)
         return dict(zip(EFFECT_COLUMNS, values, strict=True))
 
@@ -139,11 +138,10 @@ class Effect:
 def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequence[str] = ()) -> Replay:
     """Check the inputs of a replay. Starts no process.
 
-    A replay executes the steps after the newest checkpoint before `step` up to `step`, with the recipe recorded at
-    `step`. Without such a checkpoint it begins with step 1. `overrides` change the recipe for all these steps, usually
-    its parallel sizes. With `changes`, `step` is executed twice from the same state: as in the run, and with these
-    fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot
-    change.
+    A replay executes the steps after the newest checkpoint before `step` (without one, from step 1) up to `step`, with
+    the recipe recorded at `step`. `overrides` change the recipe for all these steps, usually its parallel sizes. With
+    `changes`, `step` is executed twice from the same state: as in the run, and with these fields changed. Raises
+    ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot change.
     """
     earlier = RunRecord.open_of_this_version(run)
     checkpoint, steps, recorded_layout = _executed_steps(earlier, step)

@@ -123,7 +123,6 @@ def refuse_same_sizes(recipe: Recipe, resized: ResizedRecipe) -> None:
 
 
 def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
-    """Return whether a value is a size that the field can have."""
     if value is not None:
         return type(value) is int and 1 <= value <= _MOST
     section, _, name = field.partition(".")

@@ -57,9 +57,9 @@ class Checkpoints:
     ) -> None:
         """Prepare the saves. `inputs` identifies models and data; a resumed run compares it with its own.
 
-        `position` is that in the data at the start. `checksum_after` returns the checksum of the weights after a step,
-        or None. `check_weights` is called before weights are saved or exported, and raises an error if their checksum
-        differs. `copies` in host memory are made along with the saves. The state of `spikes` is saved too.
+        `position` is the start's position in the data. `checksum_after` returns the checksum of the weights after a
+        step, or None. `check_weights` is called before weights are saved or exported, and raises an error if their
+        checksum differs. `copies` in host memory are made along with the saves. The state of `spikes` is saved too.
         """
         self.copies = copies
         self._checksum_after, self._check_weights = checksum_after, check_weights

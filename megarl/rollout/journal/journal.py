@@ -54,7 +54,7 @@ class AttemptJournal:
     def __init__(self, file: Path, weight_version: int, find_problem: FindProblem, *, max_staleness: int = 0) -> None:
         """Read the journal of the run's earlier starts, and remove tries of no further use.
 
-        Attempts of earlier starts may be used for `max_staleness` steps after the first step. Later they count as lost.
+        Attempts of earlier starts may be used for `max_staleness` steps after the first one. Later they count as lost.
         Raises DataError if the journal is damaged, StorageError if it cannot be read or written.
         """
         self._file, self._find_problem = file, find_problem
@@ -85,8 +85,7 @@ class AttemptJournal:
     def begin(self, attempt_name: str, settings: str) -> AttemptLog:
         """Begin a try of an attempt, or return the log of a try that ended before this start of the run.
 
-        `attempt_name` is unique in the run. `settings` are the sampling parameters. Answers with other parameters are
-        not used.
+        `attempt_name` is unique in the run. Answers with other sampling parameters (`settings`) are not used.
         """
         earlier = self._state.newest(attempt_name, settings)
         if earlier is not None:
@@ -199,8 +198,8 @@ class AttemptJournal:
     ) -> None:
         """Write an answer of a try, and return when it is on the disk. Raises StorageError.
 
-        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `note_aborted` has
-        already written the first `num_begun` tokens of this answer.
+        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The first
+        `num_begun` tokens are already written (`note_aborted`).
         """
         agent_try = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
@@ -259,7 +258,7 @@ class AttemptLog:
     """The journal of one attempt. `ended` is its trajectory if it ended before this start of the run.
 
     `calls` are an earlier try's answers, to be repeated in this try. `reopened` is the session of a program that may
-    have outlived the driver. That program already has the answers in `calls`.
+    have outlived the driver. That program already has these answers.
     """
 
     def __init__(
@@ -372,7 +371,6 @@ class AttemptLog:
         self._journal.check_storage()
 
     def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
-        """Count the tokens of an aborted call for the try named `attempt_try`."""
         if num_tokens:
             self._journal.note_aborted(attempt_try, call.identity, num_tokens)
 
@@ -409,7 +407,7 @@ class ReopenedSession:
     """The session of a program that may have outlived the driver, and its calls in the order of their answers.
 
     Each of `calls` has the tokens, the request's values, and whether a client has read the answer. `num_started` is the
-    highest call number so far, including calls without an answer.
+    highest call number so far, including unanswered calls.
     """
 
     name: str

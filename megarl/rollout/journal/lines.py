@@ -1,6 +1,6 @@
 """Lines of the journal of agents' attempts: their format, and a reader with checks.
 
-A line is a CRC-32 and a JSON object. Other programs can write to the file, so its content is checked before use.
+A line is a CRC-32 and a JSON object. It is checked before use, because other programs can write to the file.
 """
 
 from __future__ import annotations

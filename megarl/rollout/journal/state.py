@@ -49,11 +49,11 @@ class JournaledAnswer:
 class JournaledTry:
     """A try of an attempt: one run of its agent program, from the beginning.
 
-    `answers` are by their numbers. `num_begun` counts them, including the answers moved to a later try. `ended` has the
-    trajectory as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a
-    kill; None: the program cannot outlive the driver. `asked` has the requests by their ids. `received` has the number
-    of clients that read each answer. `aborted` has the numbers of sampled tokens without an answer, by the call's
-    identity. A call with 0 tokens there has passed them to an answer.
+    `answers` are by number. `num_begun` counts them, including answers moved to a later try. `ended` has the trajectory
+    as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a kill;
+    None: the program cannot outlive the driver. `asked` has the requests by id. `received` has the number of clients
+    that read each answer. `aborted` has the numbers of sampled tokens without an answer, by the call's identity. A call
+    with 0 tokens there has passed them to an answer.
     """
 
     name: str
@@ -78,7 +78,6 @@ class JournaledTry:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens in the answers and in aborted calls."""
         return self.num_answered + self.aborted.total()
 
     @property
@@ -152,7 +151,7 @@ def sampled_record(
     """Return the record of an answer of a try.
 
     `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `num_begun` tokens of
-    the answer are in the try's `aborted` already. `request` is the id of the answer's request.
+    the answer are in the try's `aborted` already. `request` is the request's id.
     """
     base, num_shared = agent_try.place(call.prompt_token_ids)
     return {
@@ -190,8 +189,7 @@ class TokenAccount:
 
     `trained` and `untrained` are by step. `untrained` tokens belong to trained attempts, but have no loss. `dropped`
     tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
-    for a step. An aborted call's tokens count with its try. `faults` are contradictions found in the journal, a line
-    each.
+    for a step. An aborted call's tokens count with its try. `faults` are contradictions in the journal, a line each.
     """
 
     sampled: int = 0
@@ -256,7 +254,6 @@ class JournalState:
         appliers[values["kind"]](values)
 
     def account(self) -> TokenAccount:
-        """Return the counts of all tokens sampled up to now."""
         settled_tokens = self._settled_tokens
         account = replace(
             settled_tokens,

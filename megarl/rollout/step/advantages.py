@@ -72,9 +72,8 @@ def weigh(
 ) -> dict[str, float]:
     """Set the batch's advantages and importance weights as the recipe says. Return their metrics.
 
-    `weight_version` is the version of the trainer's weights before the update. If groups may span several versions, the
-    engine's log-probs of earlier versions become NaN at the end. `role_baselines` are the baselines of
-    algorithm.advantage = rae, by role. They are updated.
+    `weight_version` is the trainer's before the update. If groups may span several versions, the engine's log-probs of
+    earlier versions become NaN at the end. `role_baselines` (algorithm.advantage = rae) are updated.
     """
     algorithm = recipe.algorithm
     metrics = compute_advantages(batch, recipe, kl_coefficient, role_baselines)
@@ -95,7 +94,7 @@ def compute_advantages(
 ) -> dict[str, float]:
     """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens]. Return the metrics.
 
-    `role_baselines` are the baselines of algorithm.advantage = rae, by role. They are updated.
+    `role_baselines` (algorithm.advantage = rae) are updated.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -193,8 +192,8 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
-    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit. There are two limits: of a
-    completion, for the longest turn, and of an attempt, for the sum of all turns. The larger penalty counts.
+    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit: of a completion, for the
+    longest turn, and of an attempt, for the sum of all turns. The larger penalty counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)

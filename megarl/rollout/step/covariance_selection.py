@@ -35,8 +35,8 @@ METRICS = (
 def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) -> dict[str, float]:
     """Drop or penalise tokens with a high covariance of log-prob and advantage, if the recipe says so. Return metrics.
 
-    Needs the batch's advantages and the log-probs before the first update. Sets some importance weights to zero, so
-    call this after they are computed. `weight_version` changes the random draw from step to step.
+    Needs advantages, and log-probs before the first update. Sets some importance weights to zero, so call this after
+    they are computed. `weight_version` changes the random draw from step to step.
     """
     algorithm, mask = recipe.algorithm, torch.from_numpy(batch.loss_mask)
     if not algorithm.selects_by_covariance or not mask.any():
@@ -62,8 +62,8 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
 def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
     """Return a random number between 0 and 1 for each token, [tokens].
 
-    It depends on `seed`, the sequence's tokens and the token's position. It does not depend on the order of sequences
-    or the number of ranks, so a resized run draws the same tokens. Equal sequences get different numbers.
+    It depends only on `seed`, the sequence's tokens and the token's position. So it does not change with the order of
+    sequences or the number of ranks. Equal sequences get different numbers.
     """
     draws: list[NDArray[np.float64]] = []
     num_equal: Counter[bytes] = Counter()

@@ -65,8 +65,8 @@ class RLBatch(TokenBatch):
     ) -> RLBatch:
         """Return the batch made of these groups (one group per prompt).
 
-        `mask_truncated` excludes trajectories ended by a limit from training. `needs_rewards` excludes unscored ones.
-        `old_logprobs` exist if any segment has them. In segments without them, they are NaN on sampled tokens.
+        `mask_truncated` excludes trajectories ended by a limit from training, `needs_rewards` unscored ones.
+        `old_logprobs` exist if any segment has them. In other segments they are NaN on sampled tokens.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -120,7 +120,7 @@ class RLBatch(TokenBatch):
     def start_from_rollout(self, weight_version: int) -> None:
         """Use the engine's log-probs as the old log-probs of the importance ratio, also for tokens of old weights.
 
-        `weight_version` is that of the trainer.
+        `weight_version` is the trainer's.
         """
         self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
         self.forget_stale_logprobs(weight_version)

@@ -16,8 +16,7 @@ def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: d
     """Return advantages by role-conditioned baselines (rae), [samples], like `scores`; zero for unscored samples.
 
     `baselines` maps a role (in a mixture SOURCE.ROLE) to its baseline, a mean of earlier rewards, and is updated. A new
-    role starts at 0. Samples are counted in the order of their numbers, in whatever order the batch has them. Raises
-    ConfigError for a sample without a role.
+    role starts at 0. Samples count in the order of their numbers. Raises ConfigError for a sample without a role.
     """
     # `rae` updates a baseline after each sample, so the order matters.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])

@@ -55,7 +55,7 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
     """Set the batch's `reference_logprobs` and the critic's `values` [tokens], if the run has these models.
 
     With algorithm.old_logprobs = rollout, the engine's log-probs also become the old log-probs. `weight_version` is the
-    version of the trainer's weights before the update.
+    trainer's before the update.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         batch.start_from_rollout(weight_version)
@@ -100,9 +100,9 @@ async def complete_logprobs(
 ) -> tuple[list[Group], list[Group]]:
     """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    New trajectories of the step's first update need no extra pass, because the update's own forward pass computes their
-    log-probs. Waiting groups always need one. With algorithm.entropy_top_share, all trajectories get `entropies` too.
-    `forward` is called at most once. Returns both lists.
+    New trajectories of the step's first update need no extra pass: the update's own forward pass computes their
+    log-probs. Waiting groups always need a pass. With algorithm.entropy_top_share, all trajectories get `entropies`
+    too. `forward` is called at most once. Returns both lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
@@ -159,9 +159,9 @@ def _needs_logprobs(recipe: Recipe) -> bool:
 def corrects_in_update(recipe: Recipe) -> bool:
     """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
 
-    This saves a pass. It is impossible if weights or log-probs are needed earlier: by distillation, the entropy filter,
-    the selection by covariance, or metrics of stale groups. It is also impossible for a product over a trajectory's
-    segments, because they may be in different micro-batches.
+    This saves a pass. It is impossible if distillation, the entropy filter, the selection by covariance or metrics of
+    stale groups need weights or log-probs earlier. It is also impossible for a product over a trajectory's segments,
+    because they may be in different micro-batches.
     """
     algorithm = recipe.algorithm
     if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":

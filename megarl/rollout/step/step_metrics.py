@@ -157,7 +157,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
 def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Trajectory] | None = None) -> dict[str, float]:
     """Return reward metrics of a step's completions, in total and per reward function.
 
-    Unscored attempts do not count. A reward model scores only the trajectories in `trained`, so the total reward then
+    Unscored attempts do not count. A reward model scores only the trajectories in `trained`, so the total then
     describes only these; None: all.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]

@@ -48,7 +48,7 @@ class TeacherPrompts:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.
 
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
-        if the chat template did not write the prompt, because the teacher's prompt cannot be derived then.
+        if the chat template did not write the prompt: then the teacher's prompt cannot be derived.
         """
         parts = [part for source in self.context if (part := _context(source, trajectory, group))]
         if self.context and not parts:

@@ -183,7 +183,7 @@ def compute_teacher_advantages(
 ) -> dict[str, float]:
     """Set the batch's `advantages` [tokens] to the teacher's minus the policy's log-prob, in nats.
 
-    `teacher_logprobs` are [tokens]. The policy's log-probs are the batch's `old_logprobs`. With `gamma` above 0, an
+    `teacher_logprobs` are [tokens], the policy's log-probs the batch's `old_logprobs`. With `gamma` above 0, an
     advantage includes the discounted differences of the sample's later tokens. Returns metrics (METRICS).
     """
     mask = torch.from_numpy(batch.loss_mask)
@@ -232,8 +232,8 @@ def _band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
 def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
     """Add advantages from rewards to the batch's `advantages` [tokens] from teachers. Return the estimator's metrics.
 
-    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), where A is the advantage from
-    rewards. Policy gradients are linear in advantages, so the sum maximises both objectives.
+    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), with the advantage A from rewards.
+    Policy gradients are linear in advantages, so the sum maximises both objectives.
     """
     taught = batch.per_token["advantages"]
     metrics = compute_advantages(batch, recipe, 0.0)

@@ -83,7 +83,7 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
 
     Both are computed with the weights that sampled the token. In later updates of a step, and for trajectories of an
-    earlier step, `old_logprobs` is the trainer's log-prob. `logprob_gap/measured` is the share of compared tokens. It
+    earlier step, the trainer's log-prob is `old_logprobs`. `logprob_gap/measured` is the share of compared tokens. It
     is 1, except with algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
     """
     metrics = values(merge_updates(updates))

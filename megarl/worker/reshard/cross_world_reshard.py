@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class CrossWorldReshard:
     """One rank's part in reshards between the torch worlds of trainers and engines.
 
-    A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, and the policy
+    A rank has either the `policy` or an `engine`. A `snapshot` of the policy is sent in its place, so that the policy
     can be trained meanwhile. `transformer_engine`: the trainer uses Transformer Engine's layers; None on ranks with an
     engine. `replica` is the engine's number.
 
