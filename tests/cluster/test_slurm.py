@@ -398,13 +398,20 @@ def test_a_rank_of_a_job_that_is_lost_is_named_and_the_others_go_on(cluster: Clu
     cluster.run(*allocation, sys.executable, "-m", "tests.cluster.losing", scene, scene, PYTHONPATH=str(ROOT))
 
 
+def read_report(output: str) -> dict[str, Any]:
+    """The first line of a program's output. After it srun reports no killed agents."""
+    line, notices = output.split("\n", 1)
+    assert "error" not in notices and "aborted" not in notices, notices
+    report: dict[str, Any] = json.loads(line)
+    return report
+
+
 @needs_slurm
 @pytest.mark.parametrize("number", [4, pytest.param(64, marks=pytest.mark.long)])
 def test_containers_of_attempts_start_on_all_nodes_of_a_job(cluster: Cluster, number: int) -> None:
     allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
     program = (sys.executable, "-m", "tests.cluster.containers_on_nodes", str(number))
-    # srun reports the end of the agents after it.
-    report = json.loads(cluster.run(*allocation, *program, PYTHONPATH=str(ROOT)).splitlines()[0])
+    report = read_report(cluster.run(*allocation, *program, PYTHONPATH=str(ROOT)))
     print(report)
     assert len(report["nodes"]) == 2 and report["num_living"] == number
     assert report["answers"] == {"got hello": number} and report["left"] == 0
@@ -474,8 +481,7 @@ def test_attempts_in_containers_on_two_nodes_of_a_job_train(cluster: Cluster, ti
 def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Cluster) -> None:
     allocation = ("salloc", "--quiet", "--nodes=4", "--ntasks-per-node=1")
     recipe = ("recipe.yaml", *WIDE, "cluster.launcher=slurm")
-    # The first line alone: srun may then report on stderr that it killed agents that were about to end.
-    report = json.loads(cluster.run(*allocation, MEGARL, "doctor", *recipe, "--json").splitlines()[0])
+    report = read_report(cluster.run(*allocation, MEGARL, "doctor", *recipe, "--json"))
     assert report["nodes"] == ["n1", "n3", "n2", "n4"] and report["notices"][0].startswith("links: across nodes ")
     assert {nodes for nodes, *_ in report["findings"]} == {"all"}
 
@@ -679,6 +685,26 @@ async def test_a_node_that_does_not_answer_keeps_no_job_step(monkeypatch: pytest
     monkeypatch.setattr(srun, "_ANSWER_SECONDS", 0.0)
     assert not await srun.SrunNodes(NodeKind(0, 2, 1), {}, ())._answers("n1")
     trial.kill.assert_called_once_with()
+
+
+@pytest.mark.parametrize("ends_alone", [True, False])
+async def test_only_agents_that_do_not_end_by_themselves_are_killed(
+    monkeypatch: pytest.MonkeyPatch, ends_alone: bool
+) -> None:
+    has_ended = asyncio.Event()
+    step = Mock(wait_for_end=has_ended.wait)
+    step.signal.side_effect = lambda _: has_ended.set()
+    nodes = srun.SrunNodes(NodeKind(0, 2, 1), {}, ())
+    nodes._steps.append(step)
+    monkeypatch.setattr(srun, "_EXIT_SECONDS", 600.0 if ends_alone else 0.0)
+    ending = asyncio.create_task(nodes.end_agents())
+    await asyncio.sleep(0)
+    if ends_alone:
+        step.signal.assert_not_called()
+        has_ended.set()
+    await ending
+    # The last signal finds no process if the agents have ended.
+    step.signal.assert_called_once_with(signal.SIGTERM)
 
 
 def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from megarl.types import PeerLostError
 
 _ANSWER_SECONDS = 20.0
 """Seconds for a node to start a process. A slower node counts as dead."""
+_EXIT_SECONDS = 10.0
+"""Seconds for agents to end after their connections. Then Slurm kills them."""
 
 
 class SrunNodes(ConnectedNodes):
@@ -104,10 +106,14 @@ class SrunNodes(ConnectedNodes):
         return f"srun ended with {await self._steps[-1].wait_for_end()}"
 
     async def end_agents(self) -> None:
+        # Without a connection agents end by themselves. srun would report each killed one as an error.
+        ends = [asyncio.create_task(step.wait_for_end()) for step in self._steps]
+        if ends:
+            await asyncio.wait(ends, timeout=_EXIT_SECONDS)
         for step in self._steps:
             # On SIGTERM, srun makes Slurm kill all tasks.
             step.signal(signal.SIGTERM)
-        await asyncio.gather(*(step.wait_for_end() for step in self._steps))
+        await asyncio.gather(*ends)
 
 
 _SIZES_OF_JOB = frozenset(
