@@ -1,9 +1,9 @@
 """Rewards: functions and servers that score a completion. README.md describes them for users.
 
-`functions` has the functions with a name in recipes, `maths` compares two answers, and `scoring` calls functions and
-servers and adds their scores. The tables of this module list, for each reward, its function, its check of data records,
-its reader of final answers and its system prompt. Importing this package imports no reward function: only reward
-processes do that.
+`functions` has the functions named in recipes, `maths` compares two answers, and `scoring` calls functions and servers
+and adds their scores. The tables of this module list, for each reward, its function, its check of data records, its
+reader of final answers and its system prompt. Importing this package imports no reward function: only reward processes
+do that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SERVED = {
     "judge": "megarl.rewards.scoring.judge:Judge",
     "remote": "megarl.rewards.scoring.remote_model:RemoteModel",
 }
-"""Clients of rewards from HTTP servers: name in a recipe, and import path of the class."""
+"""Clients of scoring servers: name in a recipe, and import path of the class."""
 
 RECORD_CHECKS = {
     "code": "megarl.rewards.functions.code_cases:check_record",
@@ -46,10 +46,11 @@ RECORD_CHECKS = {
     "reasoning_gym": "megarl.rewards.functions.reasoning_gym:check_record",
     "reasoning_gym.TASK": "megarl.rewards.functions.reasoning_gym:check_metadata",
 }
-"""Checks of data records before a run, by reward function.
+"""Checks of data records before a run, by reward function. The modules import quickly.
 
 A check takes the gold answer, the record and the recipe's keyword arguments. It raises ValueError for a record that the
-function cannot score. The modules import quickly."""
+function cannot score.
+"""
 
 ANSWER_READERS = {
     "boxed": "megarl.rewards.functions.final_answers:read_boxed_answer",
@@ -60,10 +61,9 @@ ANSWER_READERS = {
     "reasoning_gym": "megarl.rewards.functions.reasoning_gym:final_answer",
     "reasoning_gym.TASK": "megarl.rewards.functions.reasoning_gym:final_answer",
 }
-"""Readers of final answers for majority voting (`majority_at_K`), by reward function.
+"""Readers of final answers for majority voting (`majority_at_K`), by reward function. The modules import quickly.
 
-A reader takes completion, record and the recipe's keyword arguments. It returns the final answer as text, or None if
-there is none. The modules import quickly.
+A reader takes completion, record and the recipe's keyword arguments. It returns the final answer as text, or None.
 """
 
 _BOXED = "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}."
@@ -124,15 +124,15 @@ def locate(name: str) -> str:
 
 
 def server_kind(name: str) -> str | None:
-    """Return the kind of HTTP server, `judge` or `remote`, of a reward named in a recipe. None: it is a function."""
+    """Return the kind of a reward's HTTP server, `judge` or `remote`. None: the reward is a function."""
     match = _SERVED_NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the system prompt with a reward function's answer format. None: the function requires no format.
+    """Return the system prompt with a reward function's answer format. None: it requires no format.
 
-    If the function accepts several forms, the prompt describes the first one.
+    Of several accepted forms, the prompt describes the first.
     """
     forms = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
     if forms is None:
@@ -141,18 +141,15 @@ def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the key of a reward in this module's tables: `reasoning_gym.TASK` for every task, else the name."""
+    """Return a reward's key in this module's tables: `reasoning_gym.TASK` for every task, else the name."""
     return "reasoning_gym.TASK" if _TASK.fullmatch(name) else name
 
 
 def metric_name(name: str) -> str:
-    """Return a reward function's short name for metrics (`reward/NAME/mean`), without its module or file."""
+    """Return a reward function's short name for metrics (`reward/NAME/mean`), without module or file."""
     return name.rpartition(":")[2]
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Import and return the reward function named `name` in a recipe.
-
-    Raises ConfigError if the function does not exist or its module cannot be imported.
-    """
+    """Import and return a recipe's reward function. Raises ConfigError if it or its module cannot be imported."""
     return import_object(locate(name), "reward.functions")

@@ -1,4 +1,4 @@
-"""Old names of reward modules. Users' reward files and recipes that import them still run, with a warning."""
+"""Old names of reward modules. Users' reward files and recipes with these names still run, with a warning."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOVED = {
     "megarl.rewards.results": "megarl.rewards.scoring.results",
     "megarl.rewards.think_answer_tags": "megarl.rewards.functions.marked_answers",
 }
-"""Old name and new name of modules with functions that users call."""
+"""Old and new name of modules with functions that users call."""
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Imports a moved module under its old name: a module with the same contents."""
+    """Imports a moved module under its old name, with the same contents."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,6 +44,6 @@ class _MovedModules(MetaPathFinder, Loader):
 
 
 def find_moved_modules() -> None:
-    """Make the old names importable. Python asks this finder only if no file has the name."""
+    """Make the old names importable, unless a file has the name."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())

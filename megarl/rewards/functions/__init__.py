@@ -1,1 +1,1 @@
-"""Reward functions with a name in recipes, and readers of completions. `megarl.rewards.REWARDS` lists the functions."""
+"""Reward functions named in recipes, and readers of completions. `megarl.rewards.REWARDS` lists the functions."""

@@ -40,10 +40,10 @@ def code(
 ) -> Reward:
     """Run the last fenced code block of the completion on the record's tests.
 
-    The tests are in the record's `field`, or in the fields that `code_cases.read_cases` knows. Only the first
-    `max_tests` are run. With `score` all, passing all tests gives `correct_score`, and testing stops at the first
-    failure. With `score` fraction, the score is the passed share times `correct_score`. Testing also stops at the first
-    timeout. The format is valid if a closed code block exists. A completion ending inside its thoughts has none.
+    The tests are in the record's `field`, or in the fields of `code_cases.read_cases`. Only the first `max_tests` are
+    run. With `score` all, passing all tests gives `correct_score`, and testing stops at the first failure. With `score`
+    fraction, the score is the passed share times `correct_score`. Testing also stops at the first timeout. The format
+    is valid if a closed code block exists. A completion ending inside its thoughts has none.
 
     Metrics are shares of the tests: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
     because the comparison raised an error; `wall_timeouts`: timeouts of wall-clock time. `cpu_seconds` sums all runs,

@@ -39,8 +39,8 @@ class Case:
     """One test of a program or a function.
 
     With `function`, calling it with `arguments` must return `expected`. Otherwise the program, with `stdin` as its
-    input, must print `expected`. `text` is the expected value as written in the data. It is set if the data leave open
-    whether 5 means a text or a number; a function may then return either.
+    input, must print `expected`. `text` is the expected value as written in the data, set if 5 may mean a text or a
+    number: a function may then return either.
     """
 
     expected: Any
@@ -66,11 +66,11 @@ def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None)
 
 
 def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = None, **kwargs: Any) -> None:
-    """Raise ValueError for a record without tests. Tests are not parsed here, because parsing takes long."""
+    """Raise ValueError for a record without tests. The tests are not parsed: parsing takes long."""
     names = ("public_test_cases", "private_test_cases", "test_cases") if field is None else (field,)
     if any(record.get(name) for name in names):
         return
-    # Anything but a short plain text may be (packed) tests.
+    # Only a short plain text cannot be (packed) tests.
     if field is None and (not isinstance(answer, str) or answer.lstrip()[:1] in ("{", "[") or len(answer) > 200):
         return
     raise ValueError(
@@ -134,14 +134,14 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
             raise
         except ValueError:  # Not JSON: it is a plain text.
             return Case(expected, function=function, arguments=arguments)
-        # Quotes or brackets are JSON on purpose, so only other texts are ambiguous.
+        # Quotes and brackets show that JSON is meant, so only other texts are ambiguous.
         text = None if isinstance(json_value, str | list | dict) else expected
         expected = json_value
     return Case(expected, function=function, arguments=arguments, text=text)
 
 
 def _finite(digits: str) -> float:
-    """Return a JSON number as float. Raises ValueError if it is infinite: different huge numbers would be equal."""
+    """Return a JSON number as float. Raises ValueError for infinity: different huge numbers would be equal."""
     value = float(digits)
     if math.isinf(value):
         raise ValueError(f"the number {digits[:80]} in a test is too large for a float")
@@ -165,7 +165,6 @@ def _function_name(metadata: Any) -> str | None:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON text, or LiveCodeBench's packed JSON text."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RepeatedKeyError as error:

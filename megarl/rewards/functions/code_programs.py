@@ -17,7 +17,7 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """Relative and absolute tolerance of printed decimal fractions, as in ColossalRL (numpy.allclose)."""
 _MAX_DIGITS = 200_000
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-"""Regular expression of a printed decimal number. Python's float() would also accept 1_0, nan and inf."""
+"""Matches a printed decimal number. Python's float() would also accept 1_0, nan and inf."""
 _FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\s*\{?\.?(?:py|python)[\d.]*\b", re.IGNORECASE)
 _PRELUDE = """
@@ -38,7 +38,7 @@ from builtins import *
 """
 """Imports before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
 _LONG_INTEGERS = "import sys\nif hasattr(sys, 'set_int_max_str_digits'):\n    sys.set_int_max_str_digits(0)\n"
-"""Start of every program: it permits long integers. By default Python 3.11 and later refuse more than 4,300 digits."""
+"""Start of every program: permits long integers. By default Python 3.11 and later refuse more than 4,300 digits."""
 _NUMPY = "import numpy\nimport numpy as np\n"
 _CALL = """
 import io, json, sys
@@ -61,7 +61,7 @@ _printed.flush()
 
 @contextmanager
 def long_integers() -> Iterator[None]:
-    """Context that permits integers of up to 200,000 digits, for the comparison of results.
+    """Permit integers of up to 200,000 digits inside this context, for the comparison of results.
 
     Python's own limit is 4,300 digits. Without any limit, reading a million digits would take ten seconds.
     """
@@ -76,8 +76,8 @@ def long_integers() -> Iterator[None]:
 def last_block(text: str) -> str | None:
     """Return the source code in the last fenced block of Python, or without one in the last fenced block.
 
-    A block after the program often shows its output. In an indented block, the indentation of the fence is removed.
-    Returns None if no block exists, or if the last one is not closed.
+    A block after the program often shows its output. An indented block loses the indentation of its fence. None: no
+    block exists, or the last one is not closed.
     """
     opening: re.Match[str] | None = None
     block = python_block = None
@@ -112,8 +112,8 @@ class Trial:
             self.program = f"{_LONG_INTEGERS}{prelude}\n{start}"
             self.stdin = case.stdin
             return
-        # A secret marks the result's line, so that printed text is not taken for it. Finding it gains nothing: it marks
-        # only the solution's own result.
+        # A secret marks the result's line, so that printed text is not taken for it. A solution that finds the secret
+        # gains nothing: it can only mark its own result.
         self._mark = secrets.token_hex(16)
         call = {
             "prelude": prelude,
@@ -131,7 +131,7 @@ class Trial:
         return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
 
     def passes(self, stdout: str) -> bool:
-        """Return whether the output of a successful run is the expected one."""
+        """Return whether a successful run printed the expected output."""
         if self._case.function is None:
             return same_output(stdout, self._case.expected)
         for line in reversed(stdout.splitlines()):
@@ -141,7 +141,7 @@ class Trial:
                 except (ValueError, RecursionError):
                     return False
                 is_text = self._case.text is not None and result == self._case.text
-                # Compare with what JSON makes of the expected value, since the result came through JSON, too.
+                # Pass the expected value through JSON too: the result came as JSON.
                 return is_text or same_value(result, json.loads(json.dumps(self._case.expected)))
         return False
 
@@ -149,9 +149,9 @@ class Trial:
 def same_output(printed: str, expected: str) -> bool:
     r"""Return whether a program printed the expected text, compared line by line and word by word.
 
-    Blanks around words, and empty lines at the beginning and end, are ignored. Words must be equal as texts, or equal
-    as finite decimals in ASCII digits. If the expected number has a fraction, a relative difference of 1e-5 is
-    accepted. Only \n ends a line.
+    Blanks around words, and empty lines at the beginning and end, are ignored. Words must be equal as texts, or as
+    finite decimals in ASCII digits. An expected number with a fraction permits a relative difference of 1e-5. Only \n
+    ends a line.
     """
     lines, expected_lines = _lines(printed), _lines(expected)
     return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
@@ -211,5 +211,5 @@ def _same(result: Any, expected: Any) -> bool:
         return result.keys() == expected.keys() and all(_same(result[key], expected[key]) for key in result)
     if isinstance(result, float) or isinstance(expected, float):
         return _is_number(result) and _is_number(expected) and _close(result, expected)
-    # True is not 1 and 1 is not "1", though Python's == says otherwise for the former.
+    # Compare types too: True == 1 in Python, but not here.
     return type(result) is type(expected) and result == expected

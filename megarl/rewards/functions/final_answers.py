@@ -18,46 +18,44 @@ from megarl.thoughts import ends_in_thoughts, without_thoughts
 
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
 ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
-"""Function (completion, record) -> final answer as text, or None without an answer."""
+"""Function (completion, record) -> final answer as text, or None."""
 
 GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
-"""Answer forms accepted by the reward `gsm8k` unless its keyword argument `forms` is set."""
+"""Answer forms of the reward `gsm8k`, unless its keyword argument `forms` is set."""
 MATH_COMPETITION_FORMS: tuple[Literal["boxed"], ...] = ("boxed",)
-"""Answer forms accepted by the reward `math_competition` unless its keyword argument `forms` is set."""
+"""Answer forms of the reward `math_competition`, unless its keyword argument `forms` is set."""
 NUMBER = r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-"""Regular expression of a number as written in solutions of grade-school problems."""
+"""Matches a number as written in solutions of grade-school problems."""
 MARKED_NUMBER = re.compile(rf"####[ \t]*[*_$]*\+?\\?({NUMBER})")
-"""Regular expression of #### followed by a number, possibly in bold or between dollar signs (GSM8K)."""
+"""Matches #### followed by a number, possibly in bold or between dollar signs (GSM8K)."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
-"""Regular expression of a box's beginning, an escaped sign, or a brace."""
+"""Matches a box's beginning, an escaped sign, or a brace."""
 _OPENING_BRACE = re.compile(r"\s*\{")
 _BARE = re.compile(
     r"[ \t]*(?!\\(?:boxed|fbox))(?=[-+.(\[\\0-9]|[A-Za-z](?![A-Za-z]))"
     r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
     re.ASCII,
 )
-r"""Regular expression of a \boxed without braces. Its contents begin with a sign, a digit, a command or a single
-letter.
-"""
+r"""Matches a \boxed without braces. Its contents begin with a sign, a digit, a command or a single letter."""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
 class Marked(NamedTuple):
-    """A marked answer in a completion: the index where its mark (or the answer itself) starts, and its text."""
+    """A marked answer in a completion: the start index of its mark (or of the answer itself), and its text."""
 
     start: int
     text: str
 
 
 def last_box(text: str) -> Marked | None:
-    r"""Return the start index and the contents of the last \boxed. None: there is none, or it is not closed.
+    r"""Return the start index and the contents of the last \boxed. None: it is missing or not closed.
 
     Accepted are \boxed{4}, \boxed {4}, \fbox{4} and \boxed 4. Without braces the contents are a formula up to the next
-    space, or up to a dollar sign in the same line. A box inside another one is a part of it: the outer one is returned.
+    space, or up to a dollar sign in the same line. Of nested boxes, the outer one is returned.
     """
     box = _last_command_box(text)
     if box is None:
@@ -102,7 +100,7 @@ def _outermost_box(text: str, box: Marked) -> Marked:
 
 
 def _commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
-    # One search for each command: a search for both from every box would scan the text up to each box.
+    # One search for each command. A search for both commands would scan the text anew from each box.
     places = heapq.merge(_places_from_the_end(text, "\\boxed"), _places_from_the_end(text, "\\fbox"), reverse=True)
     for start in places:
         command = _BOX.match(text, start)
@@ -132,26 +130,26 @@ def _until_brace(text: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last \boxed{}. None: there is none, or it is not closed."""
+    r"""Return the contents of the last \boxed{}. None: it is missing or not closed."""
     box = last_box(text)
     return None if box is None else box.text
 
 
 def read_marked_line(text: str, mark: re.Match[str]) -> str:
-    """Return the text after a #### (`mark`) up to the end of the line, a tag or another ####."""
+    """Return the text after a #### (`mark`) up to the line's end, a tag or another ####."""
     end = text.find("\n", mark.end())
     line = text[mark.start() : len(text) if end < 0 else end].removeprefix("####")
     return re.split(r"<|####", line, maxsplit=1)[0]
 
 
 def last_tagged(text: str) -> str | None:
-    """Return the text in the last <answer>...</answer>. None: there is none."""
+    """Return the text in the last <answer>...</answer>, or None."""
     tags = last_tags(text)
     return None if tags is None else tags.text
 
 
 def last_tags(text: str) -> Marked | None:
-    """Return the start index of the last <answer>...</answer>, and the text in it. None: there is none."""
+    """Return the start index of the last <answer>...</answer> and the text in it, or None."""
     end = text.rfind(_CLOSE)
     while end >= 0:
         before = text.rfind(_CLOSE, 0, end)
@@ -164,7 +162,7 @@ def last_tags(text: str) -> Marked | None:
 
 
 def _last_answer_line(text: str) -> Marked | None:
-    """Return the start index and the text of the answer in the last line `Answer: x`. None: there is none."""
+    """Return the start index and the text of the answer in the last line `Answer: x`, or None."""
     end = len(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
@@ -176,7 +174,7 @@ def _last_answer_line(text: str) -> Marked | None:
 
 
 def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
-    r"""Return the last answer stated in one of these forms, with its form. None: there is none.
+    r"""Return the last answer in one of these forms, with its form, or None.
 
     boxed: \boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, with or
     without a box around x. The running time is linear in the text's length.
@@ -224,9 +222,7 @@ def read_boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> st
 
 
 def read_tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the contents of the last answer tags as the final answer, like the reward `think_answer_tags`. None: no
-    tags.
-    """
+    """Return the contents of the last answer tags, like the reward `think_answer_tags`, or None."""
     return last_tagged(answering_text(text))
 
 
@@ -270,9 +266,9 @@ def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) ->
 
 
 def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """Return the reader of final answers that belongs to the first of these reward functions with a reader.
+    """Return the reader of final answers of the first reward function with a reader, or None.
 
-    `functions` are names of reward functions with their keyword arguments. None: no function has a reader.
+    `functions` are names of reward functions with their keyword arguments.
     """
     for name, kwargs in functions:
         path = ANSWER_READERS.get(kind_of(name))

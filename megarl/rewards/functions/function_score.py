@@ -1,4 +1,4 @@
-"""The score of one reward function. It may judge neither format nor answer."""
+"""The score of one reward function."""
 
 from __future__ import annotations
 

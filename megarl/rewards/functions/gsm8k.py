@@ -39,10 +39,11 @@ def gsm8k(
 ) -> Reward:
     r"""Score the final number of the completion against the gold number.
 
-    The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, as far as `forms` lists them. After ####
-    the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the four
-    tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any form is
-    scored by its last number, but its format is invalid. A completion ending inside its thoughts has no number.
+    The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, as far as `forms` lists them. After
+    #### the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags,
+    the four tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any
+    form is scored by its last number, but its format is invalid. A completion ending inside its thoughts has no
+    number.
 
     The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and
     $1234.00. The score is `correct_score` for the right number, `format_score` for a wrong number in one of the forms,
@@ -86,7 +87,7 @@ def final_answer(
     method: Literal["strict", "flexible"] = "strict",
     **kwargs: Any,
 ) -> str | None:
-    """Return the final number of a completion as text, like the reward `gsm8k`. None: the completion has no number."""
+    """Return the final number of a completion as text, like the reward `gsm8k`, or None."""
     number, _ = _read_final_number(answering_text(text), tuple(forms), method)
     return None if number is None else str(number)
 
@@ -94,7 +95,7 @@ def final_answer(
 def _read_final_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
-    """Return the final number of a completion, and whether an answer form such as `#### 42` contains it."""
+    """Return the final number of a completion, and whether it is in an answer form such as `#### 42`."""
     text = with_ascii_signs(text)
     number = _read_marked_number(text, forms)
     if number is not None or method == "strict":
@@ -105,7 +106,7 @@ def _read_final_number(
 
 
 def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
-    """Return the number in the last of the answer forms. None: no form occurs, or the last one has no number."""
+    """Return the number in the last answer form. None: no form occurs, or the last one has no number."""
     statement = find_last_answer(text, forms)
     if statement is None:
         return None
@@ -116,9 +117,7 @@ def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
 
 
 def _read_quantity_text(text: str) -> Fraction | None:
-    """Return the number in a text like `5` or `5 apples`. None: the text is more than a number and its unit, like `5 or
-    6`.
-    """
+    """Return the number in a text like `5` or `5 apples`. None: the text has more, like `5 or 6`."""
     text = _without_marks(text.strip())
     # The limit keeps huge numbers and long texts from taking time.
     quantity = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None

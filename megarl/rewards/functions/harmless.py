@@ -1,7 +1,7 @@
 """Safe use of reasoning-gym's scorers, some of which evaluate an answer as Python code.
 
 Only literals and formulas, without calls and attribute look-ups, are evaluated. This file uses only the standard
-library, because the process of environment `reasoning_gym` loads it too.
+library: the process of environment `reasoning_gym` loads it too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_NESTING = 50
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
 
 LITERALS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
-"""Tasks of reasoning-gym whose scorer evaluates an answer as a Python literal if it differs from the gold answer."""
+"""Tasks of reasoning-gym whose scorer evaluates an answer other than the gold answer as a Python literal."""
 FORMULAS = frozenset(
     ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 )
@@ -36,10 +36,10 @@ def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str
     """Return the score of an answer by reasoning-gym's scorer of `task`.
 
     `dataset` has the scorer; `entry` is the problem. `answer` None: the completion has no answer. The score is 0 if the
-    scorer raises an error on the answer. If it also raises one on the gold answer, the error is raised.
+    scorer raises an error on the answer. An error on the gold answer too is raised.
     """
     if task == "game_of_life_halting":
-        # Its scorer evaluates any text as True.
+        # reasoning-gym's scorer takes any text for True.
         return float(answer is not None and answer.casefold() == entry["answer"].casefold())
     try:
         return float(dataset.score_answer(answer and harmless_answer(task, answer, entry), entry))
@@ -50,7 +50,7 @@ def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str
 
 
 def harmless_answer(task: str, answer: str, entry: Mapping[str, Any]) -> str:
-    """Return an answer if its evaluation by the scorer of `task` is safe, else an empty text."""
+    """Return an answer if the scorer of `task` evaluates it safely, else an empty text."""
     if task in FORMULAS:
         return answer if is_formula(answer) else ""
     if task in LITERALS:
@@ -72,8 +72,8 @@ def is_literal(text: str) -> bool:
 def is_formula(text: str) -> bool:
     """Return whether a text consists of numbers, one-letter variables, arithmetic, powers and usual functions.
 
-    Its evaluation is safe, because it has no attributes, quotes, square brackets or other names. Powers of powers may
-    still take unlimited time and memory.
+    Its evaluation is safe: it has no attributes, quotes, square brackets or other names. Powers of powers may still
+    take unlimited time and memory.
     """
     if _TOKEN.sub("", text) or _depth(text) > _MAX_NESTING:
         return False

@@ -36,7 +36,7 @@ def length(
 
 
 def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
-    """Return the target length in tokens: `target`, or the number in the record's `field`. Exactly one of them is set.
+    """Return the target length in tokens: either `target`, or the number in the record's `field`.
 
     Raises ValueError if the target is missing or below 1.
     """

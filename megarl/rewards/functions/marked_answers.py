@@ -13,8 +13,8 @@ def boxed(completion_text: str, answer: str, *, in_thoughts: bool = False, corre
     r"""Score the last \boxed{} of the completion against the gold answer.
 
     The format is valid if the box exists and is closed. The score is `correct_score` for the right answer, and half of
-    it for an answer that is equal as text but not parsable as mathematics. Otherwise it is zero. A completion ending
-    inside its thoughts has no box.
+    it for an answer equal as text but not parsable as mathematics. Otherwise it is zero. A completion ending inside
+    its thoughts has no box.
     """
     text = answering_text(completion_text, in_thoughts=in_thoughts)
     return _score_marked_answer(text, answer, last_boxed, lambda text: True, correct_score)
@@ -40,9 +40,7 @@ def _score_marked_answer(
     is_valid: Callable[[str], bool],
     correct_score: float,
 ) -> Reward:
-    """Score the answer that `read_answer` reads. The format is valid if an answer exists and `is_valid(text)` is
-    True.
-    """
+    """Score the answer that `read_answer` reads. The format is valid with an answer and a true `is_valid(text)`."""
     prediction = read_answer(text)
     if prediction is None:
         return Reward(0.0, format_valid=False, answer_correct=False)

@@ -35,10 +35,11 @@ def math_competition(
     r"""Score the final answer by one of three levels: right, wrong, or invalid format.
 
     The answer is taken after the last </think>, from the last of these `forms`: \boxed{}, a line `Answer: x`, or
-    <answer> tags. Without any form the format is invalid. If `thoughts` are required, a completion without </think> has
-    an invalid format too. A completion ending inside its thoughts has no answer. The gold answer may be a list, with or
-    without boxes: one equal gold answer is enough. An answer equal only as text earns the mean of `correct_score` and
-    `wrong_score`. Metric: `level_N`, the share of right answers by the record's `level` (`Level 5` in MATH).
+    <answer> tags. Without any form the format is invalid. If `thoughts` are required, a completion without </think>
+    has an invalid format too. A completion ending inside its thoughts has no answer. The gold answer may be a list,
+    with or without boxes: one equal gold answer is enough. An answer equal only as text earns the mean of
+    `correct_score` and `wrong_score`. Metric: `level_N`, the share of right answers by the record's `level` (`Level 5`
+    in MATH).
 
     verl's and slime's math_dapo: wrong_score and invalid_score -1, forms [answer_line]. DeepScaleR: thoughts required.
     """

@@ -10,8 +10,8 @@ from megarl.rewards.functions.final_answers import answering_text, gold_texts
 from megarl.types import Reward
 
 _NO_TIMEOUT = 0
-"""Turns off the timeout of math-verify 0.9. Its alarms follow the clock, so a busy machine would change verdicts. The
-CPU limit of the reward process (`reward.timeout_seconds`) replaces it.
+"""Turns off the timeout of math-verify 0.9: it is an alarm by the clock, so a busy machine would change verdicts. The
+reward process has a CPU limit instead (`reward.timeout_seconds`).
 """
 
 

@@ -24,17 +24,17 @@ _SMALL_LETTER = re.compile(r"\(?[a-z][).:]*")
 _REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
 _WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
-"""Regular expressions of signs before a letter: dollar signs, bold marks, quotes, brackets."""
+"""Matches signs before a letter: dollar signs, bold marks, quotes, brackets."""
 _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
-"""Regular expressions of signs after a letter: dollar signs, bold marks, quotes, brackets."""
+"""Matches signs after a letter: dollar signs, bold marks, quotes, brackets."""
 _GOES_ON = (
     r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b))"
     r"|(?=[ \t]*+(?:[.,:;!。]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
     rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
 )
-"""Regular expression of the text after a stated letter: the end of a statement, its reason, or a second choice.
+"""Matches the text after a stated letter: the end of a statement, its reason, or a second choice.
 
-All further words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
+Further words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
 """
 _LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))|([a-z])(?=[*_$]*[.!]*\s*$)){_CLOSED}{_GOES_ON}"
 _IS = r"(?i:\s+(?:is|(?:should|must|would|has\s+to)\s+be)\b(?:\s+(?:clearly|therefore|thus|then|either|both)\b)?)"
@@ -45,17 +45,16 @@ _STATED = re.compile(
     r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
 )
-"""Regular expression of a text stating the answer: `the answer is (B)`. A mention (`since option A, ...`) does not
-match."""
+"""Matches a text stating the answer: `the answer is (B)`, but not a mention (`since option A, ...`)."""
 _CALLED_RIGHT = re.compile(
     rf"(?:(?i:so|thus|therefore|hence),?\s+)?(?i:(?:option|choice|answer)\s+)?{_OPENED}([A-Z]){_CLOSED}"
     r"\s+is\s+(?i:(?:(?:the|my)\s+)?(?:(?:(?:final\s+)?answer|(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)))"
     r"[\s*_$]*[.!]*"
 )
-"""Regular expression of a whole line that calls a choice right: `So option (B) is the correct answer.`"""
+"""Matches a whole line that calls a choice right: `So option (B) is the correct answer.`"""
 _LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
 _STATED_TEXT = re.compile(rf"\b(?i:answer|choice|option)\b(?:{_IS}(?:[\s*_]*+[:=])?|[\s*_]*+[:=])(.*)")
-"""Regular expression of a text stating the answer in other words than a letter: `the answer is blue`."""
+"""Matches a text stating the answer without a letter: `the answer is blue`."""
 _BEFORE_STATED = r"(?:(?:or +not|that|if|whether|why|the|my|our|this|correct|right|best|final) +)*$"
 _SAID = (
     r"(?:accept|agree|believe|certain|claim|claiming|conclude|convinced|know|mean|say|saying|see|sure|think"
@@ -69,26 +68,26 @@ _NOT_STATED = re.compile(
     rf"|(?<!no )(?<!without )(?<!without a )\bdoubt +{_BEFORE_STATED}"
     rf"|(?<!is )(?<!'s )(?<!see )(?<!shows )(?<!explains )(?<!reason )\bwhy +{_BEFORE_STATED})"
 )
-"""Regular expression of words before a statement that make it a negation, a condition or a question.
+"""Matches words before a statement that make it a negation, a condition or a question.
 
-A negation further before is of another statement: `since A is not blue the answer is`.
+A negation further before belongs to another statement: `since A is not blue the answer is`.
 """
 _MAX_CHARACTERS_BEFORE = 100
 """Characters before a stated answer in which `_NOT_STATED` looks for a negation, a condition or a question."""
 _WITH_OWN_TEXT = re.compile(r"\(?([A-Z])\b\)?(?:[.:)]|\s+[-\u2013\u2014]+(?=\s))?\s+(.*)")
-"""Regular expression of a letter with a text after it, possibly the choice's text: `C - blue`, `(A) A and B`."""
+"""Matches a letter with a text after it, possibly the choice's text: `C - blue`, `(A) A and B`."""
 _BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
-"""Regular expression of signs between a stated letter and the choice's text."""
+"""Matches signs between a stated letter and the choice's text."""
 _WRONG = (
     r"[\s)*_]+(?:(?:,|and|or|[A-Z])\b[\s,]*)*+(?i:(?:is|are|was|seems|looks)\s+(?:\w+\s+)?"
     r"(?:wrong|incorrect|false|not)\b|(?:is|are|does|do)n't\b|does\s+not\b)"
 )
-"""Regular expression of words after a letter that call its choice wrong."""
+"""Matches words after a letter that call its choice wrong."""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
 _JOINED = r"(?i:or|and|/|&|as\s+well\s+as|plus|alternatively|then|maybe|perhaps|possibly|also|else)"
-"""Regular expression of a word joining a second choice to the first."""
+"""Matches a word joining a second choice to the first."""
 _CONTRASTED = r"(?i:(?:al)?though|but|while|however|yet)[\s,]*"
-"""Regular expression of a word before another choice, which is called right too, or wrong, or is described."""
+"""Matches a word before another choice, which is called right too, or wrong, or is described."""
 _TOO = r"[^.,;:\n]*\b(?i:also|too|equally|as\s+well)\b"
 _SECOND = re.compile(
     rf"[\s*_.():,;\]]*+(?:(?:{_JOINED}[\s,]*)+{_NAMED}(?!I\s+[a-z])[A-Z]\b(?!{_WRONG})"
@@ -98,29 +97,30 @@ _SECOND = re.compile(
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
-"""Regular expression of a text naming a second choice after the first.
+"""Matches a text naming a second choice after the first.
 
-It does not match choices called wrong (`B; A, C are wrong`) and the word I (`B, and I think`)."""
+Exceptions are choices called wrong (`B; A, C are wrong`) and the word I (`B, and I think`).
+"""
 _WITHDRAWAL = re.compile(
     r"(?:^|[.,;:!?\u2026\u2013\u2014(-])[\s*_]*(?i:(?:no|nope|sorry|oops|hm+|correction)(?=[\s*_]*[.,:;!\u2026-]|\s+wait\b)"
     r"|(?:wait|actually|on\s+(?:second\s+thoughts?|reflection)|scratch\s+that|i\s+(?:made\s+a\s+mistake|was\s+wrong))\b)"
     r"([^\n]*)"
 )
-"""Regular expression of words that withdraw a statement, with the rest of their line: `No, it is A`, `Actually, A`."""
+"""Matches words that withdraw a statement, with the rest of their line: `No, it is A`, `Actually, A`."""
 _MENTIONED = re.compile(
     rf"(?<![\w'])(?<!\bnot )(?<!than )(?<!instead of )(?!A\s+(?!is\b)[a-z])([A-Z])(?![\w'])(?!{_WRONG})"
 )
-"""Regular expression of a letter that is not the word A, and is not called wrong."""
+"""Matches a letter that is not the word A, and is not called wrong."""
 _EXAMINED = re.compile(
     r"\b(?i:(?:check|verify|test|try|consider|compare|exclude)(?:ing)?|with|about|at)\s+(?i:with\s+)?"
     r"(?i:(?:option|choice)\s+)?\(?[A-Z]\b\)?"
 )
-"""Regular expression of a choice that is looked at, and not named as the answer: `let me check B`."""
+"""Matches a choice that is looked at, and not named as the answer: `let me check B`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a question: their labels, and their texts if the record has them."""
+    """A question's choices: their labels, and their texts if the record has them."""
 
     labels: tuple[str, ...]
     texts: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Choices:
         return _LETTERS[: len(self.labels)]
 
     def letter(self, text: str) -> str | None:
-        """Return the letter of the choice that a text names by label, text or letter. None: no choice."""
+        """Return the letter of the choice with this label, text or letter, or None."""
         return self.by_label(text) or self.by_text(text) or self.by_letter(text)
 
     def by_label(self, text: str) -> str | None:
@@ -140,14 +140,14 @@ class Choices:
         return _letter_of_name(text, self.texts)
 
     def by_own_name(self, text: str) -> str | None:
-        """Return the letter of a choice if the text is its label, its text, or its letter and its text."""
+        """Return the letter of the choice if the text is its label, its text, or its letter and its text."""
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
         return self.by_label(text) or self.by_text(text) or self.by_text(plain) or self.by_letter_and_text(plain)
 
     def by_letter(self, text: str) -> str | None:
         """Return the letter of a choice if the text is this letter or begins with it.
 
-        None: the text begins with no choice's letter, or the text of another choice follows.
+        None: the text begins with no choice's letter, or another choice's text follows.
         """
         # "B!" is a letter, but "5!" is a choice's text.
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
@@ -163,7 +163,7 @@ class Choices:
         return choice.letter if self.by_text(choice.text) in (None, choice.letter) else None
 
     def by_letter_and_text(self, text: str) -> str | None:
-        """Return the letter of a choice if the text is this letter and the choice's own text: `C - blue`."""
+        """Return a choice's letter if the text is this letter and the choice's own text: `C - blue`."""
         match = _WITH_OWN_TEXT.fullmatch(text.strip())
         return match[1] if match and self.by_text(match[2]) == match[1] else None
 
@@ -239,9 +239,7 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
 
 
 def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
-    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or may mean two
-    choices.
-    """
+    """Return the letter of the gold choice. Raises ValueError for an answer that is no choice, or may mean two."""
     text = str(answer).strip()
     readings = {
         "letter": choices.by_label(text) or choices.by_letter(text),
@@ -264,7 +262,7 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
-    """Return the letter of the choice that a completion names at its end, like the reward. None: no choice."""
+    """Return the letter of the choice named at a completion's end, like the reward, or None."""
     return _read_choice(answering_text(text), choices_of(record, field, num_choices))
 
 
@@ -277,15 +275,15 @@ def check_record(
     gold: Gold | None = None,
     **kwargs: Any,
 ) -> None:
-    """Raise ValueError for a record without choices, or with a gold answer that is not one of them."""
+    """Raise ValueError for a record without choices, or with a gold answer that is no choice."""
     gold_choice(answer, choices_of(record, field, num_choices), gold)
 
 
 def _read_choice(text: str, choices: Choices) -> str | None:
     """Return the letter of the choice that a completion answers with. None: no choice, or several.
 
-    The answer is read from the first of these in the completion: a box or tags, a last line that calls a choice right,
-    a stated answer, a last line with only an answer.
+    The first of these in the completion counts: a box or tags, a last line that calls a choice right, a stated answer,
+    a last line with only an answer.
     """
     text = with_ascii_signs(without_thoughts(text))
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
@@ -306,9 +304,7 @@ def _read_choice(text: str, choices: Choices) -> str | None:
 
 
 def _last_statement(text: str, choices: Choices) -> re.Match[str] | None:
-    """Return the last statement of a letter. Letters that are not choices, as in `the answer is I think`, are
-    skipped.
-    """
+    """Return the last statement of a choice's letter. `the answer is I think` states no choice."""
     statements = (
         match for match in _STATED.finditer(text) if _letter_of(match) in choices.letters and _is_asserted(match)
     )
@@ -322,7 +318,7 @@ def _is_asserted(statement: re.Match[str]) -> bool:
 
 
 def _read_agreeing_letter(text: str, statement: re.Match[str], choices: Choices) -> str | None:
-    """Return the letter that a statement such as `the answer is C` names.
+    """Return the letter in a statement such as `the answer is C`.
 
     None: it names a second choice too, or the text of another choice follows the letter (`C, red`, where red is B).
     """
@@ -342,7 +338,7 @@ def _letter_of(statement: re.Match[str]) -> str:
 
 
 def _letter_of_name(text: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the choice in `names` that equals `text`. None: no name is equal, or several are."""
+    """Return the letter of the only choice in `names` that equals `text`, or None."""
     plain = _strip_marks(text).casefold()
     plain_names = [_strip_marks(name).casefold() for name in names]
     return _LETTERS[plain_names.index(plain)] if plain_names.count(plain) == 1 else None

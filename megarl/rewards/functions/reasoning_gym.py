@@ -1,6 +1,6 @@
 """Rewards by the scorers of reasoning-gym: `reasoning_gym.TASK`, or `reasoning_gym` for the task of each record.
 
-This module has an attribute for every task: the reward function of the task.
+This module has each task's reward function as an attribute.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from megarl.types import ConfigError, Reward
 Place = Literal["tags", "boxed", "text"]
 
 _MAX_CHARACTERS = 20_000
-"""Maximum characters of an answer; a longer answer scores zero. The time of some scorers grows with a power of the
-length.
-"""
+"""Maximum characters of an answer; a longer answer scores zero. Some scorers take time in a power of the length."""
 
 _BOARDS = ("arc_agi", "rearc")
-"""Tasks whose scorers compare tuples. JSON stores tuples as lists, so lists are converted back for them."""
+"""Tasks whose scorers compare tuples. JSON made lists of them, to be converted back."""
 
 
 def reasoning_gym(
@@ -88,7 +86,7 @@ def __getattr__(name: str) -> Callable[..., Reward]:
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError for a task that reasoning-gym does not have."""
+    """Raise ConfigError for a task unknown to reasoning-gym."""
     _check_installed()
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -133,7 +131,7 @@ def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def task_of(record: Mapping[str, Any]) -> str:
-    """Return the reasoning-gym task named by a record. Raises ValueError if it names none."""
+    """Return the reasoning-gym task named by a record. Raises ValueError if there is none."""
     metadata = metadata_of(record)
     task = None if metadata is None else metadata.get("source_dataset")
     if not isinstance(task, str):
@@ -156,9 +154,7 @@ def check_metadata(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> Non
 
 
 def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags", **kwargs: Any) -> str | None:
-    """Return the final answer of a completion, like the reward; None without one. Raises ValueError for an unknown
-    `place`.
-    """
+    """Return the final answer of a completion, like the reward, or None. Raises ValueError for an unknown `place`."""
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
@@ -195,9 +191,8 @@ def _score(
 
 
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
-    """Raise ValueError if the task's scorer would evaluate unsafe text of a record.
-
-    Records are as untrusted as answers.
+    """Raise ValueError if the task's scorer would evaluate unsafe text of a record: records are as untrusted as
+    answers.
     """
     metadata = entry["metadata"]
     checks = {
@@ -226,7 +221,7 @@ def _dataset(task: str, config: str) -> Any:
 
 
 def _restore_keys(value: Any) -> Any:
-    """Return metadata with the whole-number keys that JSON turned into texts."""
+    """Return metadata with whole-number keys: JSON turned them into texts."""
     if isinstance(value, Mapping):
         keys = list(value)
         are_numbers = bool(keys) and all(isinstance(key, str) and key.lstrip("-").isdecimal() for key in keys)

@@ -31,10 +31,10 @@ _IN_BASE = re.compile(r"([0-9][0-9A-F]*|[0-9A-F]{2,}(?=_\{?16\b))_\{?(?:\\text\s
 def agreement(prediction: str, answer: str) -> float:
     r"""Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for meaningless braces, else 0.
 
-    Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
-    letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be
-    parsed, or one exceeds the limits of size, both are compared as texts, ignoring spaces, meaningless braces and case.
-    An empty prediction never agrees.
+    Both are LaTeX or plain text, with or without \boxed{}. Equal texts agree. Choices are compared by letter, plain
+    numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be parsed, or one
+    exceeds the limits of size, both are compared as texts, ignoring spaces, meaningless braces and case. An empty
+    prediction never agrees.
     """
     # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
@@ -62,7 +62,7 @@ def _formula_agreement(prediction: str, answer: str) -> float:
     gold, words = _gold_formula(answer)
     predicted_tree = _formula(prediction, words)
     if gold is None or predicted_tree is None:
-        # Both are words, or not understood, so only the spelling can be compared.
+        # Both are words or unknown text, so only the spelling can be compared.
         if all(tree is None or _is_word(tree) for tree in (gold, predicted_tree)):
             return float(is_same_text(prediction, answer))
         return 0.5 if predicted_tree is None and is_same_without_stray_braces(prediction, answer) else 0.0
@@ -84,14 +84,14 @@ def _is_word(tree: Node) -> bool:
 # Many completions are compared with the same gold answer, so its parsed form is cached.
 @lru_cache(maxsize=256)
 def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
-    """Parse a gold answer as a quantity. Returns the quantity (None: another answer) and the names of its unit."""
+    """Parse a gold answer as a quantity. Returns the quantity or None, and the names of its unit."""
     quantity = read_quantity(answer)
     return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
 
 
 @lru_cache(maxsize=256)
 def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
-    """Parse a gold answer as a formula. Returns its tree (None: not a formula) and the names of its unit."""
+    """Parse a gold answer as a formula. Returns its tree or None, and the names of its unit."""
     tree = _formula(answer, None)
     return tree, tree.value.names if tree is not None and tree.kind == "quantity" else _NO_WORDS
 
@@ -103,7 +103,7 @@ def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -
 
 
 def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
-    """Return other ways to parse both texts, as pairs of trees (gold, prediction).
+    """Return further pairs of trees (gold, prediction) that the texts may mean.
 
     A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one.
     """

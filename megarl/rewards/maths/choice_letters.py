@@ -18,33 +18,33 @@ _WITH_TEXT = re.compile(
     r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
     re.DOTALL,
 )
-"""Regular expression of a choice's letter with a mark and a blank, followed by the choice's text.
+"""Matches a choice's letter with a mark and a blank, followed by the choice's text.
 
-It does not match text that continues a formula, like `(N) (N-1)`. After a bracket without a blank only a plain
-number or a word may follow: `(C)12`, `(C)blue`.
+It does not match a formula like `(N) (N-1)`. After a bracket without a blank only a plain number or a word may follow:
+`(C)12`, `(C)blue`.
 """
 ALSO_RIGHT = (
     r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
     r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
 )
-"""Regular expression of a text calling a second choice right too: `C is also correct`."""
+"""Matches a text that calls a second choice right too: `C is also correct`."""
 _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
     r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
     rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
 )
-"""Regular expression of a text naming a second choice after the first. It excludes lists of statements: `I, II`."""
+"""Matches a text naming a second choice after the first, except lists of statements: `I, II`."""
 
 
 class NamedChoice(NamedTuple):
-    """A choice as an answer names it: its letter, and the choice's text ("" if the answer has none)."""
+    """A choice as an answer names it: its letter, and its text ("": none)."""
 
     letter: str
     text: str = ""
 
 
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
-    """Return whether two answers name the same letter of a choice, and the same text if both have a text.
+    """Return whether two answers name the same choice's letter, and the same text if both have a text.
 
     None: an answer names no letter, or both are plain letters without text or brackets.
     """
@@ -56,9 +56,9 @@ def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, 
 
 
 def read_choice(text: str) -> NamedChoice | None:
-    """Return the letter of the choice that a text names, and the choice's text ("" if missing).
+    """Return the choice that a text names. None: no letter, or several.
 
-    The letter stands alone, in brackets, or before a mark and the choice's text. None: no letter, or several.
+    The letter stands alone, in brackets, or before a mark and the choice's text.
     """
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)

@@ -1,6 +1,5 @@
-r"""Numbers at a position of a text: `1,234.5`, `1.5e3`, `0.1\overline{6}`, `0.1666...`, `1A_{16}`.
-
-`quantities` and `formulas` read numbers by these functions. Only ASCII digits are read.
+r"""Numbers at a position of a text: `1,234.5`, `1.5e3`, `0.1\overline{6}`, `0.1666...`, `1A_{16}`. Only ASCII digits
+count.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ MAX_DIGITS = 1000
 
 COMMA = ","
 ANY_SEPARATOR = r"(?:,\\!|,|\{,\}|\\!|\\,|\\ | |~)"
-"""Regular expressions of separators of thousands: only a comma, or all of LaTeX's separators."""
+"""Matches separators of thousands: only a comma, or all of LaTeX's separators."""
 
 _EXPONENT = r"(?:(?<=[\d.])[eE](?P<exponent>[+-]?\d+)(?![\d.A-Za-z]))?"
 _REPEATING = re.compile(
@@ -34,11 +33,11 @@ _BASE_NAMES = {
 
 
 class NotMathematicsError(ValueError):
-    """Raised for a text that the parser does not know as a formula, or that exceeds the limits of size."""
+    """Raised for a text that is not a known formula, or exceeds the limits of size."""
 
 
 def read_number(text: str, position: int, separator: str | None = None) -> tuple[Fraction, int] | None:
-    """Return the unsigned number at `position` and the position after it. None: no number.
+    """Return the unsigned number at `position` and the position after it, or None.
 
     `separator` is the regular expression of separators of thousands; None: no separators. Raises NotMathematicsError
     beyond MAX_DIGITS.
@@ -61,7 +60,7 @@ def read_number(text: str, position: int, separator: str | None = None) -> tuple
 
 
 def read_based_number(text: str, position: int) -> tuple[Fraction, int] | None:
-    """Return the number with a base at `position`, as in `101_2`, and the position after it. None: no such number.
+    """Return the number with a base at `position`, as in `101_2`, and the position after it, or None.
 
     Raises NotMathematicsError beyond MAX_DIGITS, and for digits outside the base.
     """

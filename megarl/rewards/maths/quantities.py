@@ -32,7 +32,7 @@ _SLASH = re.compile(r"\s*/\s*")
 _SPACES_OF_MIXED_NUMBER = re.compile(r"\s*(?=\\frac)|\s+")
 _SIGN = re.compile(r"\s*([+-]?)\s*")
 _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
-"""Regular expression of text after a number, in a formula."""
+"""Matches text after a number, in a formula."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
 _CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"), ("¥", "yen"), ("₹", "rupee"))
@@ -45,17 +45,17 @@ _UNIT_STEP = re.compile(
     r"(?:(?:^|,|\band\b|(?<=[\sA-Za-z.]))\s*)(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<unit>[A-Za-z]+)\b\.?\s*",
     re.ASCII,
 )
-"""Regular expression of one part of a quantity in several units: `and 30 min`."""
+"""Matches one part of a quantity in several units: `and 30 min`."""
 _AMOUNT = re.compile(r"\s*([A-Za-z¢€£¥₹]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
-"""Regular expression of a currency, optionally followed by `each`, `per` or `/` and the bought thing."""
+"""Matches a currency, optionally followed by `each`, `per` or `/` and the bought thing."""
 
 
 @dataclass(frozen=True)
 class Quantity:
     """An exact number with or without a unit.
 
-    `money` is the currency of a price, as in `$5 per hour`. `smallest` is the last unit of a quantity in several units
-    (`2 h 30 min`); the number is in the first unit.
+    `money` is the currency of a price, as in `$5 per hour`. `smallest` is the last of several units (`2 h 30 min`); the
+    number is in the first unit.
     """
 
     number: Fraction
@@ -114,7 +114,7 @@ def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quant
 
 
 def _read_several_units(text: str) -> Quantity | None:
-    """Parse a quantity in descending units of one kind: `2 h 30 min`, `5 feet 6 inches`. None: any other text."""
+    """Parse a quantity in descending units of one kind, or return None: `2 h 30 min`, `5 feet 6 inches`."""
     if not _SEVERAL_UNITS.search(text):
         return None
     words = _SPACES.sub(" ", plain_text(text)).strip()
@@ -140,7 +140,7 @@ def _read_several_units(text: str) -> Quantity | None:
 def _read_amount(
     number: Fraction, currency: Unit | None, text: str, unit_words: Collection[str] | None
 ) -> Quantity | None:
-    """Return a number as a price for something. None: the text after the number does not make it a price.
+    """Return a number as a price for something, or None if the text after the number does not make it a price.
 
     After a currency, or if a currency sign precedes the number, these are prices: `per hour`, `/hour`, `an hour`,
     `bought_unit`.
@@ -169,10 +169,9 @@ def _currency_named(word: str) -> Unit | None:
 
 
 def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
-    """Return whether a predicted quantity equals the gold answer, exactly.
+    """Return whether a predicted quantity equals the gold answer exactly.
 
-    If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
-    compared.
+    If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, only the numbers count.
     """
     # 2 h 30 min needs its units as gold answer. As prediction it also equals 2.5 and 150.
     if gold.smallest and not prediction.unit:
@@ -207,7 +206,7 @@ def without_currency(text: str) -> tuple[str, Unit | None]:
 
 
 def _read_number(text: str) -> tuple[Fraction, int] | None:
-    """Return the number at the start of a text, and the position after it. None: no number."""
+    """Return the number at the start of a text and the position after it, or None."""
     sign = _SIGN.match(text)
     assert sign is not None
     try:
@@ -244,7 +243,7 @@ def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
 
 
 def _read_mixed_number(text: str, position: int) -> tuple[Fraction, int] | None:
-    """Return the fraction of a mixed number like `3 1/2`. Its whole part ends at `position`. None: no mixed number."""
+    """Return the fraction of a mixed number like `3 1/2`, or None. Its whole part ends at `position`."""
     spaces = _SPACES_OF_MIXED_NUMBER.match(text, position)
     if spaces is None:
         return None

@@ -1,4 +1,4 @@
-"""Normalisation of LaTeX and Unicode, which write the same thing in many ways, and comparison of answers as text."""
+"""Normalisation of LaTeX and Unicode, with many spellings of the same thing, and comparison of answers as text."""
 
 # ruff: noqa: RUF001
 
@@ -17,7 +17,7 @@ _ASCII_SIGNS = (
     | {0x1D7CE + place: 0x30 + place % 10 for place in range(50)}
     | dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212, 0xFE63), "-")
 )
-"""Full-width signs, digits of mathematical fonts and signs for minus, each with its ASCII sign."""
+"""Full-width signs, digits of mathematical fonts and minus signs, each with its ASCII sign."""
 _WRITTEN_OTHERWISE = {
     "\u00d7": r"\times ", "\u2022": r"\cdot ", "\u22c5": r"\cdot ", "…": r"\ldots ",
     "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "′": "'", "″": "''",
@@ -54,7 +54,7 @@ _SPELLING = re.compile(
     r"\\not ?=|\\(?:begin|end)\{(?:bmatrix|smallmatrix)\}"
     r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>]=|[^\x00-\x7f]"
 )
-"""Regular expression of anything with a normalised spelling: a whole command, or a sign outside ASCII."""
+"""Matches anything with a normalised spelling: a whole command, or a sign outside ASCII."""
 TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|boldsymbol|bm"
 )
@@ -65,7 +65,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?=[^\s{])")
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 _THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
-"""Regular expression of separators of thousands that cannot separate items of a list."""
+"""Matches separators of thousands that cannot separate items of a list."""
 _SPACE = re.compile(r"\\[,! ]|~|\s+")
 _POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
 _EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
@@ -87,7 +87,7 @@ _STYLE = re.compile(
     r"|(?P<text>emph|textnormal|textup|textsc|textmd)(?=\s*\{)"
     r"|(?P<bold>mathbf|boldsymbol|bm)\s+(?P<letter>[A-Za-z])(?![A-Za-z]))"
 )
-r"""Regular expression of commands for the look of a formula: colours, sizes, fonts, underlines, blanks.
+r"""Matches commands for the look of a formula: colours, sizes, fonts, underlines, blanks.
 
 They have no meaning, with two exceptions: `emph` contains words, and a bold letter, as in \mathbf u, is a vector.
 """
@@ -97,18 +97,18 @@ _ANNOUNCEMENT = re.compile(
     r"(?:\s+(?:is|equals)\b\s*:?|\s*:)\s*(\})?\s*",
     re.IGNORECASE,
 )
-"""Regular expression of words announcing an answer: `The answer is`, `Final answer:`."""
+"""Matches words announcing an answer: `The answer is`, `Final answer:`."""
 _NAMED_VALUE = re.compile(
     r"^(?:\\text\s*\{\s*)?the\s+([A-Za-z][A-Za-z ]{2,60}?)\s+is(?:\s*\}\s*|\s+(?=[^{}]*$))(?=[-+.(\[\\$\d])",
     re.IGNORECASE,
 )
-"""Regular expression of words naming an answer: `The area is`."""
+"""Matches words naming an answer: `The area is`."""
 _NAMED_SET = re.compile(
     r"(?:\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?P<all>all\s+(?:real\s+numbers|reals))"
     r"|(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)(?:\s+exists?)?)\s*\.?\s*\}?",
     re.IGNORECASE,
 )
-"""Regular expression of words for the set of all real numbers, or for the empty set."""
+"""Matches words for the set of all real numbers, or for the empty set."""
 _DOES_NOT_EXIST = re.compile(r"(?:the\s+limit\s+)?(?:does\s+not|doesn't)\s+exist|D\.?N\.?E", re.IGNORECASE)
 _BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
 _DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
@@ -117,14 +117,14 @@ _MERIDIEM = re.compile(
     r"(?<=\d)(?:\s|\\[,; ]|~)*(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?"
     r"(?:([AaPp])(?:[Mm]|\.\s?[Mm]\.?)|(noon)|(midnight))(?![A-Za-z])\s*\}?"
 )
-"""Regular expression of `AM`, `p.m.` or `noon` after a number."""
+"""Matches `AM`, `p.m.` or `noon` after a number."""
 _DOMAIN = re.compile(
     r"(?:\(\s*(?P<name>[A-Za-z])\s*\\in\s*(?P<set>\\mathbb\s*(?:\{[A-Z]\}|[A-Z]))\s*\)$"
     r"|,?\s*\\text\s*\{\s*,?\s*(?:where|for|with)\s*\}\s*(?=[A-Za-z]\s*\\in(?![A-Za-z])))"
 )
-"""Regular expression of a parameter's values in brackets, or of the word before these values."""
+"""Matches a parameter's values in brackets, or the word before these values."""
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
-"""Regular expression of a brace with a meaning: around an index, an exponent, or a command's argument."""
+"""Matches a brace with a meaning: around an index, an exponent, or a command's argument."""
 
 
 def normalize(text: str) -> str:
@@ -159,10 +159,7 @@ def normalize(text: str) -> str:
 
 
 def with_ascii_signs(text: str) -> str:
-    """Return the text with ASCII digits, letters and minus signs instead of full-width and typographic ones.
-
-    The text keeps its length.
-    """
+    """Replace full-width and typographic digits, letters and minus signs by ASCII. The text keeps its length."""
     return text if text.isascii() else text.translate(_ASCII_SIGNS)
 
 
@@ -286,7 +283,7 @@ def plain_text(text: str) -> str:
 
 
 def is_within_caps(text: str) -> bool:
-    """Return whether a text is small enough to evaluate, by length, nesting, powers, factorials and binomials."""
+    """Return whether a text is small enough to evaluate: length, nesting, powers, factorials and binomials."""
     if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
         return False
     towers = _POWER_TOWER.findall(text)

@@ -29,11 +29,11 @@ class Unit:
 
     @property
     def power_of_any(self) -> int:
-        """Return the power of a unit that is not named: 2 for square units. 0: the unit is named."""
+        """Return the power of an unnamed unit: 2 for square units. 0: the unit is named."""
         return self.dimensions[0][1] if len(self.dimensions) == 1 and self.names == {_ANY_UNIT} else 0
 
     def may_be(self, other: Unit) -> bool:
-        """Return whether two units, of which one or both are not named, can be the same."""
+        """Return whether two units, at least one unnamed, can be the same."""
         powers = {self.power_of_any, other.power_of_any} - {0}
         lengths = {power for unit in (self, other) for base, power in unit.dimensions if unit.names == {"metre"}}
         # "12 units" is often written for an area, but "12 cubic units" is not one.
@@ -49,8 +49,8 @@ class Unit:
 def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[bool, Unit | None]:
     """Return whether a text is a unit, and the unit.
 
-    The unit is None for words that do not change the number ("th" of "5th"). Words in `unit_words` (singular)
-    count as units of their own. With None every word does, except words that change a number, like "halves" or "about".
+    The unit is None for words that do not change the number ("th" of "5th"). Words in `unit_words` (singular) count as
+    units. With None every word does, except words that change a number, like "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -113,7 +113,7 @@ _UNIT_PART = re.compile(
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
-    """Yield (word, exponent) for each word of a unit. A word of None: the text is not part of a unit."""
+    """Yield (word, exponent) for each word of a unit. A word None: the text is not a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
@@ -184,7 +184,7 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     april june july august september october november december jan feb mar apr jun jul aug sep sept oct nov dec
     """.split()  # noqa: SIM905
 )
-"""Words after a number that are not units. They change the number (half), or show that the text is not a quantity."""
+"""Words after a number that are not units: they change the number (half), or belong to a sentence."""
 _COUNTED = set(
     """
     apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel

@@ -28,14 +28,12 @@ PARAMETERS = {
     "correct_score": "float: reward.correct_score",
     "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
 }
-"""Values of a sample that a reward function can get, by the parameter's name: type and meaning."""
+"""Values of a sample for a reward function, by the parameter's name: type and meaning."""
 
 _RECIPE_PARAMETERS = ("correct_score",)
-"""Parameters that get a value of the recipe's section `reward`. A function's `kwargs` in the recipe may override
-them.
-"""
+"""Parameters set by the recipe's section `reward`. A function's `kwargs` may override them."""
 _SANDBOX = "sandbox"
-"""Name of the parameter for the sandbox. `**rest` does not get the sandbox, because a machine may lack one."""
+"""Parameter for the sandbox. `**rest` does not get the sandbox, because a machine may lack one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +61,7 @@ class Sample:
         turn: int,
         is_in_thoughts: bool,
     ) -> Sample:
-        """Return the sample of a completion. `turn` counts the attempt's completions from 1.
-
-        `is_in_thoughts`: the completion ends before its thoughts are closed.
-        """
+        """Return the sample of a completion. `turn` counts the attempt's completions from 1."""
         return cls(
             completion_text,
             problem.answer,
@@ -84,7 +79,7 @@ class Sample:
         return self.is_in_thoughts or ends_in_thoughts(self.completion_text)
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
-        """Return the values of the sample for the parameters `names`, by name."""
+        """Return the sample's values for the parameters `names`, by name."""
         completion = {"role": "assistant", "content": self.completion_text}
         values = {
             "completion_text": self.completion_text,
@@ -113,15 +108,14 @@ class BoundFunction:
     positional: Mapping[str, Any]
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]
-    """Keyword arguments set by the recipe for the function."""
+    """The recipe's keyword arguments for the function."""
     record_fields: Sequence[str] = ()
-    """Fields that each record must have for the function."""
+    """Fields that each record needs for the function."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Call the function with a sample's values and return its result. Values that match no parameter are
-        ignored.
+        """Call the function with a sample's values and return its result. Values without a parameter are ignored.
 
-        The function gets copies: what it writes into them reaches no other function and no later call.
+        The function gets copies, so changes reach no other function and no later call.
         """
         keywords = {name: value if name == _SANDBOX else deepcopy(value) for name, value in self._keywords(values)}
         arguments = [keywords.pop(name, default) for name, default in self.positional.items()]

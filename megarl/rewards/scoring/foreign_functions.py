@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def result_of(value: Any) -> Any:
-    """Return the result of a call. An asynchronous function's call is awaited, in the event loop of the process."""
+    """Return a call's result. An asynchronous call is awaited in the process's event loop."""
     if not inspect.isawaitable(value):
         return value
 
@@ -33,7 +33,7 @@ def result_of(value: Any) -> Any:
 
 @cache
 def _runner() -> Runner:
-    """Return the event loop of all calls: a function may keep a client, whose connections belong to their loop."""
+    """Return the event loop of all calls: a function's client has connections that belong to one loop."""
     # Imported here, because a reward process starts faster without it.
     from asyncio import Runner
 
@@ -41,32 +41,28 @@ def _runner() -> Runner:
 
 
 Parameters = Mapping[str, inspect.Parameter]
-"""Parameters of a function by name, without `*rest` and `**rest`."""
+"""A function's parameters by name, without `*rest` and `**rest`."""
 _IS_REQUIRED = inspect.Parameter.empty
 
 
 class ForeignFunction(Protocol):
-    """A reward function of another program. It is called with the sample's values in `needs`, and the recipe's
-    kwargs.
-    """
+    """A reward function of another program, called with the sample's values in `needs` and the recipe's kwargs."""
 
     needs: ClassVar[frozenset[str]]
-    """Names of the sample's values that a call needs; keys of `calling.PARAMETERS`."""
+    """Names of the sample's values in a call; keys of `calling.PARAMETERS`."""
     reserved: ClassVar[frozenset[str]]
-    """Parameters that get a value of the sample. The recipe's kwargs must not set them."""
+    """Parameters with a value of the sample: the recipe's kwargs must not set them."""
 
     def unknown(self, kwargs: Collection[str]) -> list[str]:
-        """Return the required parameters that get a value neither from a sample nor from `kwargs`."""
+        """Return the required parameters without a value from a sample or from `kwargs`."""
         ...
 
     def record_fields(self, kwargs: Collection[str]) -> list[str]:
-        """Return the fields that each record must have, because required parameters read them."""
+        """Return the record fields that required parameters read."""
         ...
 
     def __call__(self, **values: Any) -> Any:
-        """Score a sample. `values` are the sample's values under megarl's names (`completion_text`, `answer`, `record`,
-        ...).
-        """
+        """Score a sample. `values` have megarl's names (`completion_text`, `answer`, `record`, ...)."""
         ...
 
 
@@ -134,7 +130,7 @@ class TrlFunction:
         prompt_messages: Sequence[Mapping[str, Any]],
         **kwargs: Any,
     ) -> Any:
-        """Call the function with a batch of one completion. Returns its score."""
+        """Call the function with a batch of one completion, and return its score."""
         prompt = record.get("prompt")
         if isinstance(prompt, str) and any(message.get("content") == prompt for message in prompt_messages):
             batch_of_one = {"prompts": [prompt], "completions": [completion_text]}
@@ -155,15 +151,15 @@ class TrlFunction:
 
 
 _TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
-"""Columns of a data set with the sample itself. TRL does not pass them as columns."""
+"""Columns with the sample itself. TRL does not pass them as columns."""
 _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Parameters for which TRL has values and megarl has none."""
+"""Parameters that TRL can set and megarl cannot."""
 
 
 def foreign_function(
     function: Callable[..., Any], parameters: Parameters, *, takes_any: bool
 ) -> ForeignFunction | None:
-    """Return a callable of samples for a function with verl's or TRL's signature; None for any other function."""
+    """Return a callable of samples for a function with verl's or TRL's signature, else None."""
     if "solution_str" in parameters:
         return VerlFunction(function, parameters)
     if "completions" in parameters:
@@ -172,7 +168,7 @@ def foreign_function(
 
 
 def check_record_field(name: str, record: Collection[str]) -> None:
-    """Raise ValueError if a record lacks the field of a required parameter `name`."""
+    """Raise ValueError if a record lacks the field of the required parameter `name`."""
     if name not in record:
         raise ValueError(
             f"the record has no field {name!r}, which the function's parameter {name} takes; add it to the record, or "
@@ -197,13 +193,13 @@ def _convert_verl_score(result: Any) -> Any:
     return FunctionScore(
         result["score"],
         answer_correct=bool(accuracy) if accuracy in (True, False) else None,
-        # verl only prints the others, such as the text of the answer.
+        # verl only prints all other values, such as the answer's text.
         metrics={name: float(value) for name, value in result.items() if name != "score" and isinstance(value, Real)},
     )
 
 
 def _convert_trl_score(result: Any) -> Any:
-    """Return the single item of TRL's list of scores."""
+    """Return the only item of TRL's list of scores."""
     scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, list | tuple) or len(scores) != 1:
         raise TypeError(

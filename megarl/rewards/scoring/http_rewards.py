@@ -49,7 +49,7 @@ METRICS = (
 
 _COUNTED = tuple(row.name.rpartition("/")[2] for row in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
-"""Purpose that counts of server calls belong to: `training` or `evaluation`. Both may run at once."""
+"""Purpose to which server calls are counted: `training` or `evaluation`. Both may run at once."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 
@@ -76,7 +76,7 @@ class FailedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _NoScore:
-    """A call to a scoring server that returned no score: the kind of failure and its text."""
+    """A failed call to a scoring server: the kind of failure and its text."""
 
     kind: Failure
     text: str
@@ -94,14 +94,14 @@ class ServedReward(Generic[Config]):
     """
 
     path = ""
-    """Path of the service, appended to the url in the recipe."""
+    """Path of the service, appended to the recipe's url."""
     left_out_path = ""
-    """Ending to remove from the url before `path` is appended."""
+    """Ending of the url that is removed before `path` is appended."""
     amount_names: tuple[str, ...] = ()
-    """Names of the quantities that `amounts` can return, for example prompt_tokens."""
+    """Names of the quantities in `amounts`, for example prompt_tokens."""
 
     def __init__(self, name: str, config: Config) -> None:
-        """Create the reward. Raises ConfigError for an invalid url, or if the key's environment variable is missing."""
+        """Raises ConfigError for an invalid url, or if the key's environment variable is missing."""
         self.name, self.config = name, config
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -141,11 +141,11 @@ class ServedReward(Generic[Config]):
         """Raise ValueError if a record lacks a field that the request needs."""
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a sample, if no call of the server is needed; else None."""
+        """Return the score of a sample that needs no call of the server, else None."""
         return None
 
     async def score(self, sample: Sample) -> FunctionScore:
-        """Return the score of a completion. Failed calls are retried. Raises ServerFailedError if all calls fail."""
+        """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
         if (known_score := self.score_unasked(sample)) is not None:
             return known_score
         self._adopt_loop()
@@ -157,7 +157,7 @@ class ServedReward(Generic[Config]):
         while num_calls < self.config.max_tries and not failure.is_final:
             if num_calls:
                 self._count("retries")
-                # Random pauses: requests that failed together must not all return together.
+                # Random pauses, so that requests that failed together do not retry together.
                 wait = max(pause * (1 + self._random.random()), failure.wait_seconds)
                 await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
                 pause *= 2
@@ -261,7 +261,7 @@ class ServedReward(Generic[Config]):
     def _adopt_loop(self) -> None:
         """Create new connections and a new limit of concurrent calls if the event loop changed.
 
-        Connections and limits work in one event loop only.
+        Both work in one event loop only.
         """
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):
@@ -287,13 +287,13 @@ class ServedReward(Generic[Config]):
         return key
 
     def _address(self, parts: SplitResult) -> str:
-        """Return the URL of calls: the recipe's url with the service's path, before its query."""
+        """Return the URL of calls: the recipe's url with the service's path before its query."""
         path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
         return parts._replace(path=path, fragment="").geturl()
 
 
 def make_server_client(function: RewardFunctionConfig) -> ServedReward[Any]:
-    """Return the client of a scoring server named in a recipe. Raises ConfigError for unknown keyword arguments."""
+    """Return the client of a recipe's scoring server. Raises ConfigError for unknown keyword arguments."""
     kind = server_kind(function.name)
     assert kind is not None
     module, _, name = SERVED[kind].partition(":")

@@ -45,9 +45,9 @@ _LABEL = (
     r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
     r"[*_ ]{0,9}[:=])?"
 )
-"""Regular expression of the words allowed before a verdict. Any further word could reverse its meaning."""
+"""Matches the words allowed before a verdict. Any further word could reverse its meaning."""
 _PATTERN_SECONDS = 1.0
-"""Time limit in seconds for the recipe's regular expression. A slow one would block the event loop."""
+"""Time limit in seconds for the recipe's regular expression: a slow one would block the event loop."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
 METRICS = (
@@ -70,7 +70,7 @@ class Judge(ServedReward[JudgeConfig]):
     amount_names = ("prompt_tokens", "completion_tokens", "dollars", "unmetered")
 
     def __init__(self, name: str, config: JudgeConfig) -> None:
-        """Create the reward. Raises ConfigError for an unreadable prompt or an unknown placeholder in it."""
+        """Raises ConfigError for an unreadable prompt or an unknown placeholder in it."""
         super().__init__(name, config)
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}
@@ -90,7 +90,7 @@ class Judge(ServedReward[JudgeConfig]):
         }
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a completion that needs no call of the judge. None: call the judge.
+        """Return the score of a completion that needs no call of the judge, else None.
 
         A completion that ends inside its thoughts gets the lowest score, if a verdict means right or wrong.
         """
@@ -126,7 +126,7 @@ class Judge(ServedReward[JudgeConfig]):
         return (float(verdict) - low) / (high - low)
 
     def _verdict_text(self, text: str) -> str | None:
-        """Return the text of the verdict in a judge's answer. None: no verdict.
+        """Return the text of the verdict in a judge's answer, or None.
 
         Raises ValueError if matching the recipe's pattern takes too long.
         """
@@ -212,7 +212,7 @@ class Judge(ServedReward[JudgeConfig]):
             ) from None
 
     def _last_line(self) -> re.Pattern[str]:
-        """Return the regular expression of a last line with a verdict. The verdict is the first group."""
+        """Return the regular expression of a last line with a verdict, its first group."""
         # Longest first, so that a choice is not cut to a shorter one with the same beginning.
         words = sorted(map(re.escape, self.config.choices), key=len, reverse=True)
         verdict = _NUMBER if self.config.scale is not None else "|".join(words)
@@ -224,7 +224,7 @@ class Judge(ServedReward[JudgeConfig]):
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a record's field. Dots in the name lead into objects. Raises ValueError if it is missing."""
+    """Return a record's field. Dots in the name lead into objects. Raises ValueError for a missing field."""
     value: Any = record
     for part in (name,) if name in record else name.split("."):
         if not isinstance(value, Mapping) or value.get(part) is None:

@@ -40,7 +40,7 @@ METRICS = (
     MetricRow("reward/NAME/OWN", "own", "a metric of the function itself, mean over the samples with it"),
 )
 MAX_SOURCES = 50
-"""Maximum number of data sources with metrics of their own."""
+"""Maximum number of data sources with their own metrics."""
 _OTHER_SOURCES = "other"
 
 Item = TypeVar("Item")
@@ -50,7 +50,7 @@ MAX_ABSOLUTE_SCORE = 1e6
 
 
 def check_result(result: Any) -> FunctionScore | None:
-    """Convert a reward function's return value to a score; None if the function does not apply to the sample.
+    """Convert a reward function's return value to a score. None: the function does not apply to the sample.
 
     Raises TypeError or ValueError for an invalid value.
     """
@@ -92,7 +92,7 @@ def combine_scores(
     """Return a sample's reward: the weighted sum of the scores of all functions and servers that apply.
 
     The format is valid unless a function that judges it says no. The answer is right if all in `judges` say so, and
-    wrong if none of them applies. It has no verdict (None) without a judge, or if a judge's verdict is missing. Raises
+    wrong if none of them applies. Its verdict is None without a judge, or if a judge's verdict is missing. Raises
     ValueError if the sum is too large.
     """
     opinions = {name: score for name, score in scores.items() if score is not None}
@@ -127,12 +127,12 @@ def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging]
 def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
     """Return whether a reward function calls the answer right. None: its score is not a verdict.
 
-    A verdict in the function's result has precedence. Otherwise `judging` decides. `declared`: a score of at least
+    A verdict in the function's result comes first. Otherwise `judging` decides. `declared`: a score of at least
     `correct_score` means right. Any other value: score 1 means right, score 0 wrong.
     """
     if opinion.answer_correct is not None:
         return opinion.answer_correct
-    # A function declared as judge without a flag of its own judges by reaching the score of a right answer.
+    # Without a verdict of its own, a function declared as judge says right from the score of a right answer on.
     if judging == "declared":
         return opinion.score >= correct_score
     return verdict_by_value(opinion.score)
@@ -144,7 +144,7 @@ def verdict_by_value(score: float) -> bool | None:
 
 
 def read_scores(reply: Mapping[str, Any], names: Iterable[str]) -> dict[str, FunctionScore | None]:
-    """Return the scores in the reply of a reward process, by name of the functions `names`.
+    """Return the scores in a reward process's reply, by name of the functions `names`.
 
     Raises KeyError, TypeError or ValueError if the reply is invalid.
     """
@@ -183,7 +183,7 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Return `accuracy`, the share of right answers. If some have no verdict, return their share `unjudged` instead."""
+    """Return `accuracy`, the share of right answers, or `unjudged`, the share without a verdict, if any."""
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:
         return {"unjudged": verdicts.count(None) / len(verdicts)}
@@ -193,8 +193,8 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 def by_source_name(named_items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Group items by data source, under the source's name in metrics.
 
-    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have groups of their
-    own; all further items are in the group `other`.
+    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have their own
+    groups; all further items are in the group `other`.
     """
     groups: dict[str, list[Item]] = {}
     for name, item in named_items:
@@ -232,10 +232,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics of a reward function.
-
-    Raises TypeError or ValueError if they are not finite numbers by name.
-    """
+    """Return a reward function's metrics. Raises TypeError or ValueError if they are not finite numbers by name."""
     if not isinstance(metrics, Mapping) or not all(
         isinstance(name, str) and _is_number(value) for name, value in metrics.items()
     ):

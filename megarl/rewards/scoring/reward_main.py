@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import the reward functions. Returns (values and record fields that they need, function that scores).
+    """Import the reward functions. Returns (the values and record fields that they need, the function that scores).
 
     `settings` has the functions with their keyword arguments, and the sandbox. A sandbox is started only if a function
     needs one. Raises RefusedError if a function cannot be used.
@@ -42,8 +42,8 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 def _start_sandbox(settings: dict[str, Any]) -> AnySandbox:
-    """Start a sandbox with these settings and return it. Raises ConfigError or RefusedError if it does not work."""
-    # Here, because most reward functions need no sandbox, and its modules take a third of a process's start.
+    """Start a sandbox with these settings. Raises ConfigError or RefusedError if it does not work."""
+    # Imported only when needed: the sandbox's modules take a third of a process's start.
     from megarl.sandbox.sandbox import SandboxError, SandboxSettings
     from megarl.sandbox.sandbox_fusion import open_sandbox
 
@@ -71,6 +71,6 @@ def _answer(functions: dict[str, BoundFunction], values: dict[str, Any]) -> dict
 def _shorten_traceback() -> str:
     try:
         return traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
-    # Formatting may fail itself, for instance after a MemoryError or in an error's own __str__.
+    # Formatting may itself fail, for instance after a MemoryError or in an error's __str__.
     except BaseException as error:
         return f"{type(error).__name__} while the error was formatted"

@@ -1,4 +1,4 @@
-"""Pool of processes that run reward functions. A process is replaced if it fails or exceeds its time limit.
+"""Pool of processes that run reward functions. A process that fails or exceeds its time limit is replaced.
 
 A process scores one completion at a time, so killing it affects no other completion. The driver's event loop sends the
 requests to scoring servers.
@@ -41,7 +41,7 @@ METRICS = (
 
 
 _MAX_LOST = 2
-"""Number of processes that may end while scoring one completion. A process can be killed from outside, for example for
+"""Number of processes that may end while scoring one completion. A process may be killed from outside, for example for
 lack of memory, without any fault of the completion.
 """
 
@@ -94,9 +94,9 @@ class RewardPool:
     async def score(self, sample: Sample) -> Scored:
         """Return the reward of a sample: the weighted sum of all scores, with verdicts on format and answer.
 
-        Any number of calls may run concurrently; each waits for a free process. Raises ConfigError if a function cannot
-        be imported, and PeerLostError if the processes do not start or the pool is closed. If the call is cancelled,
-        its process is killed and replaced.
+        Calls may run concurrently; each waits for a free process. Raises ConfigError if a function cannot be imported,
+        and PeerLostError if the processes do not start or the pool is closed. A cancelled call's process is killed and
+        replaced.
         """
         outcome = self._combine(await self._collect_scores(sample))
         if failure := outcome.failure:
@@ -109,10 +109,7 @@ class RewardPool:
         return outcome
 
     async def record_fields(self) -> list[str]:
-        """Return the fields that each record must have, because parameters of the functions read them.
-
-        Raises the errors of `score`.
-        """
+        """Return the record fields that the functions' parameters read. Raises the errors of `score`."""
         async with self._processes.place() as place:
             return [str(name) for name in (await place.ready()).get("record_fields", ())]
 
@@ -128,7 +125,7 @@ class RewardPool:
         return Scored(Reward(0.0, False, verdict), failure, detail, is_left_out=settings.on_failure == "leave_out")
 
     async def _collect_scores(self, sample: Sample) -> FunctionScores:
-        """Return the scores of functions and servers, called concurrently. If both fail, the server's failure is
+        """Return the scores of functions and servers, called concurrently. Of two failures, the server's is
         returned.
         """
         if not self._servers:

@@ -21,12 +21,12 @@ from megarl.sandbox.sandbox import SandboxSettings
 from megarl.types import ConfigError, Judging, Reward, strongest
 
 _MEMORY_BYTES = 4 << 30
-"""Limit of the address space of a reward process, in bytes."""
+"""Limit of a reward process's address space."""
 _MAX_REPLY_BYTES = 64 << 10
 """Maximum bytes of a reply with scores or a shortened traceback."""
 
 Failure = Literal["error", "timeout", "parse_error"]
-"""Reason for a missing score: an error in scoring, a timeout, or a server's answer without a verdict."""
+"""Reason for a missing score. parse_error: a server's answer has no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Scored:
 
     @property
     def trajectory_reward(self) -> Reward | None:
-        """Return the reward, or None if scoring failed and the completion is left out."""
+        """Return the reward. None: the completion is left out."""
         return None if self.is_left_out else self.reward
 
 
@@ -58,12 +58,10 @@ class FunctionScores:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Settings of reward processes: functions, working folder, limits."""
-
     functions: tuple[RewardFunctionConfig, ...]
     correct_score: float
     timeout_seconds: float
-    """Limit of CPU seconds per completion, for the process together with its descendants."""
+    """Limit of CPU seconds per completion, for the process and its descendants."""
     wall_timeout_seconds: float
     """Limit of wall-clock seconds per completion."""
     search_path: tuple[str, ...]
@@ -75,11 +73,11 @@ class WorkerSettings:
     start_timeout_seconds: float = 300.0
     """Limit of wall-clock seconds for importing the reward functions."""
     served: tuple[RewardFunctionConfig, ...] = ()
-    """Rewards from scoring servers. The driver sends their requests itself."""
+    """Rewards from scoring servers. The driver sends their requests."""
     on_failure: Literal["zero", "leave_out"] = "zero"
     """Reward of completions whose scoring failed: zero, or none (left out)."""
     judges: Mapping[str, Judging] = field(default_factory=dict)
-    """How each function and server judges answers, by name. A name outside the table does not judge."""
+    """How each function and server judges answers, by name. A missing name does not judge."""
 
     @property
     def names(self) -> str:
@@ -92,7 +90,7 @@ class WorkerSettings:
 
 
 def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
-    """Return the settings of reward processes running in the current folder.
+    """Return the settings of reward processes in the current folder.
 
     The folder is an import path only if the recipe names functions of a module in it.
     """
@@ -116,7 +114,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
 
 
 def _is_in(folder: str, name: str) -> bool:
-    """Return whether `folder` has the top-level module of the reward function `name`. The module is not imported."""
+    """Return whether `folder` has the top-level module of the reward function `name`, without importing it."""
     if ":" not in name:
         return False
     with suppress(ConfigError):
@@ -126,7 +124,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    """Return the settings of a new reward process: functions, folders and limits."""
+    """Return a new reward process's functions, folders and limits."""
     start = {
         "functions": [{"name": function.name, "kwargs": function.kwargs} for function in settings.functions],
         "sandbox": asdict(settings.sandbox),
@@ -145,7 +143,7 @@ def server_settings(settings: WorkerSettings) -> ServerSettings:
 
 
 def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLimits:
-    """Return the time limits for scoring a completion, including the time of programs in the sandbox."""
+    """Return the time limits for scoring a completion, including programs in the sandbox."""
     seconds = settings.sandbox.total_timeout_seconds if has_sandbox else 0.0
     # Programs may wait for a CPU on a busy machine, so wall-clock time grows by a multiple.
     return RequestLimits(
@@ -155,7 +153,7 @@ def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLim
 
 
 def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: RequestLimits) -> FunctionScores:
-    """Return the scores in the answer of a reward process. Raises ValueError if the answer is not valid."""
+    """Return the scores in a reward process's answer. Raises ValueError for an invalid answer."""
     if "overdue" in answer:
         by_cpu = f"reward.timeout_seconds = {limits.cpu_seconds:g} CPU seconds"
         by_clock = f"reward.wall_timeout_seconds = {limits.wall_seconds:g} by the clock"

@@ -51,9 +51,7 @@ _DOTS = symbol("ldots")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of a predicted with a gold answer. Predicted numbers are multiplied by `factor` to convert their
-    unit.
-    """
+    """Comparison of a predicted with a gold answer. `factor` converts predicted numbers to the gold's unit."""
 
     factor: Fraction = Fraction(1)
 
@@ -68,7 +66,7 @@ class Comparison:
         prediction = with_shared_relation(expand_signs(drop_sign_of_approximation(prediction)))
         if gold == prediction and self.factor == 1:
             return True
-        # The sides of a relation and the items of a list are compared for themselves.
+        # Parts of relations, lists and sets are compared one by one below.
         if not {gold.kind, prediction.kind} & {"relation", "list", "set"}:
             by_digits = compare_digit_groups(gold, prediction)
             if by_digits is not None:
@@ -137,9 +135,7 @@ class Comparison:
         return is_equation(prediction) and self._names_or_holds(gold, prediction.parts)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
-        """Return whether two answers, at least one a list, are equal item by item. An equation counts with its
-        value.
-        """
+        """Return whether two answers, at least one a list, are equal item by item. `x = 5` counts as 5."""
         if gold.kind == prediction.kind == "list":
             return self._same_items(gold, prediction)
         if gold.kind == "relation" and is_equation(gold) and is_label(gold.parts[0]):
@@ -293,7 +289,7 @@ class Comparison:
         return gold_quotient is not None and quotient is not None and same_value(gold_quotient, quotient)
 
     def _is_proportion(self, golds: Sequence[Node], predictions: Sequence[Node]) -> bool:
-        """Return whether the parts of two ratios are proportional. Zeros must stand at the same places."""
+        """Return whether two ratios are proportional. Zeros must stand at the same places."""
         zeros = [exact(part) == 0 for part in golds]
         if zeros != [exact(part) == 0 for part in predictions]:
             return False
@@ -355,6 +351,6 @@ def _is_same_step(gold: Step, prediction: Step) -> bool:
 
 
 def _with_label_first(equation: Node) -> tuple[Node, Node]:
-    """Return the first and the last side of an equation. 5 = x is read as x = 5."""
+    """Return the first and last side of an equation. 5 = x is read as x = 5."""
     left, right = equation.parts[0], equation.parts[-1]
     return (right, left) if is_label(right) and not is_label(left) else (left, right)

@@ -1,4 +1,4 @@
-"""Comparison of clock times, dates, ranges and codes: numbers with signs between them that are not arithmetic.
+"""Comparison of clock times, dates, ranges and codes: numbers joined by signs that are not arithmetic.
 
 The same text may also be a formula: 3:10 may be a time or a ratio, 10-2 a range or a difference. So a comparison has
 three results: equal, different, or None (compare them as formulas).
@@ -89,7 +89,7 @@ def _separator(node: Node) -> str:
 
 
 def _list_comparable_groups(node: Node) -> list[str | Fraction]:
-    """Return the groups by value, so that 03 is 3. A longer group with a leading zero (phone numbers) remains text."""
+    """Return the groups by value, so that 03 is 3. Longer groups with a leading zero (phone numbers) remain text."""
     if node.kind != "groups":
         return [part.value for part in node.parts]
     _, *texts = node.value

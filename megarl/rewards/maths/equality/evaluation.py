@@ -21,7 +21,7 @@ class Evaluation:
     """Numeric evaluation of formulas, for one choice of values of their variables.
 
     `scale` is the largest summand so far: a difference small against it counts as a rounding error. `bits` is the
-    largest difference of two summands' binary exponents. Variables in `whole_names` have whole numbers as values.
+    largest difference of two summands' binary exponents. Variables in `whole_names` are whole numbers.
     """
 
     def __init__(self, kind: str, seed: int, whole_names: frozenset[str] = frozenset()) -> None:
@@ -32,7 +32,7 @@ class Evaluation:
         self.bits = 0
 
     def value(self, node: Node) -> Any:
-        """Return the numeric value of a formula. Raises NoValueError if it has none."""
+        """Return a formula's numeric value. Raises NoValueError if it has none."""
         try:
             # mpmath raises all of these outside a function's domain, or for too large numbers.
             number = self._value(node)
@@ -96,7 +96,7 @@ class Evaluation:
         low = as_fraction(self._value(node.parts[1]))
         if node.parts[2] == INFINITY:
             high = low + _TERMS_OF_INFINITE_SERIES - 1
-            # The first terms stand for all, so the series equals only another infinite one.
+            # The first terms stand for the whole series, so it equals only another infinite series.
             remainder = _point("infinite series", "positive", 0)
         else:
             high = as_fraction(self._value(node.parts[2]))
@@ -125,7 +125,7 @@ class Evaluation:
     def _unknown_function(self, name: str, parts: list[Any]) -> Any:
         """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.
 
-        Thus formulas with the same unknown function can be compared.
+        So formulas with the same unknown function can be compared.
         """
         value = _point(name, "positive", 0)
         for place, part in enumerate(parts):

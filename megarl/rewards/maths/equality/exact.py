@@ -9,7 +9,7 @@ from fractions import Fraction
 from megarl.rewards.maths.formulas.nodes import Node, number, replace_node, symbol
 
 MAX_BITS = 20_000
-"""Maximum bits of an exact number. Operations below this limit take microseconds."""
+"""Maximum bits of an exact number. Below, operations take microseconds."""
 
 
 MAX_SERIES_SIZE = 10_000
@@ -69,7 +69,7 @@ def _exact_series(node: Node) -> Fraction:
 
 
 def series_terms(node: Node, low: Fraction, high: Fraction) -> Iterator[Node]:
-    """Yield the terms of a sum or a product from index `low` to `high`. Raises NoValueError beyond the limits."""
+    """Yield the terms of a sum or product from index `low` to `high`. Raises NoValueError beyond the limits."""
     body, index = node.parts[0], symbol(node.value[1])
     if low.denominator != 1 or high.denominator != 1:
         raise NoValueError

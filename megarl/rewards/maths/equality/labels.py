@@ -11,7 +11,7 @@ _EXTREMES = ("max", "min")
 
 
 def is_label(node: Node) -> bool:
-    """Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `dy/dx`."""
+    """Return whether a formula can name a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `dy/dx`."""
     if node.kind in ("symbol", "index", "apply", "words"):
         return node.value != "ldots"
     if node.kind == "call":
@@ -82,14 +82,14 @@ def _pairs(node: Node) -> list[tuple[str, Node]] | None:
 
 
 def assignments(node: Node) -> dict[str, Node] | None:
-    """Return values by name if a formula assigns values to at least two names, else None."""
+    """Return values by name if a formula gives values to at least two names, else None."""
     pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
     values = dict(pairs or ())
     return values if pairs and len(values) == len(pairs) > 1 else None
 
 
 def are_numbered(names: Collection[str]) -> bool:
-    """Return whether names are one letter with the numbers 1, 2, ..., as roots have: x_1, x_2."""
+    """Return whether names are one letter with the numbers 1, 2, ..., like roots: x_1, x_2."""
     letters = {name.partition("_")[0] for name in names}
     return len(letters) == 1 and {name.partition("_")[2] for name in names} == set(map(str, range(1, len(names) + 1)))
 
@@ -105,7 +105,7 @@ def in_order(names: Collection[str]) -> list[str]:
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:
-    """Return the name and the values of alternatives like `x=1 or x=2`. For another formula: None, and the formula."""
+    """Return the name and the values of alternatives like `x=1 or x=2`. Another formula has the name None."""
     if node.kind == "list":
         pairs = _pairs(node)
         if pairs and len({name for name, _ in pairs}) == 1:
@@ -119,10 +119,7 @@ def solutions(node: Node) -> tuple[Node | None, Node]:
 
 
 def without_domain(node: Node) -> tuple[Node, Node | None]:
-    r"""Split `k\pi, k \in \mathbb{Z}` into the formula and the set of its parameter's values.
-
-    The set is None if the formula has none.
-    """
+    r"""Split `k\pi, k \in \mathbb{Z}` into the formula and the set of its parameter's values (None: no set)."""
     if node.kind != "list" or node.value != "," or len(node.parts) < 2:
         return node, None
     last = node.parts[-1]
@@ -133,7 +130,7 @@ def without_domain(node: Node) -> tuple[Node, Node | None]:
 
 
 def with_shared_relation(node: Node) -> Node:
-    r"""Return a list with its first relation repeated for the bare values after it: `x \ne 1, 2`."""
+    r"""Return a list with its first relation repeated for bare values: `x \ne 1, 2` means x \ne 1, x \ne 2."""
     if node.kind != "list" or node.parts[0].kind != "relation" or node.parts[0].value != ("!=",):
         return node
     name, first = node.parts[0].parts

@@ -13,7 +13,7 @@ from megarl.rewards.maths.equality.values import real_value
 from megarl.rewards.maths.formulas.nodes import BLANK, EMPTY_SET, INFINITY, Node, negative, symbol
 
 _NEAR = Fraction(1, 10**40)
-"""Relative difference below which two numbers count as equal. Values are computed with 50 digits."""
+"""Relative difference below which numbers are equal. Values are computed with 50 digits."""
 _STEPS = (Fraction(1, 10**12), Fraction(1, 10**6), Fraction(1, 100))
 """Relative distances from an interval's end at which two sets are compared."""
 _GRID = (*(Fraction(step * 7, 3) for step in range(-9, 10)), Fraction(1001, 3), Fraction(-1001, 3))
@@ -26,8 +26,7 @@ MAX_EDGES = 40
 class NumberSet:
     """A set of real numbers, as a function that tests membership.
 
-    `edges` are the numbers where membership may change; None: some are unknown. `variable` is the name in an
-    inequality.
+    `edges` are the numbers where membership may change; None: some are unknown. `variable` is an inequality's variable.
     """
 
     contains: Callable[[Fraction], bool]
@@ -137,7 +136,7 @@ def _combine_sets(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
 
 
 def _solution_set(node: Node) -> NumberSet | None:
-    r"""Return the numbers that satisfy inequalities or an equation in one variable, like `1 < x \le 2`."""
+    r"""Return the solutions of inequalities or an equation in one variable, like `1 < x \le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         numbers = _number_set(node.parts[1])
@@ -194,7 +193,7 @@ def _read_builder(node: Node) -> NumberSet | None:
 
 
 def _join_conditions(node: Node) -> NumberSet | None:
-    """Return the numbers that satisfy several relations: the union for `or`, otherwise the intersection.
+    """Return the solutions of several relations: the union for `or`, otherwise the intersection.
 
     Relations separated by commas mean their union if the intersection is empty.
     """

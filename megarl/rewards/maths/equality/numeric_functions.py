@@ -10,9 +10,9 @@ from megarl.rewards.maths.equality.exact import NoValueError
 from megarl.rewards.maths.equality.precision import CONTEXT, as_fraction, is_real
 
 MAX_MAGNITUDE = 400
-"""Maximum binary exponent of arguments to functions and powers, because the digits needed grow with it."""
+"""Maximum binary exponent of arguments to functions and powers: the digits needed grow with it."""
 MAX_GAMMA = 1 << 24
-"""Maximum argument of the gamma function. Larger ones would take too long."""
+"""Maximum argument of the gamma function. Larger arguments take too long."""
 
 
 def _check_magnitude(value: Any) -> Any:

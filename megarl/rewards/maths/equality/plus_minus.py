@@ -10,11 +10,11 @@ from megarl.rewards.maths.equality.exact import exact
 from megarl.rewards.maths.formulas.nodes import Node, negative
 
 MAX_SIGNS = 4
-r"""Maximum number of \pm and \mp in a formula to expand. Each doubles the number of values."""
+r"""Maximum number of \pm and \mp to expand. Each doubles the number of values."""
 
 
 def expand_signs(node: Node) -> Node:
-    r"""Return a formula with \pm and \mp as a list of the formulas that it means, without repeated numbers.
+    r"""Return a formula with \pm and \mp as the list of formulas that it means, without repeated numbers.
 
     Every \pm is independent: `\pm1\pm i` means four numbers. With \mp all signs change together. In a relation, the
     n-th signs of both sides change together. Formulas with more than MAX_SIGNS signs are returned unchanged.
@@ -51,7 +51,7 @@ def _count_signs(node: Node) -> int:
 
 
 def _choose_signs(node: Node, signs: Sequence[int]) -> Node:
-    r"""Return the formula with each \pm and \mp replaced by one of `signs`, in order (1 or -1)."""
+    r"""Return the formula with each \pm and \mp replaced by the next of `signs` (1 or -1)."""
     if node.kind == "sign":
         inner = _choose_signs(node.parts[0], signs[1:])
         return inner if node.value == signs[0] else negative(inner)

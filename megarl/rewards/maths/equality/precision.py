@@ -15,11 +15,9 @@ DIGITS = 50
 MAX_DIGITS = 1000
 """Maximum digits of a value, because gamma functions take seconds with more."""
 _GUARD_DIGITS = 10
-"""Last digits that may differ by rounding errors. Values are equal if all earlier digits are, relative to cancelled
-terms.
-"""
+"""Number of last digits that may differ by rounding errors. Values with equal earlier digits are equal."""
 _SAFE_BITS = 64
-"""Largest difference of two summands' binary exponents at which `DIGITS` are enough."""
+"""Largest difference of summands' binary exponents for which `DIGITS` are enough."""
 
 # A clone: changing the precision must not affect other users of mpmath in this process.
 CONTEXT = mpmath.mp.clone()

@@ -1,4 +1,4 @@
-"""Equivalent forms of an answer: without names and signs that mean nothing, with the gold answer's variables."""
+"""Equivalent forms of an answer: without meaningless names and signs, with the gold answer's variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
 
 
 def drop_point_name(node: Node) -> Node:
-    """Return the coordinates of a point with a name (`A(3,4)`). Other formulas are unchanged."""
+    """Return the coordinates of a named point (`A(3,4)`). Other formulas are unchanged."""
     is_point = node.kind == "product" and len(node.parts) == 2 and node.parts[1].kind == "tuple"
     return node.parts[1] if is_point and is_capital_letter(node.parts[0]) else node
 
@@ -36,9 +36,7 @@ def drop_sign_of_approximation(node: Node) -> Node:
 
 
 def drop_rounding(node: Node) -> Node:
-    r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667` is
-    `\frac16`.
-    """
+    r"""Return the formula without a decimal approximation within 1 %: `\frac16 \approx 0.1667` is `\frac16`."""
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
     exact_part, rounding = node.parts[-2:]
@@ -53,7 +51,7 @@ def rename_variable(node: Node, old: Node, new: Node) -> Node:
 
 
 def adopt_argument(function: Node, prediction: Node, value: Node) -> tuple[Node, Node]:
-    """Rename the argument of a predicted function to the gold answer's: f(t) = t^2 becomes f(x) = x^2.
+    """Rename a predicted function's argument to the gold answer's: f(t) = t^2 becomes f(x) = x^2.
 
     `value` is the predicted right side. Returns both sides.
     """
@@ -65,7 +63,7 @@ def adopt_argument(function: Node, prediction: Node, value: Node) -> tuple[Node,
 
 
 def adopt_constant(gold: Node, prediction: Node) -> Node:
-    """Return the prediction with its constant of integration renamed to the gold answer's: `x^2+c` becomes `x^2+C`."""
+    """Return the prediction with the gold answer's constant of integration: `x^2+c` becomes `x^2+C`."""
     if gold.kind != "sum" or prediction.kind != "sum":
         return prediction
     constant = next((symbol(name) for name in ("C", "c") if symbol(name) in gold.parts), None)
@@ -90,7 +88,7 @@ def as_quotient(node: Node) -> Node | None:
 
 
 def multiply_into_matrix(node: Node) -> Node:
-    """Return a product of numbers and a matrix as one matrix, with each entry multiplied."""
+    """Return a product of numbers and a matrix as one matrix."""
     if node.kind == "negative" and node.parts[0].kind == "matrix":
         return _multiply_cells(node.parts[0], [number(-1)])
     if node.kind != "product":
@@ -114,7 +112,7 @@ def _multiply_cells(matrix: Node, factors: list[Node]) -> Node:
 
 
 def count_degrees(node: Node) -> Node | None:
-    r"""Return the number of degrees in a formula like `90^\circ`. None: the formula is not in degrees."""
+    r"""Return the number of degrees in a formula like `90^\circ`. None: it is not in degrees."""
     if node.kind == "negative":
         inner = count_degrees(node.parts[0])
         return inner and negative(inner)

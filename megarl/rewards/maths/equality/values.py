@@ -50,7 +50,7 @@ def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> 
 
 
 def _compare_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_symbols: bool) -> tuple[bool, int]:
-    """Return whether two formulas have equal values at all points, and the largest distance of magnitudes in bits."""
+    """Return whether two formulas are equal at all points, and the largest distance of magnitudes in bits."""
     kinds = _KINDS_OF_POINTS if has_symbols else ("positive",)
     whole_names: frozenset[str] = frozenset()
     if has_symbols and any(map(_is_stepwise, (*gold.walk(), *prediction.walk()))):
@@ -72,7 +72,7 @@ def _is_stepwise(node: Node) -> bool:
 
 
 def _find_whole_names(formula: Node) -> frozenset[str]:
-    """Return the variables that are whole numbers: by their usual letters, or because they count terms."""
+    """Return the variables that are whole numbers, by their usual letters or because they count terms."""
     names: set[str] = set()
     for node in formula.walk():
         if node.kind == "series":
@@ -91,10 +91,8 @@ def _is_longer(number: Fraction | None) -> bool:
 def _compare_at(
     gold: Node, prediction: Node, factor: Fraction, kind: str, seed: int, whole_names: frozenset[str]
 ) -> tuple[bool | None, int]:
-    """Compare two formulas at one point. Returns whether their values are equal, and the distance of magnitudes in
+    """Return whether two formulas are equal at one point (None: not comparable), and the distance of magnitudes in
     bits.
-
-    The first result is None if the values cannot be compared.
     """
     evaluation = Evaluation(kind, seed, whole_names)
     try:
@@ -117,14 +115,14 @@ def _compare_at(
 
 
 def _count_cancelled_bits(scale: Any, value: Any) -> int:
-    """Return the bits by which a value is smaller than the largest summand in its formula."""
+    """Return the bits by which a value is smaller than its formula's largest summand."""
     return CONTEXT.mag(scale) - CONTEXT.mag(value) if scale and value else 0
 
 
 def _has_branches(formula: Node) -> bool:
     r"""Return whether a formula has logarithms or odd roots.
 
-    Equal forms of it may then differ in being real or complex: `\ln x^2` and `2\ln x` for negative x.
+    Of two equal forms, one may then be real and the other complex: `\ln x^2` and `2\ln x` for negative x.
     """
     return any(_is_multivalued(node) for node in formula.walk())
 
@@ -142,7 +140,7 @@ def _is_multivalued(node: Node) -> bool:
 def real_value(node: Node, values: dict[str, Any] | None = None) -> Any:
     """Return a formula's real value, with its variables replaced by `values`.
 
-    Raises NoValueError if a variable has no value, or if the result is not real.
+    Raises NoValueError for a variable without a value, and for a result that is not real.
     """
     if values:
         node = _with_values(node, values)
@@ -161,7 +159,7 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
 
 
 def is_within_percent(value: Node, rounding: Node) -> bool:
-    """Return whether two formulas without variables have real values differing by 1 % at most."""
+    """Return whether the real values of two formulas without variables differ by 1 % at most."""
     try:
         first, second = real_value(value), real_value(rounding)
     except NoValueError:
@@ -170,7 +168,7 @@ def is_within_percent(value: Node, rounding: Node) -> bool:
 
 
 def is_proportional(formula: Node, multiple: Node) -> int:
-    """Return 1 or -1 if `formula` is `multiple` times a positive or negative constant, else 0."""
+    """Return the sign of c (1 or -1) if `formula` is c * `multiple`, else 0."""
     sign, bits = _proportion(formula, multiple)
     digits = count_digits(bits)
     if not sign or digits == DIGITS:
@@ -180,8 +178,7 @@ def is_proportional(formula: Node, multiple: Node) -> int:
 
 
 def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
-    """Return the sign of the factor c if `multiple` is c times `formula` (0: it is not), and the bits lost to
-    cancellation.
+    """Return the sign of c if `multiple` is c * `formula` (0: it is not), and the bits lost to cancellation.
 
     The factor is tested at random points.
     """

@@ -34,7 +34,7 @@ class Atoms(Scripts):
     """Part of the formula parser: the factors of a product."""
 
     def starts_factor(self) -> bool:
-        """Return whether the next token can begin another factor of a product without a sign (`2x`)."""
+        """Return whether the next token begins another factor of a product without a sign (`2x`)."""
         token = self.token
         if token.kind in ("number", "numeral", "letter"):
             return True

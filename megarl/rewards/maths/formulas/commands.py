@@ -21,7 +21,7 @@ class Commands(Cursor):
     """Part of the formula parser: LaTeX commands and their arguments."""
 
     def until(self, *closing: str) -> Node:
-        """Parse the items up to one of the closing signs `closing`."""
+        """Parse the items up to one of the signs `closing`."""
         self.brackets += 1
         # Bars outside the brackets cannot close inside them.
         bars, self.bars = self.bars, 0
@@ -34,10 +34,7 @@ class Commands(Cursor):
         return node
 
     def argument(self) -> Node:
-        r"""Parse the next argument of a LaTeX command: a group in braces, or a single token.
-
-        A single digit is a token here: `\frac12` has the arguments 1 and 2.
-        """
+        r"""Parse a LaTeX command's next argument: a group in braces, or a token. In `\frac12`, 1 and 2 are tokens."""
         token = self.token
         if token.text == "{" and token.kind == "sign":
             return self.group()
@@ -64,7 +61,7 @@ class Commands(Cursor):
         return Node("call", (self.argument(), degree), "root")
 
     def read_name_argument(self) -> str:
-        """Return a command's next argument as plain text, for use as a name."""
+        """Return a command's next argument as plain text, to use as a name."""
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
@@ -123,7 +120,7 @@ class Commands(Cursor):
     def _function_argument(self) -> Node:
         """Parse a function's argument: brackets, or the factors up to the next sign, function or bracket.
 
-        `sin 2x cos x` is therefore a product of two functions.
+        So `sin 2x cos x` is a product of two functions.
         """
         if self.token.text == "(" and self.token.kind == "sign":
             self.advance()
@@ -194,7 +191,7 @@ class Commands(Cursor):
 
 
 def fraction(over: Node, under: Node) -> Node:
-    """Return the node of a fraction. In a derivative like `dy/dx`, the d must not be cancelled."""
+    """Return a fraction's node. In a derivative like `dy/dx`, the d must not be cancelled."""
     sign = _leading_factor(under)
     is_derivative = sign in _DIFFERENTIALS and under.kind == "product" and _leading_factor(over) == sign
     return Node("apply", (over, under), "derivative") if is_derivative else Node("quotient", (over, under))

@@ -20,7 +20,7 @@ class DigitGroups(Atoms):
     """Part of the formula parser: a whole item that is a clock time, a date, a range or a code."""
 
     def digit_groups(self) -> Node | None:
-        """Parse an item made of groups of digits. None: the item is a formula, and nothing was parsed."""
+        """Parse an item of digit groups. None: the item is a formula, and nothing was parsed."""
         next_token = self.following()
         is_candidate = next_token.text in (":", "-", "/") or (
             next_token.kind == "text" and next_token.text in _MERIDIEMS

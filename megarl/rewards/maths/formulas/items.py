@@ -35,7 +35,7 @@ def _with_shared_modulus(items: list[Node]) -> list[Node]:
 
 
 def make_congruence(parts: list[Node], signs: list[str], modulus: Node) -> Node:
-    """Return the node of a residue class: its name or a blank, its representative, and its modulus."""
+    """Return a residue class: its name or a blank, its representative, and its modulus."""
     if len(parts) > 2 or signs not in ([], ["equiv"], ["="]):
         raise NotMathematicsError("a modulus follows something other than a congruence")
     return Node("congruence", (parts[0] if signs else BLANK, parts[-1], modulus))

@@ -12,7 +12,7 @@ _PRODUCT_LETTERS = frozenset("abcxyz")
 
 
 def is_product(word: str) -> bool:
-    """Return whether adjacent letters mean a product of variables (`xy`), not a word, a unit or named points (`AB`)."""
+    """Return whether adjacent letters are a product of variables (`xy`), not a word, a unit or points (`AB`)."""
     if word.isupper() or len(word) > 4:
         return False
     if not word.islower():
@@ -24,7 +24,7 @@ def is_product(word: str) -> bool:
 
 
 def split_products(tokens: list[Token]) -> list[Token]:
-    """Return the tokens, with products of variables like `xy` split into single letters."""
+    """Split products of variables like `xy` into single letters."""
     split_tokens: list[Token] = []
     for token, next_token in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
         # In ax + by the letters are variables, but in "m by n" they are a word.

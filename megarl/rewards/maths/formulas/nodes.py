@@ -33,7 +33,7 @@ class Node:
             yield from part.walk()
 
     def symbols(self) -> set[str]:
-        """Return the names of all variables and unknown functions in the formula, without indices of sums."""
+        """Return the names of all variables and unknown functions, without indices of sums."""
         nodes = list(self.walk())
         names = {node.value for node in nodes if node.kind in ("symbol", "apply", "index")}
         return names - {node.value[1] for node in nodes if node.kind == "series"}
@@ -61,13 +61,13 @@ def negative(node: Node) -> Node:
 
 
 def join_operands(kind: str, parts: list[Node]) -> Node:
-    """Return a sum or product (`kind`) of `parts`, without nested sums or products. A single part is returned alone."""
+    """Return a sum or product (`kind`) of `parts`, without nested ones. A single part is returned alone."""
     flat = [part for node in parts for part in (node.parts if node.kind == kind else (node,))]
     return flat[0] if len(flat) == 1 else Node(kind, tuple(flat))
 
 
 def replace_node(node: Node, old: Node, new: Node) -> Node:
-    """Return the formula with every `old` in it replaced by `new`."""
+    """Return the formula with every `old` replaced by `new`."""
     if node == old:
         return new
     return (

@@ -15,9 +15,7 @@ from megarl.rewards.maths.formulas.tokens import Token, tokenize
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
-"""Function: returns whether a text is a unit, and the unit. The second argument says whether a space precedes the
-text.
-"""
+"""Function (text, whether a space precedes it) -> (whether it is a unit, the unit)."""
 
 _RELATIONS = {
     "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",
@@ -52,7 +50,7 @@ class _Parser(DigitGroups):
         self._vectors = {token.text for token in self._tokens if token.is_bold}
 
     def parse_text(self) -> Node:
-        """Parse the whole text: one formula or a list of several, optionally with a unit at the end."""
+        """Parse the whole text: a formula or a list of formulas, optionally with a unit at the end."""
         node = self.items()
         if _has_words(node):
             raise NotMathematicsError("the text contains words outside a formula")
@@ -115,7 +113,7 @@ class _Parser(DigitGroups):
         return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
     def _parse_label(self) -> Node | None:
-        """Parse words before a colon, as in `Area: 12`. None: there are none."""
+        """Parse words before a colon, as in `Area: 12`, or return None."""
         text = self.token.text
         if self.token.kind != "text" or len(text.rstrip(":")) < 3:
             return None
@@ -132,7 +130,7 @@ class _Parser(DigitGroups):
         return self._ratio(self.set_expression())
 
     def _parse_modulus(self) -> Node | None:
-        r"""Parse the modulus after a congruence: `\pmod 7`, `(mod 7)`, `mod 7`. None: there is none."""
+        r"""Parse a congruence's modulus (`\pmod 7`, `(mod 7)`, `mod 7`), or return None."""
         is_bracketed = self.token.text == "(" and self.following().text in MODULUS_COMMANDS
         if is_bracketed:
             self.advance()
@@ -229,7 +227,7 @@ class _Parser(DigitGroups):
                 return node
 
     def _times(self, node: Node, factor: Node) -> Node:
-        r"""Return the product of two operands of \times: the cross product of vectors, or the set of pairs of sets."""
+        r"""Return the product of two operands of \times: vectors have a cross product, sets a set of pairs."""
         before, last = (node.parts[:-1], node.parts[-1]) if node.kind == "product" else ((), node)
         if _is_named_set(last) and _is_named_set(factor):
             return Node("setop", (node, factor), "times")
@@ -312,7 +310,7 @@ def _is_named_set(node: Node) -> bool:
 
 
 def _has_words(node: Node) -> bool:
-    """Return whether a formula contains words, apart from a name before an equals sign."""
+    """Return whether a formula contains words other than a name before an equals sign."""
     if node.kind == "relation" and node.parts[0].kind == "words":
         return any(_has_words(part) for part in node.parts[1:])
     return node.kind == "words" or any(_has_words(part) for part in node.parts)

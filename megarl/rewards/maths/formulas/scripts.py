@@ -59,7 +59,7 @@ class Scripts(Commands):
         return node
 
     def _skip_to_brace(self) -> int:
-        """Skip a group in braces containing no other group. Returns the number of skipped tokens."""
+        """Skip a group in braces without inner groups. Returns the number of skipped tokens."""
         self.advance()
         num_tokens = 0
         while self.token.text != "}":

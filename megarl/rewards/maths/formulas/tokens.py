@@ -25,7 +25,7 @@ class Token:
     """Whether a space precedes the token."""
     number: Fraction | None = None
     origin: str = ""
-    """The whole word, if this token is the first letter of a split word; else empty."""
+    """The whole word, if this token is its first letter; else empty."""
     is_bold: bool = False
 
 
@@ -34,7 +34,7 @@ FUNCTION_WORDS = frozenset(
     sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth log ln lg exp sqrt max min gcd lcm mod det
     """.split()  # noqa: SIM905
 )
-"""Function names such as sin and log. Answers may write them without a backslash."""
+"""Function names that answers may write without a backslash."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]+")
@@ -45,7 +45,7 @@ _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
-r"""Regular expression of mathematical contents of a \text{}: letters of choices, or numbers."""
+r"""Matches mathematical contents of a \text{}: letters of choices, or numbers."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
@@ -113,7 +113,7 @@ def _word(word: str, position: int, has_space: bool) -> Token:
 
 
 def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> int:
-    """Append the token of the LaTeX command at `position` to `tokens`. Returns the position after the command."""
+    """Append the token of the LaTeX command at `position` to `tokens`. Returns the position after it."""
     command = _COMMAND.match(text, position)
     if command is None:
         raise NotMathematicsError("the text ends with a lone backslash")
